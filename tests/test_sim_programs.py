@@ -114,7 +114,7 @@ def finish(end: Ending, **compute: float) -> float:
     latency in the pipeline."""
     schedule = schedules.build("1f1b", ranks=2, microbatches=1)
     own = rates(schedule, links={"pp": Speed(latency=0.1), "inter": Speed(rate=RETURNED)})
-    spent = {(Do[name], -1): value for name, value in compute.items()}
+    spent = {(named(name), -1): value for name, value in compute.items()}
     return simulate(
         programs(schedule, end, blocks=1, rests=True), Rates({**own.compute, **spent}, links=own.links)
     ).finish

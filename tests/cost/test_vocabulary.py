@@ -12,7 +12,7 @@ from atoll.cost import Cluster, Efficiency, Kernel, Prediction, Product, Transfo
 from atoll.cost.calibration import Step, calibrate
 from atoll.layouts import Layout, Precision
 from atoll.plans import MeshShape, Plan
-from atoll.program import Do
+from atoll.program import Sliced
 
 MODEL = Transformer.llama(layers=8, hidden=1024, heads=16, ffn=2816, vocabulary=256_000)
 USE = Use(samples=1, sequence=2048)
@@ -83,7 +83,7 @@ def test_a_slice_holds_its_softmax_and_nobody_more() -> None:
     assert head.peak == 10 * logits + answer
     program = found.ranks.programs.ranks[2]
     held = list(found.held(2))[1:]
-    scored = [at for at, each in enumerate(program.instructions) if each.do is Do.S]
+    scored = [at for at, each in enumerate(program.instructions) if each.do is Sliced.S]
     assert all(held[at].passing == head.peak for at in scored)
     assert held[scored[0]].activations - held[scored[0] - 1].activations == head.kept + head.wire
 

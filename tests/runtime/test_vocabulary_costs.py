@@ -86,7 +86,7 @@ def test_slices_send_and_keep_what_is_predicted(case: Case) -> None:
     seen = run_ranks(sent_and_kept, plan.mesh.world, case)
     for rank, program in enumerate(predicted.ranks.programs.ranks):
         messages = predicted.ranks.slices.sent(rank)
-        sends = [each for each in program.instructions if each.do.startswith("SEND_")]
+        sends = [each for each in program.instructions if each.do.sends]
         wanted = sum(messages.get((each.do, each.action.stage), message) for each in sends)
         sent, kept, answer = seen[rank * plan.mesh.tensor]
         assert kept == head.kept

@@ -150,7 +150,7 @@ def summary(found: Described, rank: int) -> dict[str, Any]:
         "peak_bytes": program.peaks._asdict(),
         "instructions": [
             {
-                "do": each.do.value,
+                "do": each.do.name,
                 "stage": each.action.stage,
                 "microbatch": each.action.microbatch,
                 "of": None if each.of < 0 else each.of,

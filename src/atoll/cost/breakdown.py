@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from atoll.program import Do
+from atoll.program import Row
 from atoll.sim import Played, Rates
 
 
@@ -58,30 +58,13 @@ PARTS = {
 }
 """Names of a breakdown's fields."""
 
-_COMPUTE = {
-    **dict.fromkeys((Do.F, Do.L, Do.S), "forward"),
-    Do.I: "backward",
-    **dict.fromkeys((Do.W, Do.T, Do.G), "weights"),
-    **dict.fromkeys((Do.STEP, Do.COLLECT, Do.TRANSFORM, Do.UPDATE), "optimizer"),
-    Do.GATHER: "gathers",
-}
+_WAITS = frozenset({"gathers", "reductions", "messages", "sums"})
+"""Causes of waits; other instructions that wait count to what they compute."""
 
-_WAITS = {
-    **dict.fromkeys((Do.WHOLE, Do.FETCH), "gathers"),
-    **dict.fromkeys((Do.REDUCED, Do.SYNCED, Do.QUIET), "reductions"),
-    **dict.fromkeys((do for do in Do if do.startswith("RECV_")), "messages"),
-    **dict.fromkeys((Do.VERDICT, Do.JOIN), "sums"),
-}
+_FROM_OTHERS = frozenset({"messages", "sums"})
 
-_FROM_OTHERS = frozenset(do for do, cause in _WAITS.items() if cause in ("messages", "sums"))
-
-Seconds = Mapping[tuple[Do, int], float]
+Seconds = Mapping[tuple[Row, int], float]
 """Seconds by operation, and block or unit."""
-
-
-def part_of(do: Do) -> str:
-    """Return the field of `Breakdown` for an instruction's seconds; if it waits, the field of its waits."""
-    return _WAITS.get(do) or _COMPUTE.get(do, "other")
 
 
 def break_down(
@@ -120,11 +103,11 @@ def pieces(played: Played, rank: int, compute: Seconds, inside: Seconds | None =
     sent = iter(timing.sent)
     before = timing.begin
     for nth, ((do, _, of, _), end) in enumerate(zip(program.instructions, timing.ends, strict=True)):
-        cause = _WAITS.get(do)
-        if cause is None:
-            cause, middle = _COMPUTE.get(do, "other"), end - (inside or {}).get((do, of), 0.0)
+        cause = do.cause
+        if not do.waits or cause not in _WAITS:
+            middle = end - (inside or {}).get((do, of), 0.0)
             both = (cause, before, middle), ("tensor", middle, end)
-        elif do in _FROM_OTHERS:
+        elif cause in _FROM_OTHERS:
             own = min(end - before, compute.get((do, of), 0.0))
             travels = min(end - before - own, end - next(sent))
             middle = end - own - travels

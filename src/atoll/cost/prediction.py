@@ -19,8 +19,7 @@ from atoll.cost.work import Use, Work, Workload
 from atoll.errors import ConfigError
 from atoll.layouts import ITEM_BYTES, Level, Stored
 from atoll.plans import Plan
-from atoll.program import Do, Instruction
-from atoll.program.lower import makes
+from atoll.program import Do, Instruction, Row, Sliced, makes
 from atoll.program.memory import held_after
 from atoll.schedules import Link, Links
 from atoll.sim import Played, Rates, Speed, play
@@ -201,7 +200,7 @@ class Prediction:
         own = self._update_seconds((one - none) / item, (all_kept - none) / item) * update
         return max(0.0, own - cast / (self.device.bandwidth * self.device.efficiency.memory))
 
-    def _copies(self, rank: int) -> dict[tuple[Do, int], float]:
+    def _copies(self, rank: int) -> dict[tuple[Row, int], float]:
         """Seconds of gathers that send nothing: casts of masters, and copies."""
         sharding = self.plan.sharding(self.ranks.place(rank))
         rate = self.device.bandwidth * self.device.efficiency.memory
@@ -212,7 +211,7 @@ class Prediction:
                 found[Do.GATHER, unit] = found[Do.FETCH, unit] = copied / rate
         return found
 
-    def _transforms(self, rank: int) -> dict[tuple[Do, int], float]:
+    def _transforms(self, rank: int) -> dict[tuple[Row, int], float]:
         """Seconds in which a pipeline rank transforms its matrices, by unit."""
         whole, found = self.plan.whole, {}
         if whole is None:
@@ -239,9 +238,9 @@ class Prediction:
         link = {"link": self.given.along(self.plan.mesh, "tp")} if tensor > 1 else {}
         return Clock(self.device, self.use.compute, self.use.item, tensor, **link)
 
-    def _by_instruction(self, rank: int, of_work: Callable[[Work], Parts]) -> dict[tuple[Do, int], float]:
+    def _by_instruction(self, rank: int, of_work: Callable[[Work], Parts]) -> dict[tuple[Row, int], float]:
         """Return the seconds of a rank's blocks and slices, given F, I and W of each, by instruction."""
-        found: defaultdict[tuple[Do, int], float] = defaultdict(float)
+        found: defaultdict[tuple[Row, int], float] = defaultdict(float)
         is_split = len(self.ranks.runs) > 1
         for at in self.ranks.blocks_of(rank):
             forward, backward, weights = of_work(self.ranks.works[at])
@@ -250,7 +249,9 @@ class Prediction:
             # A block whose gradients are all computed in I, such as an embedding, has no W.
             is_deferred = is_split and at in self.ranks.weighed_with
             found[(Do.W, self.ranks.weighed_with[at]) if is_deferred else (Do.I, at)] += weights
-        for work, begins, ends in zip(self.ranks.slices.works, (Do.L, Do.S), (Do.G, Do.T), strict=False):
+        for work, begins, ends in zip(
+            self.ranks.slices.works, (Sliced.L, Sliced.S), (Sliced.G, Sliced.T), strict=False
+        ):
             found[begins, -1], _, found[ends, -1] = of_work(work)
         return dict(found)
 
@@ -309,7 +310,7 @@ class Prediction:
         inside = [self.tensor_seconds(rank) for rank in range(self.plan.mesh.pipeline)]
         return break_down(self.played, self.rates, inside)
 
-    def tensor_seconds(self, rank: int) -> dict[tuple[Do, int], float]:
+    def tensor_seconds(self, rank: int) -> dict[tuple[Row, int], float]:
         """Return the seconds that tensor-parallel collectives add to a pipeline rank's instructions."""
         return self._by_instruction(rank, self._collectives) if self.plan.mesh.tensor > 1 else {}
 
@@ -351,7 +352,7 @@ class Prediction:
         sliced = self.ranks.slices.held(rank)
         after = held_after(program.instructions, program.shape)
         messages = self._messages(rank)
-        moving: Counter[Do] = Counter()
+        moving: Counter[Row] = Counter()
         for instruction, whole, idle in zip(program.instructions, after, messages, strict=True):
             passing = self._change(kept, instruction)
             if (more := sliced.get((instruction.do, instruction.action.stage))) is not None:

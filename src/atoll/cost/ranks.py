@@ -31,7 +31,18 @@ from atoll.layouts import (
     working_memory,
 )
 from atoll.plans import Place, Plan
-from atoll.program import BlockShape, Phase, Program, Programs, RankShape, StageShape, lower_row, unit_shape
+from atoll.program import (
+    EMBEDDING,
+    HEAD,
+    BlockShape,
+    Phase,
+    Program,
+    Programs,
+    RankShape,
+    StageShape,
+    lower_row,
+    unit_shape,
+)
 from atoll.stages import BlockWeight, split_blocks
 
 
@@ -323,7 +334,9 @@ class Ranks:
         """Return the shape of a pipeline rank for lowering."""
         plan, sharding = self.plan, self.plan.sharding(self.place(rank))
         ends = {plan.schedule.placement.rank_of(stage) for stage in (0, len(self.runs) - 1)}
-        embedding, head = self.slices.units
+        slices = {
+            name: unit for name, unit in zip((EMBEDDING, HEAD), self.slices.units, strict=True) if unit is not None
+        }
         units = {}
         for unit, segments in self.segments(rank).items():
             is_shared = unit == 0 and bool(self._shared)
@@ -341,8 +354,7 @@ class Ranks:
             units,
             limit=self.working_memory(rank).ahead,
             behind=reduced_at_once(plan.prefetch),
-            embedding=embedding,
-            head=head,
+            slices=slices,
             rank=rank,
             ranks=plan.mesh.pipeline,
             is_scaled=plan.precision.compute == "float16",

@@ -14,9 +14,9 @@ from atoll.ir.residency import Slices as SliceBytes
 from atoll.ir.residency import slices_freed
 from atoll.layouts import ITEM_BYTES, Box
 from atoll.plans import Plan
-from atoll.program import Do
+from atoll.program import Do, Row, Sliced
 
-At = tuple[Do, int]
+At = tuple[Row, int]
 """An instruction of one stage; those of a slice have its pipeline rank as their stage."""
 
 
@@ -144,10 +144,10 @@ class VocabularySlices(Slices):
         last, copies = self._ends[-1], float(self.copies)
         hidden = self.embedding.wire
         return {
-            (Do.SEND_L, rank): float(hidden),
+            (Sliced.SEND_L, rank): float(hidden),
             (Do.SEND_F, last): copies * hidden,
-            (Do.SEND_S, rank): float(self.head.wire),
-            (Do.SEND_T, last): copies * self._precise * self.use.tokens,
+            (Sliced.SEND_S, rank): float(self.head.wire),
+            (Sliced.SEND_T, last): copies * self._precise * self.use.tokens,
             (Do.SEND_B, 0): copies * hidden,
         }
 
@@ -166,14 +166,14 @@ class VocabularySlices(Slices):
             found[since][component] += nbytes
             found[until][component] -= nbytes
 
-        looked_up, scored = (Do.L, rank), (Do.S, rank)
-        added = (Do.RECV_F, 0) if rank == first else (Do.SEND_L, rank)
-        combined = (Do.RECV_B, last) if rank == end else (Do.SEND_S, rank)
-        owed = (Do.SEND_B, 0) if rank == first else (Do.POST_G, rank)
+        looked_up, scored = (Sliced.L, rank), (Sliced.S, rank)
+        added = (Do.RECV_F, 0) if rank == first else (Sliced.SEND_L, rank)
+        combined = (Do.RECV_B, last) if rank == end else (Sliced.SEND_S, rank)
+        owed = (Do.SEND_B, 0) if rank == first else (Sliced.POST_G, rank)
         holds("activations", self.embedding.kept, since=looked_up, until=added)
-        holds("activations", self.head.kept, since=scored, until=(Do.T, rank))
+        holds("activations", self.head.kept, since=scored, until=(Sliced.T, rank))
         holds("activations", answer, since=scored, until=combined)
-        holds("pending", hidden, since=owed, until=(Do.G, rank))
+        holds("pending", hidden, since=owed, until=(Sliced.G, rank))
         if rank == first:
             holds("buffers", self._others * hidden, since=(Do.POST_F, 0), until=(Do.RECV_F, 0))
         if rank == end:
@@ -181,7 +181,7 @@ class VocabularySlices(Slices):
             holds("activations", hidden, since=(Do.RECV_B, last), until=(Do.START_I, last))
             found[Do.RECV_B, last]["passing"] = 2 * self._precise * hidden // self.use.item
         else:
-            holds("buffers", hidden, since=(Do.POST_S, rank), until=scored)
+            holds("buffers", hidden, since=(Sliced.POST_S, rank), until=scored)
         found[scored]["passing"] = self.head.peak
-        found[Do.T, rank]["passing"] = self.head.kept + sum(each.nbytes for each in self.head.pending)
+        found[Sliced.T, rank]["passing"] = self.head.kept + sum(each.nbytes for each in self.head.pending)
         return found

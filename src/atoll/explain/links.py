@@ -7,18 +7,14 @@ from dataclasses import dataclass
 
 from atoll.cost import Prediction
 from atoll.cost.outer import sent_by
-from atoll.program import Do, way_of
+from atoll.program import way_of
 
 GATHERS, REDUCTIONS, RETURNS, MESSAGES = "gathers", "reductions", "updated parameters", "messages"
 OUTER = "outer gradients, mean of a step"
 MATRICES = "slices of matrices"
 
-_KINDS = {
-    **dict.fromkeys((Do.GATHER, Do.FETCH), GATHERS),
-    **dict.fromkeys((Do.REDUCE, Do.SYNC), REDUCTIONS),
-    **dict.fromkeys((Do.COLLECT, Do.TRANSFORM), MATRICES),
-    **dict.fromkeys((Do.RETURN, Do.AHEAD), RETURNS),
-}
+_KINDS = {"gathers": GATHERS, "reductions": REDUCTIONS, "sync": REDUCTIONS, "matrices": MATRICES, "return": RETURNS}
+"""Kinds by what instructions carry; all else is messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +39,15 @@ def link_uses(prediction: Prediction, rank: int) -> tuple[LinkUse, ...]:
     sent: defaultdict[tuple[str, str], float] = defaultdict(float)
     for instruction in program.instructions:
         do, action = instruction.do, instruction.action
-        if do.startswith("SEND_"):
+        if do.sends:
             way: tuple[tuple[str, float], ...] = (
                 ("pp", prediction.rates[rank].messages.get((do, action.stage), prediction.rates[rank].message)),
             )
         else:
             way = way_of(instruction, program.shape)
         for axis, nbytes in way:
-            times[axis, _KINDS.get(do, MESSAGES)] += 1
-            sent[axis, _KINDS.get(do, MESSAGES)] += nbytes
+            times[axis, _KINDS.get(do.carries, MESSAGES)] += 1
+            sent[axis, _KINDS.get(do.carries, MESSAGES)] += nbytes
     links = prediction.links
     if prediction.plan.outer is not None:
         outgoing = sent_by(prediction.ranks, rank)

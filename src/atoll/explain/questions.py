@@ -313,7 +313,7 @@ def _why_not(choice: str, value: str, explanation: Explanation) -> Sentences:
 
 def _hops(each: Alternative) -> list[str]:
     """Compare the number of messages, and describe the stages of a schedule with chunks."""
-    times = [sum(step.do.startswith("SEND_") for step in every.ranks.programs.ranks[0].instructions)
+    times = [sum(bool(step.do.sends) for step in every.ranks.programs.ranks[0].instructions)
              for every in (each.base, each.found)]  # fmt: skip
     found = [f"Rank 0 sends {times[1]} messages per step instead of {times[0]}."] if times[0] != times[1] else []
     schedule = each.found.plan.schedule

@@ -46,7 +46,7 @@ from atoll.layouts import (
 )
 from atoll.planner.space import Travel
 from atoll.plans import MeshShape, Place
-from atoll.program.instruction import Do, Phase
+from atoll.program import Phase, Sliced
 from atoll.schedules.links import Hops
 from atoll.sim import Speed
 from atoll.sim.schedules import last_end
@@ -205,7 +205,7 @@ class Skeleton:
             sent = sum(
                 count
                 for (do, at), count in self.base.ranks.slices.sent(rank).items()
-                if do in (Do.SEND_L, Do.SEND_S) or schedule.placement.rank_of(at) == rank
+                if do in (Sliced.SEND_L, Sliced.SEND_S) or schedule.placement.rank_of(at) == rank
             )
             away = 1.0 - len(real.near(rank)) / (mesh.pipeline - 1) if NEAR in links else 1.0
             found = max(found, links["pp"].seconds(sent * away) * schedule.microbatches)

@@ -5,20 +5,25 @@ it, and the memory that it takes is a sum over it. Nothing about what to gather,
 """
 
 from atoll.program.end import BACKWARD, Ending
-from atoll.program.instruction import BEGINS, Do, Instruction, Lane, Phase
+from atoll.program.fold import makes
+from atoll.program.instruction import Instruction
 from atoll.program.laws import check
 from atoll.program.lower import lower_row
 from atoll.program.memory import Bytes, peaks
 from atoll.program.parts import Part, parts_of
 from atoll.program.program import Program, Programs
-from atoll.program.shape import PHASES, BlockShape, RankShape, StageShape, UnitShape
+from atoll.program.shape import BlockShape, RankShape, StageShape, UnitShape
+from atoll.program.table import PHASES, ROWS, Do, Lane, Peers, Phase, Row, named
 from atoll.program.traffic import sent_by, way_of
 from atoll.program.units import unit_shape
+from atoll.program.vocabulary import EMBEDDING, HEAD, Sliced
 
 __all__ = [
     "BACKWARD",
-    "BEGINS",
+    "EMBEDDING",
+    "HEAD",
     "PHASES",
+    "ROWS",
     "BlockShape",
     "Bytes",
     "Do",
@@ -26,14 +31,19 @@ __all__ = [
     "Instruction",
     "Lane",
     "Part",
+    "Peers",
     "Phase",
     "Program",
     "Programs",
     "RankShape",
+    "Row",
+    "Sliced",
     "StageShape",
     "UnitShape",
     "check",
     "lower_row",
+    "makes",
+    "named",
     "parts_of",
     "peaks",
     "sent_by",

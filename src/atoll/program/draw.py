@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from atoll.ir.draw import SVG_STYLE
-from atoll.program.instruction import Do, Instruction, Lane, Phase
+from atoll.program.fold import Place
+from atoll.program.instruction import Instruction
 from atoll.program.memory import Bytes, held_after
 from atoll.program.program import Program
+from atoll.program.shape import RankShape
+from atoll.program.table import Fact, Lane, Per
 from atoll.units import format_bytes
 
 _COLUMNS = (Lane.COMPUTE, Lane.DATA, Lane.PIPELINE)
@@ -70,7 +73,7 @@ def draw_program(program: Program, *, width: int = 1200, title: str = "") -> str
 
     Every instruction of the computation takes one column; times are not known here.
     """
-    bars = list(_bars(program.instructions))
+    bars = list(_bars(program.instructions, program.shape))
     places = _rows(bars)
     lanes = [lane for lane in _ORDER if any(bar.lane == lane for bar in bars)]
     rows = [
@@ -132,56 +135,44 @@ def _columns(instructions: Sequence[Instruction]) -> Iterator[int]:
     now = 0
     for each in instructions:
         yield now
-        now += each.do in _DRAWN
+        now += bool(each.do.column)
 
 
-_DRAWN = {each: each.value for each in (Do.F, Do.I, Do.W, Do.L, Do.S, Do.T, Do.G, Do.STEP)} | {
-    Do.AHEAD: "STEP",
-    Do.TRANSFORM: "STEP",
-}
+def _bars(instructions: Sequence[Instruction], shape: RankShape) -> Iterator[_Bar]:
+    """Yield a bar for each column of compute, each transfer from its begin to its wait, and each that shows at once."""
+    begun: dict[tuple[Fact, Any], list[int]] = {}
+    end = sum(bool(each.do.column) for each in instructions)
+    for at, each in zip(_columns(instructions), instructions, strict=True):
+        do = each.do
+        for fact, key in _shown(do.ends, each, shape):
+            starts = begun.get((fact, key), [])
+            ended, starts[:] = (starts[:1], starts[1:]) if do.is_in_turn(fact) else (starts[:], [])
+            for start in ended:
+                stop = at + 1 if fact.per is Per.MESSAGE else max(at, start + 1)
+                yield _Bar(fact.lane, fact.colour, start, stop, _text(fact, key, each))
+        for fact, key in _shown(do.gives, each, shape):
+            begun.setdefault((fact, key), []).append(at + bool(do.column))
+        if do.column:
+            yield _Bar("compute", do.column, at, at + 1, str(each))
+        if do.bar is not None:
+            lane, colour, text = do.bar
+            yield _Bar(lane, colour, at, at + 1, text.format(unit=each.of, phase=each.phase, step=each))
+    for (fact, key), starts in begun.items():
+        for start in starts:
+            yield _Bar(fact.lane, fact.colour, start, end, _text(fact, key, None))
 
 
-def _bars(instructions: Sequence[Instruction]) -> Iterator[_Bar]:
-    begun: dict[int, int] = {}
-    reducing: dict[tuple[int, Phase | None], int] = {}
-    posted: dict[tuple[Do, int, int | None], int] = {}
-    exchanged: dict[int, int] = {}
-    end = sum(each.do in _DRAWN for each in instructions)
-    for (do, action, of, phase), at, each in zip(instructions, _columns(instructions), instructions, strict=True):
-        if do is Do.TRANSFORM or do is Do.UPDATE:
-            start, way = exchanged[of], "collect" if do is Do.TRANSFORM else "bring back"
-            yield _Bar("matrices", "COLLECT", start, max(at, start + 1), f"{way} {of}")
-        if do is Do.COLLECT or do is Do.TRANSFORM:
-            exchanged[of] = at + (do is Do.TRANSFORM)
-        if do in _DRAWN:
-            yield _Bar("compute", _DRAWN[do], at, at + 1, str(each))
-        elif do is Do.GATHER:
-            begun[of] = at
-        elif do is Do.FETCH or (do is Do.WHOLE and of in begun):
-            start = begun.pop(of, at)
-            yield _Bar("gather", "GATHER", start, max(at, start + 1), f"gather {of}")
-        elif do is Do.REDUCE:
-            reducing[of, phase] = at
-        elif do is Do.REDUCED:
-            start = reducing.pop((of, phase))
-            yield _Bar("reduce", "REDUCE", start, max(at, start + 1), f"reduce {of} {phase}")
-        elif do is Do.SYNCED:
-            for key in [key for key in reducing if key[0] == of]:
-                start = reducing.pop(key)
-                yield _Bar("reduce", "REDUCE", start, max(at, start + 1), f"reduce {of} {key[1]}")
-        elif do is Do.RETURN:
-            yield _Bar("return", "RETURN", at, at + 1, str(each))
-        elif do is Do.SYNC:
-            yield _Bar("reduce", "REDUCE", at, at + 1, f"sync {of} {phase}")
-        elif do.startswith("SEND_"):
-            yield _Bar("send", "SEND", at, at + 1, str(each))
-        elif do.startswith("POST_"):
-            posted[Do[f"RECV_{do[5:]}"], action.stage, action.microbatch] = at
-        elif do.startswith("RECV_"):
-            start = posted.pop((do, action.stage, action.microbatch), at)
-            yield _Bar("receive", "RECV", start, at + 1, str(each))
-    for (of, phase), at in reducing.items():
-        yield _Bar("reduce", "REDUCE", at, end, f"reduce {of} {phase}")
+def _shown(facts: Sequence[Fact], each: Instruction, shape: RankShape) -> Iterator[tuple[Fact, Any]]:
+    """Yield the facts that are bars, each with its key; a message's is its kind and action."""
+    for fact in facts:
+        if fact.lane and fact.per is Per.MESSAGE:
+            yield fact, (each.do.posts or each.do.receives, each.action)
+        elif fact.lane:
+            yield from ((fact, key) for key in Place.of(each, shape).facts(fact, shape))
+
+
+def _text(fact: Fact, key: Any, each: Instruction | None) -> str:
+    return fact.bar.format(unit=key[0], phase=key[1]) if fact.bar else str(each or "")
 
 
 def _memory(program: Program, scale: float, top: int) -> list[str]:

@@ -21,8 +21,9 @@ from collections.abc import Iterator, Sequence
 from enum import StrEnum
 
 from atoll.ir import Action, Op
-from atoll.program.instruction import Do, Instruction
-from atoll.program.shape import PHASES, RankShape, UnitShape
+from atoll.program.instruction import Instruction
+from atoll.program.shape import RankShape, UnitShape
+from atoll.program.table import PHASES, Do, Row
 
 
 class Ending(StrEnum):
@@ -43,7 +44,7 @@ def insert_end(instructions: Sequence[Instruction], shape: RankShape, end: Endin
     action = Action(min(shape.stages, default=0), Op.STEP)
     verdict = (Do.VERDICT, Do.STEP, Do.TAKE_BACK) if end in (Ending.AHEAD, Ending.CHAIN) else ()
     for each in instructions:
-        if verdict and each.action.op in BACKWARD and not each.do.startswith("POST_"):
+        if verdict and each.action.op in BACKWARD and not each.do.posts:
             yield from (Instruction(do, action) for do in verdict)
             verdict = ()
         yield each
@@ -56,10 +57,10 @@ def insert_end(instructions: Sequence[Instruction], shape: RankShape, end: Endin
 
 
 def _end(instructions: Sequence[Instruction], shape: RankShape, end: Ending, action: Action) -> Iterator[Instruction]:
-    def of_all(do: Do) -> Instruction:
+    def of_all(do: Row) -> Instruction:
         return Instruction(do, action)
 
-    def of(do: Do, unit: UnitShape) -> Instruction:
+    def of(do: Row, unit: UnitShape) -> Instruction:
         return Instruction(do, action, unit.index)
 
     synced = {(each.of, each.phase) for each in instructions if each.do is Do.SYNC}
@@ -97,13 +98,13 @@ def _end(instructions: Sequence[Instruction], shape: RankShape, end: Ending, act
 
 
 def _stepped(
-    action: Action, units: Sequence[UnitShape], first: Sequence[Sequence[Do]], last: Do
+    action: Action, units: Sequence[UnitShape], first: Sequence[Sequence[Row]], last: Row
 ) -> Iterator[Instruction]:
     """Each unit's `first`, the exchange of its matrices, and `last`; those of a unit without matrices keep their place
     among the others."""
     behind = 1 if any(unit.matrices for unit in units) else 0
 
-    def of(turn: int, *dos: Do) -> Iterator[Instruction]:
+    def of(turn: int, *dos: Row) -> Iterator[Instruction]:
         if 0 <= turn < len(units):
             unit = units[turn]
             yield from (Instruction(do, action, unit.index) for do in dos if unit.matrices or do not in _EXCHANGE)

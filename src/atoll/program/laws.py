@@ -1,6 +1,7 @@
-"""Invariants of programs, checked whenever a program is built.
+"""Laws of programs, checked whenever a program is built: what an instruction needs holds before it, no more holds at
+once than may, and nothing is left over at the end. The rows of `atoll.program.table` say what.
 
-parameters   a unit is whole whenever it is used; each gather is started once and waited for; whole units are freed
+parameters   a unit is unsharded whenever it is used; each gather is begun once and waited for; units are freed
 budget       gathers in flight stay within the limit
 gradients    gradients are reduced before their sync, and none is computed after it; reductions are waited for in the
              order in which they were started, and the step's end waits for the last ones
@@ -12,12 +13,14 @@ the end      each phase of each unit is synced, and waited for before the sums; 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from atoll.errors import ScheduleError
-from atoll.program.instruction import Do, Instruction, Phase
+from atoll.program.fold import OF_STEP, Key, Place
+from atoll.program.instruction import Instruction
 from atoll.program.shape import RankShape
+from atoll.program.table import Fact, Per, Phase, Row, facts
 
 SHOWN = 3
 """Number of instructions around a wrong one, and of wrong ones, in an error."""
@@ -40,146 +43,116 @@ def _around(instructions: Sequence[Instruction], at: int) -> str:
 
 
 def _broken(instructions: Sequence[Instruction], shape: RankShape) -> list[tuple[int, str]]:
-    units, gathered = shape.units, {index for index, unit in shape.units.items() if unit.whole}
-    reads = {block: [u for u in own if u in gathered] for block, own in shape.units_of.items()}
-    slices = {Do.L: shape.embedding, Do.S: shape.head, Do.T: shape.head, Do.G: shape.embedding}
-    most_ahead = max(shape.limit, shape.most_asked)
-    whole: set[int] = set()
-    coming: dict[int, int] = {}
-    posted: deque[Instruction] = deque()
-    reducing: deque[tuple[int, Phase | None]] = deque()
-    made: set[tuple[int, Phase]] = set()
-    synced: set[tuple[int, Phase]] = set()
+    state = _State(shape)
+    known: dict[tuple[Row, int, Phase | None], _Meaning] = {}
     wrong: list[tuple[int, str]] = []
     for at, step in enumerate(instructions):
-        do, action, index, phase = step
-        if do is Do.F or do is Do.I:
-            wrong += [(at, f"unit {unit} is used before it is whole") for unit in reads[index] if unit not in whole]
-            if do is Do.I:
-                made.update((unit, "I") for unit in shape.units_of[index] if units[unit].flows.get("I"))
-                late = [unit for unit in shape.units_of[index] if (unit, "I") in synced]
-                wrong += [(at, f"a gradient of unit {unit} is made after its sync") for unit in late]
-        elif do is Do.W:
-            if units[index].flows.get("W"):
-                made.add((index, "W"))
-            if (index, "W") in synced:
-                wrong.append((at, f"a gradient of unit {index} is made after its sync"))
-        elif do is Do.L or do is Do.S or do is Do.T or do is Do.G:
-            unit_of = slices[do]
-            assert unit_of is not None, "slices are split where they are worked on"
-            if do is Do.L or do is Do.S:
-                if unit_of in gathered and unit_of not in whole:
-                    wrong.append((at, f"unit {unit_of} is used before it is whole"))
-            elif units[unit_of].flows.get("W"):
-                made.add((unit_of, "W"))
-        elif do is Do.GATHER:
-            if index in whole or index in coming:
-                wrong.append((at, f"unit {index} is gathered twice"))
-            coming[index] = units[index].ahead
-            if sum(coming.values()) > most_ahead:
-                wrong.append((at, f"{sum(coming.values())} bytes are on their way, and {most_ahead} may be"))
-        elif do is Do.WHOLE or do is Do.FETCH:
-            if index in gathered:
-                is_right = index not in whole and (index in coming) == (do is Do.WHOLE)
-                if not is_right:
-                    wrong.append((at, f"unit {index} is waited for, and nothing was begun, or it is there"))
-                coming.pop(index, None)
-                whole.add(index)
-        elif do is Do.FREE:
-            if index not in whole:
-                wrong.append((at, f"unit {index} is freed, and is not whole"))
-            whole.discard(index)
-        elif do is Do.REDUCE and phase is not None:
-            made.discard((index, phase))
-            reducing.append((index, phase))
-            if (index, phase) in synced:
-                wrong.append((at, f"unit {index} is reduced after its sync"))
-            if len(reducing) > shape.behind + 1:
-                wrong.append((at, f"{len(reducing)} reductions are under way, and {shape.behind} may be"))
-        elif do is Do.REDUCED:
-            if not reducing or reducing.popleft() != (index, phase):
-                wrong.append((at, f"unit {index} is waited for before what was reduced earlier"))
-        elif do is Do.SYNC and phase is not None:
-            if (index, phase) in synced or (index, phase) in made:
-                wrong.append((at, f"unit {index} is synced twice, or before it is reduced"))
-            synced.add((index, phase))
-        elif do.startswith("POST_"):
-            posted.append(step)
-        elif do.startswith("RECV_"):
-            first = posted.popleft() if posted else None
-            if first is None or first.action != action or first.do[5:] != do[5:]:
-                wrong.append((at, f"{step} is waited for in another order than it was posted"))
-    end = len(instructions) - 1
-    wrong += [(end, f"unit {unit} is still whole") for unit in sorted(whole)]
-    wrong += [(end, f"unit {unit} is gathered and not used") for unit in sorted(coming)]
-    wrong += _badly_ended(instructions, shape, synced)
-    left = [key for key in sorted(made) if units[key[0]].flows.get(key[1]) and not units[key[0]].is_left_alone]
-    wrong += [(end, f"the gradients of unit {unit} in phase {phase} are not reduced") for unit, phase in left]
-    wrong += [(end, f"{each} is not waited for") for each in posted]
-    return wrong
+        do, action, of, phase = step
+        meaning = known.get((do, of, phase))
+        if meaning is None:
+            meaning = known[do, of, phase] = state.meaning(step)
+        for holding, key, holds, words in meaning.needs:
+            if (key in holding) is not holds:
+                wrong.append((at, _said(words, key, step)))
+        for queue, key, words in meaning.first:
+            own = key or (do.receives, action)
+            if not queue or queue.pop(0)[0] != own:
+                wrong.append((at, _said(words, key or OF_STEP, step)))
+        for holding, key in meaning.ends:
+            holding.pop(key, None)
+        for queue, key in meaning.drops:
+            queue[:] = [each for each in queue if each[0] != key]
+        for holding, key in meaning.gives:
+            holding[key] = step
+        for queue, key in meaning.queues:
+            queue.append((key or (do.posts, action), step))
+        for fact in meaning.limited:
+            wrong += ((at, words) for words in state.above(fact))
+    return wrong + [(len(instructions) - 1, words) for words in state.left()]
 
 
-_WORK = frozenset({Do.F, Do.I, Do.W, Do.L, Do.S, Do.T, Do.G, Do.REDUCE})
+def _said(words: str, key: Key, step: Instruction) -> str:
+    return words.format(unit=key[0], phase=key[1], do=step and step.do, step=step)
 
 
-def _badly_ended(
-    instructions: Sequence[Instruction], shape: RankShape, synced: Collection[tuple[int, Phase]]
-) -> Iterator[tuple[int, str]]:
-    """Yield violations in the end of the step (DRAIN and later), and in the verdict on the previous step."""
-    end = len(instructions) - 1
-    drain = next((at for at, each in enumerate(instructions) if each.do is Do.DRAIN), None)
-    if drain is None:
-        yield end, "what was sent is not drained"
-        return
-    before = [each.do for each in instructions[:drain] if each.do in _VERDICT]
-    if before and tuple(before) != _VERDICT:
-        yield drain, "a verdict is waited for, then made good, then perhaps taken back"
-    if drain == end:
-        if before:
-            yield end, "a step is settled in a program that takes none"
-        return
-    arrived: set[int] = set()
-    done: set[Do] = set()
-    exchanged: dict[int, Do] = {}
-    for at, (do, _, index, _) in enumerate(instructions[drain:], drain):
-        if do in _WORK:
-            yield at, "microbatches are over"
-        elif do is Do.SYNCED:
-            missing = [phase for phase in shape.units[index].flows if (index, phase) not in synced]
-            if missing or index in arrived:
-                yield at, f"unit {index} is waited for twice, or was not synced"
-            arrived.add(index)
-        elif (do is Do.COPIES or do is Do.UNSCALE) and Do.QUIET not in done:
-            yield at, f"the gradients of unit {index} are written while others may read them"
-        elif do is Do.COLLECT or do is Do.TRANSFORM or do is Do.UPDATE:
-            if exchanged.get(index) is not _BEFORE[do]:
-                yield at, f"the matrices of unit {index} come to {do} in another order than they are exchanged in"
-            if do is Do.COLLECT and Do.STEP not in done and index not in arrived:
-                yield at, f"unit {index} is collected before its gradients are there"
-            exchanged[index] = do
-        elif (do is Do.AHEAD or do is Do.RETURN) and shape.units[index].matrices and exchanged.get(index) != Do.UPDATE:
-            yield at, f"unit {index} goes back before its matrices are updated"
-        elif do is Do.AHEAD and index not in arrived:
-            yield at, f"unit {index} is stepped before its gradients are there"
-        elif do is Do.SUMS and len(arrived) < len(shape.units):
-            yield at, f"{len(shape.units) - len(arrived)} units are missing in the sums"
-        elif do in _NEEDS and _NEEDS[do] not in done:
-            yield at, f"{do} comes before {_NEEDS[do]}"
-        done.add(do)
-    if not before and Do.STEP not in done:
-        yield end, "the optimizer does not step"
-    if before and Do.AHEAD not in done and shape.units:
-        yield end, "nothing is stepped ahead"
+_Holding = dict[Key, Instruction]
+"""What holds, each with the instruction that gave it."""
+
+_Queue = list[tuple[Any, Instruction]]
+"""The same in the order in which it began, of facts that end in it; a message's key is its kind and action."""
 
 
-_BEFORE = {Do.COLLECT: None, Do.TRANSFORM: Do.COLLECT, Do.UPDATE: Do.TRANSFORM}
-_VERDICT = (Do.VERDICT, Do.STEP, Do.TAKE_BACK)
-_NEEDS = {
-    Do.TOTAL: Do.SUMS,
-    Do.JOIN: Do.SUMS,
-    Do.PASS: Do.SUMS,
-    Do.CORRECT: Do.SUMS,
-    Do.VERDICT: Do.TOTAL,
-    Do.STEP: Do.VERDICT,
-    Do.RETURN: Do.STEP,
-}
+class _Meaning(NamedTuple):
+    """A row on one block or unit, with the facts that it looks at and changes. A key of None is the message's."""
+
+    needs: tuple[tuple[_Holding, Key, bool, str], ...]
+    first: tuple[tuple[_Queue, Key | None, str], ...]
+    ends: tuple[tuple[_Holding, Key], ...]
+    drops: tuple[tuple[_Queue, Key], ...]
+    gives: tuple[tuple[_Holding, Key], ...]
+    queues: tuple[tuple[_Queue, Key | None], ...]
+    limited: tuple[Fact, ...]
+
+
+class _State:
+    """What holds in a program."""
+
+    def __init__(self, shape: RankShape) -> None:
+        self._shape = shape
+        self._holding: dict[Fact, _Holding] = {fact: {} for fact in facts() if not fact.is_in_order}
+        self._queues: dict[Fact, _Queue] = {fact: [] for fact in facts() if fact.is_in_order}
+        nothing: Any = None
+        for fact in self._holding:
+            if fact.holds_first:
+                self._holding[fact][OF_STEP] = nothing
+
+    def meaning(self, step: Instruction) -> _Meaning:
+        """Resolve the row of an instruction."""
+        place, row = Place.of(step, self._shape), step.do
+
+        def keys(fact: Fact, *, of_all: bool = False) -> tuple[Any, ...]:
+            return (None,) if fact.per is Per.MESSAGE else place.facts(fact, self._shape, of_all=of_all)
+
+        return _Meaning(
+            needs=tuple(
+                (self._holding[need.fact], key, need.holds, need.words)
+                for need in row.needs
+                if not row.is_in_turn(need.fact)
+                for key in keys(need.fact, of_all=need.of_all)
+            ),
+            first=tuple(
+                (self._queues[need.fact], key, need.words)
+                for need in row.needs
+                if row.is_in_turn(need.fact)
+                for key in keys(need.fact)
+            ),
+            ends=tuple((self._holding[fact], key) for fact in row.ends if not fact.is_in_order for key in keys(fact)),
+            drops=tuple(
+                (self._queues[fact], key)
+                for fact in row.ends
+                if fact.is_in_order and not row.is_in_turn(fact)
+                for key in keys(fact)
+            ),
+            gives=tuple((self._holding[fact], key) for fact in row.gives if not fact.is_in_order for key in keys(fact)),
+            queues=tuple((self._queues[fact], key) for fact in row.gives if fact.is_in_order for key in keys(fact)),
+            limited=tuple(fact for fact in row.gives if fact.most is not None),
+        )
+
+    def above(self, fact: Fact) -> Iterator[str]:
+        """Yield what is wrong if more of a fact holds than may."""
+        keys = self._holding[fact] if fact in self._holding else [key for key, _ in self._queues[fact]]
+        total = sum(fact.size(self._shape.units[unit]) for unit, _ in keys)
+        most = total if fact.most is None else fact.most(self._shape)
+        if total > most:
+            yield fact.above.format(sum=total, most=most)
+
+    def left(self) -> Iterator[str]:
+        """Yield what is wrong after the last instruction."""
+        for fact, holding in self._holding.items():
+            if fact.left:
+                for key in sorted(holding, key=str):
+                    if fact.per is Per.STEP or not fact.excused(self._shape.units[key[0]]):
+                        yield _said(fact.left, key, holding[key])
+        for fact, queue in self._queues.items():
+            if fact.left:
+                yield from (_said(fact.left, OF_STEP, step) for _, step in queue)

@@ -21,9 +21,11 @@ from itertools import islice
 from atoll.ir import Action, Op
 from atoll.ir.residency import held_stages
 from atoll.program.end import Ending, insert_end
-from atoll.program.instruction import Do, Instruction, Phase
+from atoll.program.fold import makes, reads
+from atoll.program.instruction import Instruction
 from atoll.program.program import Program
-from atoll.program.shape import PHASES, RankShape
+from atoll.program.shape import RankShape
+from atoll.program.table import PHASES, ROWS, Do, Phase, Scope, named
 
 POSTED = 2
 """Number of receives that are posted beyond the next one."""
@@ -90,7 +92,7 @@ def cut_into_blocks(row: Sequence[Action], shape: RankShape) -> Steps:
                 steps.append(Instruction(Do.SEND_B, action))
             steps += _weights(action, shape)
         elif action.op is not Op.SEND_B or (action.stage, action.microbatch) not in sent:
-            steps.append(Instruction(Do[action.op.name], action))
+            steps.append(Instruction(named(action.op.name), action))
     return steps
 
 
@@ -135,8 +137,7 @@ def insert_reductions(
     others.
     """
     reduced, last = _reduced(row), _last(row)
-    slices = {Op.T: shape.head, Op.G: shape.embedding}
-    final = {slices[action.op]: action for action in row if action.op in slices}
+    final = {_sliced(action, shape): action for action in row}
     under_way: deque[Instruction] = deque()
     made: set[tuple[int, Phase]] = set()
     follows = False  # whether gradients were made since the last reduction began
@@ -181,24 +182,18 @@ def insert_reductions(
             due, ends = ("W" in phases.get(key, ()) for phases in (reduced, last))
             if due or ends:
                 reduce(action, index, "W", is_due=due, is_last=ends)
-        elif do is Do.T or do is Do.G:
-            unit_of = slices[action.op]
-            if unit_of is not None:
-                ends = final[unit_of] is action
-                reduce(action, unit_of, "W", is_due=reduces_each or ends, is_last=ends)
+        elif (unit_of := _sliced(action, shape)) is not None and do.phase is not None:
+            ends = final[unit_of] is action
+            reduce(action, unit_of, do.phase, is_due=reduces_each or ends, is_last=ends)
     return found
 
 
-def makes(step: Instruction, shape: RankShape) -> Iterator[tuple[int, Phase]]:
-    """Return the gradients, by unit and phase, that an instruction writes to."""
-    if step.do is Do.I:
-        yield from ((index, "I") for index in shape.units_of[step.of] if "I" in shape.units[index].flows)
-    elif step.do is Do.W:
-        yield step.of, "W"
-    elif step.do is Do.T or step.do is Do.G:
-        index = shape.head if step.do is Do.T else shape.embedding
-        if index is not None:
-            yield index, "W"
+def _sliced(action: Action, shape: RankShape) -> int | None:
+    """Return the slice whose gradients an action computes, if it is one of a slice."""
+    do = ROWS.get(action.op.name)
+    if do is None or do.scope is not Scope.MICROBATCH or do.phase is None:
+        return None
+    return shape.slices.get(do.over)
 
 
 def _is_flow(made: tuple[int, Phase], shape: RankShape) -> bool:
@@ -265,7 +260,7 @@ def insert_gathers(
         found += ahead.look(first.action)
     for at, step in enumerate(steps):
         if not isinstance(step, Action):
-            for index in _needs(step, shape):
+            for index in reads(step, shape):
                 if not shape.units[index].whole and index not in rested:
                     rested.add(index)
                     found.append(Instruction(Do.WHOLE, step.action, index))
@@ -279,17 +274,6 @@ def insert_gathers(
             ahead.whole -= set(freed)
             found += ahead.look(action)
     return found
-
-
-def _needs(step: Instruction, shape: RankShape) -> tuple[int, ...]:
-    """Return the units that an instruction reads."""
-    if step.do is Do.F or step.do is Do.I:
-        return shape.units_of[step.of]
-    if step.do is Do.L and shape.embedding is not None:
-        return (shape.embedding,)
-    if step.do is Do.S and shape.head is not None:
-        return (shape.head,)
-    return ()
 
 
 @dataclass(slots=True)
@@ -324,12 +308,12 @@ def _events(
                     kept.subtract(own)
                 ended = own
         else:
-            needs = shape.gathered(_needs(step, shape))
+            needs = shape.gathered(reads(step, shape))
             missing = [index for index in needs if index not in whole]
             if missing:
                 events.append(_Event(at, missing))
                 whole.update(missing)
-            if step.do is Do.F or step.do is Do.I:
+            if step.do.is_of_block:
                 is_backward = step.do is Do.I
                 ended = tuple(u for u in needs if shape.units[u].ends_at(step.of, backward=is_backward))
             elif frees is None or step.action in frees:
@@ -423,13 +407,11 @@ class _Ahead:
 
 def insert_posts(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
     """Post each receive `POSTED` receives before its wait, in the order of the actions, which is the sender's."""
-    receives = [each for each in instructions if each.do in _POST]
-    posts = iter([Instruction(_POST[each.do], each.action) for each in receives])
+    post_of = {row.posts: row for row in ROWS.values() if row.posts}
+    receives = [each for each in instructions if each.do.receives]
+    posts = iter([Instruction(post_of[each.do.receives], each.action) for each in receives])
     yield from islice(posts, POSTED)
     for instruction in instructions:
-        if instruction.do in _POST:
+        if instruction.do.receives:
             yield from islice(posts, 1)
         yield instruction
-
-
-_POST = {do: Do[do.name.replace("RECV", "POST")] for do in Do if do.startswith("RECV_")}

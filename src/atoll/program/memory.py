@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from atoll.program.instruction import Do, Instruction, Phase
+from atoll.program.fold import Key, Place
+from atoll.program.instruction import Instruction
 from atoll.program.shape import RankShape
+from atoll.program.table import Buffer, Phase, Row, Use
 
 
 class Bytes(NamedTuple):
@@ -24,69 +25,54 @@ class Bytes(NamedTuple):
     matrices: int = 0
 
 
+_Step = tuple[int, "tuple[Buffer, Key]", "int | None"]
+"""An allocation, or what is freed: the number of its part, the buffer of a unit, and its bytes; None for all."""
+
+
 def held_after(instructions: Iterable[Instruction], shape: RankShape) -> Iterator[Bytes]:
     """Yield the working memory after each instruction, and within those that take more than they leave."""
-    units = shape.units
-    parameters = staged = gradients = matrices = 0
-    coming: set[int] = set()
-    whole: set[int] = set()
-    made: set[tuple[int, Phase]] = set()
-    reducing: Counter[tuple[int, Phase]] = Counter()
-    for do, _, index, phase in instructions:
-        if do is Do.GATHER:
-            coming.add(index)
-            unit = units[index]
-            if unit.ahead < unit.whole:  # staged for the group to read in place; the copy is made at its use
-                staged += unit.ahead
-            else:
-                parameters += unit.whole
-        elif do is Do.WHOLE or do is Do.FETCH:
-            unit = units[index]
-            if index in coming and unit.ahead < unit.whole:
-                staged -= unit.ahead
-            if index not in whole and (index not in coming or unit.ahead < unit.whole):
-                parameters += unit.whole
-            coming.discard(index)
-            whole.add(index)
-        elif do is Do.FREE:
-            parameters -= units[index].whole
-            whole.discard(index)
-        elif do is Do.I:
-            for each in shape.units_of[index]:
-                gradients += _make(made, each, "I", shape)
-        elif do is Do.W:
-            gradients += _make(made, index, "W", shape)
-        elif do is Do.REDUCE and phase is not None:
-            gradients += _make(made, index, phase, shape)  # zeros, where nothing was made
-            made.discard((index, phase))  # the next microbatch's go to another buffer
-            reducing[index, phase] += 1
-        elif do is Do.REDUCED and phase is not None:
-            gradients -= units[index].flows.get(phase, 0)
-            reducing[index, phase] -= 1
-        elif do is Do.SYNCED:
-            flows = units[index].flows
-            gradients -= sum(size * reducing.pop((index, own), 0) for own, size in flows.items())
-        elif do is Do.COLLECT:
-            matrices += units[index].exchanged
-        elif do is Do.TRANSFORM:
-            yield Bytes(parameters, staged, gradients, matrices + units[index].transformed)
-            continue
-        elif do is Do.UPDATE:
-            matrices -= units[index].exchanged
-        elif do is Do.T and shape.head is not None:
-            gradients += _make(made, shape.head, "W", shape)
-        elif do is Do.G and shape.embedding is not None:
-            gradients += _make(made, shape.embedding, "W", shape)
-        yield Bytes(parameters, staged, gradients, matrices)
+    parts = [0] * len(Bytes._fields)
+    held: dict[tuple[Buffer, Key], int] = {}
+    known: dict[tuple[Row, int, Phase | None], tuple[list[_Step], ...]] = {}
+    for step in instructions:
+        do, _, of, phase = step
+        found = known.get((do, of, phase))
+        if found is None:
+            place = Place.of(step, shape)
+            found = known[do, of, phase] = tuple(
+                _resolved(each, place, shape) for each in (do.frees, do.takes, do.within)
+            )
+        frees, takes, within = found
+        for part, buffer, size in frees:
+            own = held.pop(buffer, 0)
+            if size is None:
+                size = own
+            elif own > size:
+                held[buffer] = own - size
+            parts[part] -= size
+        for part, buffer, size in takes:
+            own = held.get(buffer, 0)
+            more = max(0, (size or 0) - own) if buffer[0].is_one else size or 0
+            held[buffer] = own + more
+            parts[part] += more
+        if within:
+            most = list(parts)
+            for part, _, size in within:
+                most[part] += size or 0
+            yield Bytes(*most)
+        else:
+            yield Bytes(*parts)
 
 
-def _make(made: set[tuple[int, Phase]], unit: int, phase: Phase, shape: RankShape) -> int:
-    """Return the bytes of a whole gradient that is not allocated yet."""
-    size = shape.units[unit].flows.get(phase, 0)
-    if not size or (unit, phase) in made:
-        return 0
-    made.add((unit, phase))
-    return size
+def _resolved(uses: Iterable[Use], place: Place, shape: RankShape) -> list[_Step]:
+    """Return the allocations of a row, or what it frees, on a unit; those of no bytes are left out."""
+    found: list[_Step] = []
+    for use in uses:
+        for key in place.keys(use.buffer.per):
+            size = use.size and use.size(shape.units[key[0]], key[1])
+            if size != 0:
+                found.append((Bytes._fields.index(use.buffer.part), (use.buffer, key), size))
+    return found
 
 
 def peaks(instructions: Iterable[Instruction], shape: RankShape) -> Bytes:

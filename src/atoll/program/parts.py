@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from atoll.ir import Action
-from atoll.program.instruction import BEGINS, Do, Instruction
+from atoll.program.instruction import Instruction
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,7 @@ def parts_of(instructions: Sequence[Instruction]) -> Iterator[Part]:
     """Partition the instructions by action; the start and the end of a transfer belong to the action that uses it."""
     start, current = 0, None
     for at, instruction in enumerate(instructions):
-        do = instruction.do
-        if do in BEGINS or do is Do.REDUCED or do.startswith("POST_"):
+        if instruction.do.is_aside:
             continue
         if current is not None and instruction.action != current:
             yield Part(current, start, at)

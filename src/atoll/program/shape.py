@@ -6,9 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from atoll.program.instruction import Do, Phase
-
-PHASES: tuple[Phase, ...] = ("I", "W")
+from atoll.program.table import Phase, Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,7 @@ class UnitShape:
     ahead: int = 0
     flows: Mapping[Phase, int] = field(default_factory=dict)
     is_left_alone: bool = False
-    travel: Mapping[tuple[Do, Phase | None], tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    travel: Mapping[tuple[Row, Phase | None], tuple[tuple[str, int], ...]] = field(default_factory=dict)
     copies: int = 1
     matrices: int = 0
     exchanged: int = 0
@@ -81,7 +79,7 @@ class RankShape:
 
     limit: bytes that may be prefetched or in flight.
     behind: reductions in flight while the next one's gradients are computed.
-    embedding, head: units of its slice of the vocabulary, if that is split.
+    slices: units that are slices of what all pipeline ranks work on, by the name that rows have of them.
     rank, ranks: its place in the pipeline, and how many there are.
     is_scaled: whether gradients come multiplied by a loss scale.
     """
@@ -90,8 +88,7 @@ class RankShape:
     units: Mapping[int, UnitShape]
     limit: int = 0
     behind: int = 1
-    embedding: int | None = None
-    head: int | None = None
+    slices: Mapping[str, int] = field(default_factory=dict)
     rank: int = 0
     ranks: int = 1
     is_scaled: bool = False
@@ -122,7 +119,7 @@ class RankShape:
     @cached_property
     def most_asked(self) -> int:
         """The most bytes that gathers for one block hold on their way."""
-        slices = [(unit,) for unit in (self.embedding, self.head) if unit is not None]
+        slices = [(unit,) for unit in self.slices.values()]
         return max((sum(self.units[u].ahead for u in own) for own in (*self.units_of.values(), *slices)), default=0)
 
     def gathered(self, units: Sequence[int]) -> tuple[int, ...]:

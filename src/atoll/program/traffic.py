@@ -5,24 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from atoll.program.instruction import Do, Instruction
+from atoll.program.instruction import Instruction
 from atoll.program.shape import RankShape
-
-_GATHERS = (Do.GATHER, Do.FETCH)
 
 
 def way_of(instruction: Instruction, shape: RankShape) -> tuple[tuple[str, int], ...]:
     """Return the bytes by axis that an instruction starts to send to data-parallel ranks, one axis after the other."""
     do, _, index, phase = instruction
-    if do in _GATHERS:
-        return shape.units[index].travel.get((Do.GATHER, None), ())
-    if do is Do.REDUCE or do is Do.SYNC:
-        return shape.units[index].travel.get((do, phase), ())
-    if do is Do.COLLECT or do is Do.TRANSFORM:
-        return shape.units[index].travel.get((do, None), ())
-    if do is Do.RETURN or do is Do.AHEAD:
-        return shape.units[index].travel.get((Do.RETURN, None), ())
-    return ()
+    sent = do.sent
+    return () if sent is None else shape.units[index].travel.get((sent, phase), ())
 
 
 def sent_by(instructions: Iterable[Instruction], shape: RankShape) -> Counter[str]:

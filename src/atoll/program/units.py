@@ -14,10 +14,10 @@ from atoll.layouts import (
     Sharding,
     Stored,
 )
-from atoll.program.instruction import Do, Phase
-from atoll.program.shape import PHASES, UnitShape
+from atoll.program.shape import UnitShape
+from atoll.program.table import PHASES, Do, Phase, Row
 
-Travel = dict[tuple[Do, Phase | None], tuple[tuple[str, int], ...]]
+Travel = dict[tuple[Row, Phase | None], tuple[tuple[str, int], ...]]
 
 
 def unit_shape(

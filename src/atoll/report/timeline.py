@@ -9,18 +9,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from atoll.cost import Prediction
-from atoll.cost.breakdown import part_of, pieces
+from atoll.cost.breakdown import pieces
 from atoll.documents import count, finite, string
 from atoll.errors import UserError
 from atoll.ir import Action, Op
-from atoll.program import Do
+from atoll.program import Do, named, table
 from atoll.program.traffic import way_of
 from atoll.trace import GATHER_LANE, REDUCE_LANE, Span, Trace, apart
 
 PROGRAM = "program"
 """Lane of a rank's program, which computes and waits. The other lanes are links."""
 
-_TRAVELS = {Do.GATHER: GATHER_LANE, Do.FETCH: GATHER_LANE, Do.REDUCE: REDUCE_LANE, Do.SYNC: REDUCE_LANE}
+_TRAVELS = {"gathers": GATHER_LANE, "reductions": REDUCE_LANE, "sync": REDUCE_LANE}
+"""The lane of a link by what instructions carry."""
 _LINK_PART = {GATHER_LANE: "gathers", REDUCE_LANE: "reductions"}
 
 _PART_OF_OP = {
@@ -118,7 +119,7 @@ def _played(prediction: Prediction, rank: int, origin: float) -> Iterator[Bar]:
         yield Bar(part, name, start - origin, end - origin, action.stage, microbatch, of, _received(prediction, do))
 
 
-def _received(prediction: Prediction, do: Do) -> float:
+def _received(prediction: Prediction, do: table.Row) -> float:
     return float(prediction.message_bytes) if do in (Do.RECV_F, Do.RECV_B) else 0.0
 
 
@@ -128,7 +129,7 @@ def _travelled(prediction: Prediction, rank: int, origin: float) -> dict[str, li
     spans = (span for span in prediction.played.travelled if span.rank == rank)
     lanes: defaultdict[str, list[Bar]] = defaultdict(list)
     for instruction in program.instructions:
-        lane, way = _TRAVELS.get(instruction.do), way_of(instruction, program.shape)
+        lane, way = _TRAVELS.get(instruction.do.carries), way_of(instruction, program.shape)
         if lane is None or not way:
             continue
         span, (do, action, of, phase) = next(spans), instruction
@@ -200,10 +201,10 @@ _SENDER = {"RECV_F": -1, "RECV_B": 1}
 
 def _read(values: Sequence[Any]) -> Bar:
     name, action, of, phase, start, end = values
-    do, parsed = Do(name), Action.parse(string(action))
+    do, parsed = named(string(name)), Action.parse(string(action))
     start, end = _times(start, end)
     where = parsed.stage, -1 if parsed.microbatch is None else parsed.microbatch, count(of, least=-1)
-    return Bar(part_of(do), f"{do} {phase}" if phase else str(do), start, end, *where)
+    return Bar(do.cause, f"{do} {phase}" if phase else str(do), start, end, *where)
 
 
 def _times(start: Any, end: Any) -> tuple[float, float]:

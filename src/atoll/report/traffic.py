@@ -32,17 +32,6 @@ CAUSES = {
     "outer": "outer gradients, mean of a step",
 }
 
-_BY_DO = {
-    Do.SEND_F: "activations",
-    Do.SEND_B: "backward",
-    **dict.fromkeys((Do.SEND_L, Do.SEND_S, Do.SEND_T), "vocabulary"),
-    **dict.fromkeys((Do.GATHER, Do.FETCH), "gathers"),
-    Do.REDUCE: "reductions",
-    Do.SYNC: "sync",
-    **dict.fromkeys((Do.COLLECT, Do.TRANSFORM), "matrices"),
-    **dict.fromkeys((Do.RETURN, Do.AHEAD), "return"),
-}
-
 
 class Flow(NamedTuple):
     """Bytes that one data-parallel rank of a pipeline rank sends in a step over a link for one cause."""
@@ -73,9 +62,9 @@ def _sent(prediction: Prediction, rank: int) -> dict[tuple[str, str], float]:
     for instruction in program.instructions:
         do, action, of, _ = instruction
         for axis, count in way_of(instruction, program.shape):
-            total[axis, _BY_DO[do]] += count
-        if do.startswith("SEND_"):
-            total["pp", _BY_DO[do]] += messages.get((do, action.stage), prediction.message_bytes)
+            total[axis, do.carries] += count
+        if do.sends:
+            total["pp", do.carries] += messages.get((do, action.stage), prediction.message_bytes)
         if tensor == 1:
             continue
         if do is Do.F:

@@ -14,8 +14,8 @@ Sums of a few numbers take a link's latency. The first post-validated step begin
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
@@ -23,8 +23,10 @@ from heapq import heappop, heappush
 from atoll.errors import ConfigError
 from atoll.ir.action import Action, Op
 from atoll.ir.placement import Placement
-from atoll.program import Do, Instruction, Phase, Program, Programs, way_of
+from atoll.program import Instruction, Peers, Phase, Program, Programs, Row, way_of
+from atoll.program.fold import Key, Place
 from atoll.program.parts import parts_of
+from atoll.program.table import ROWS, End, Fact, Lane
 from atoll.trace import Span, Trace, lane_of
 
 PIPELINE = "pp"
@@ -82,10 +84,10 @@ class Rates:
     to: links to single pipeline ranks, for messages to a neighbouring stage there, instead of that of "pp".
     """
 
-    compute: Mapping[tuple[Do, int], float] = field(default_factory=dict)
+    compute: Mapping[tuple[Row, int], float] = field(default_factory=dict)
     message: float = 0.0
     links: Mapping[str, Speed] = field(default_factory=dict)
-    messages: Mapping[tuple[Do, int], float] = field(default_factory=dict)
+    messages: Mapping[tuple[Row, int], float] = field(default_factory=dict)
     to: Mapping[int, Speed] = field(default_factory=dict)
 
     def link(self, axis: str) -> Speed:
@@ -101,11 +103,10 @@ class Rates:
 
 _NONE = Speed()
 
-_TRAVELS_AS = {Do.FETCH: Do.GATHER, Do.AHEAD: Do.RETURN}
-_SHOWN_AS = {Do.GATHER: Op.UNSHARD, Do.REDUCE: Op.REDUCE_GRAD, Do.SYNC: Op.REDUCE_GRAD}
+_SHOWN_AS = {"gathers": Op.UNSHARD, "reductions": Op.REDUCE_GRAD, "sync": Op.REDUCE_GRAD}
+"""The action of a timeline by what a transfer carries."""
 
-_NEIGHBOUR = {Do.SEND_F: 1, Do.SEND_B: -1}
-"""Offset from the sending stage to the receiving one."""
+_OFFSET = {End.NEXT: 1, End.PREVIOUS: -1}
 
 Message = tuple[str, int, int, int]
 """A message: its kind (F, B, L, S or T; sums: A to all, P along the chain), the sending stage or rank, the microbatch,
@@ -205,39 +206,45 @@ class _Messages:
         self.last = placement.stages - 1
         self.ranks = placement.ranks
         self.rank_of = [placement.rank_of(stage) for stage in range(placement.stages)]
-        self.looked: dict[int, list[int]] = {}
-        self.scored: dict[int, list[int]] = {}
+        self.senders: dict[tuple[str, int], list[int]] = {}
         for rank, program in enumerate(programs):
             for do, action, _, _ in program.instructions:
-                if do is Do.SEND_L:
-                    self.looked.setdefault(action.microbatch or 0, []).append(rank)
-                elif do is Do.SEND_S:
-                    self.scored.setdefault(action.microbatch or 0, []).append(rank)
+                if do.stands_for:
+                    self.senders.setdefault((do.sends, action.microbatch or 0), []).append(rank)
 
     def sent(self, rank: int, instruction: Instruction, step: int) -> Message:
-        kind = instruction.do[-1]
-        return kind, rank if kind in "LS" else instruction.action.stage, instruction.action.microbatch or 0, step
+        do, action = instruction.do, instruction.action
+        return do.sends, rank if do.stands_for else action.stage, action.microbatch or 0, step
 
     def receiver(self, instruction: Instruction) -> int | None:
         """Return the rank of the neighbouring stage of a send; None for messages of slices of a vocabulary."""
-        step = _NEIGHBOUR.get(instruction.do)
-        if step is None or not 0 <= instruction.action.stage + step <= self.last:
-            return None
-        return self.rank_of[instruction.action.stage + step]
+        to = instruction.do.to
+        stage = -1 if to is None else instruction.action.stage + _OFFSET[to]
+        return self.rank_of[stage] if 0 <= stage <= self.last else None
 
     def needs(self, instruction: Instruction, step: int) -> list[Message]:
-        stage, microbatch = instruction.action.stage, instruction.action.microbatch or 0
-        do = instruction.do
-        if do is Do.RECV_F and stage == 0:
-            return [("L", rank, microbatch, step) for rank in self.looked.get(microbatch, ())]
-        if do is Do.RECV_B and stage == self.last:
-            return [("S", rank, microbatch, step) for rank in self.scored.get(microbatch, ())]
-        if do is Do.RECV_F:
-            return [("F", stage - 1, microbatch, step)]
-        if do is Do.RECV_B:
-            return [("B", stage + 1, microbatch, step)]
-        kind, sender = {Do.RECV_S: ("F", self.last), Do.RECV_T: ("T", self.last)}.get(do, ("B", 0))
-        return [(kind, sender, microbatch, step)]
+        do, stage, microbatch = instruction.do, instruction.action.stage, instruction.action.microbatch or 0
+        assert do.source is not None, "a receive has a source"
+        kind, source = do.source
+        sender = {End.FIRST: 0, End.LAST: self.last}.get(source)
+        if sender is None:
+            sender = stage + _OFFSET[source]
+        if 0 <= sender <= self.last:
+            return [(kind, sender, microbatch, step)]
+        others = next((row.sends for row in ROWS.values() if row.stands_for == do.name), "")
+        return [(others, rank, microbatch, step) for rank in self.senders.get((others, microbatch), ())]
+
+
+_Flights = tuple[tuple[tuple[list[float], bool], ...], tuple[tuple[list[float], bool], ...]]
+"""Times at which flights end: those that an instruction ends, each with whether it takes the first alone; and those
+that it begins, each with whether they are kept in order."""
+
+
+def _end(times: list[float], is_in_turn: bool) -> float:
+    """Return when a flight ends, or ended."""
+    if is_in_turn:
+        return times.pop(0)
+    return max(times, default=0.0)
 
 
 class _Missing(Exception):  # noqa: N818  (no error: another rank goes on first)
@@ -277,34 +284,24 @@ class _Rank:
             name: [0.0] if link.pool is None else pools.setdefault(link.pool, [0.0]) for name, link in rates.every
         }
         self._pooled = {name for name, link in rates.every if link.pool in shared}
-        self._coming: dict[int, float] = {}
-        self._reducing: dict[tuple[int, Phase | None], deque[float]] = {}
-        self._settled: dict[int, float] = {}
-        self._returned: dict[int, float] = {}
-        self._exchanged: dict[int, float] = {}
-        self._told = -1
-        self._ways: dict[tuple[Do, int, Phase | None], tuple[tuple[str, float], ...]] = {}
+        self._flights: defaultdict[tuple[Fact, Key], list[float]] = defaultdict(list)
+        self._known: dict[tuple[Row, int, Phase | None], _Flights] = {}
+        self._told: dict[str, int] = {}
+        self._ways: dict[tuple[Row, int, Phase | None], tuple[tuple[str, float], ...]] = {}
         self._arrived: dict[Message, tuple[float, float]] = {}
-        self._acts: Mapping[Do, Callable[[Instruction, float], float]] = {
-            Do.GATHER: self._gather,
-            Do.FETCH: self._fetch,
-            Do.WHOLE: self._whole,
-            Do.REDUCE: self._reduce,
-            Do.REDUCED: self._reduced,
-            Do.SYNC: self._sync,
-            Do.SYNCED: self._synced,
-            Do.COLLECT: self._collect,
-            Do.TRANSFORM: self._transform,
-            Do.UPDATE: self._update,
-            Do.AHEAD: self._return,
-            Do.RETURN: self._return,
-            Do.TOTAL: self._total,
-            Do.VERDICT: self._verdict,
-            Do.PASS: self._pass,
-            Do.JOIN: self._join,
-            **dict.fromkeys((do for do in Do if do.startswith("SEND_")), self._send),
-            **dict.fromkeys((do for do in Do if do.startswith("RECV_")), self._receive),
-        }
+        self._acts = {do: self._act_of(do) for do in {each.do for each in self.instructions}}
+
+    def _act_of(self, do: Row) -> Callable[[Instruction, float], float] | None:
+        """Return what an instruction does to other times than its own rank's; None if nothing."""
+        if do.sends:
+            return self._send
+        if do.receives:
+            return self._receive
+        if do.tells:
+            return self._tell
+        if do.hears is not None:
+            return self._hear
+        return self._fly if do.sent is not None or any(fact.is_flight for fact in do.ends) else None
 
     @property
     def is_over(self) -> bool:
@@ -328,7 +325,7 @@ class _Rank:
             step = instructions[at]
             begun = now
             now += compute.get((step[0], step[2]), 0.0)
-            act = acts.get(step[0])
+            act = acts[step[0]]
             if act is not None:
                 if begun > until and self._shares(step):
                     now = begun
@@ -344,7 +341,6 @@ class _Rank:
                 self._step += 1
                 at = 0
                 self.begin = now
-                self._settled.clear()
                 self.travelled.clear()
                 self.received.clear()
             if self._pooled and self.sent:
@@ -354,55 +350,45 @@ class _Rank:
 
     def _shares(self, step: Instruction) -> bool:
         """Return True if an instruction starts a transfer on a link that pipeline ranks share."""
-        if step.do.startswith("SEND_"):
+        if step.do.sends:
             return self._leads_to(step) in self._pooled
         return any(axis in self._pooled for axis, _ in self._way(step))
 
     # ---- instructions: their effect, and when the rank continues
 
-    def _gather(self, step: Instruction, now: float) -> float:
-        self._coming[step.of] = self._travel(step, now, after=self._returned.pop(step.of, 0.0))
-        return now + self._copied(step)
+    def _fly(self, step: Instruction, now: float) -> float:
+        """Begin an instruction's transfer after the flights that it ends, or wait for those first."""
+        do = step.do
+        ends, gives = self._flights_of(step)
+        ended = max((_end(*each) for each in ends), default=0.0)
+        if not do.begins:
+            # What computes begins when its slices are there; of other waits `compute` is the part that nothing hides.
+            own = self.rates.compute.get((do, step.of), 0.0) if do.lane is Lane.COMPUTE else 0.0
+            now = max(now, ended + own)
+        if do.sent is None:
+            return now
+        end = self._travel(step, now, after=ended)
+        for times, is_in_order in gives:
+            times[:] = [*times, end] if is_in_order else [max([end, *times])]
+        now += self._copied(step)
+        return max(now, end) if do.waits else now
 
-    def _fetch(self, step: Instruction, now: float) -> float:
-        return max(now + self._copied(step), self._travel(step, now, after=self._returned.pop(step.of, 0.0)))
+    def _flights_of(self, step: Instruction) -> _Flights:
+        """Return the flights that an instruction ends, and those that it begins."""
+        do, _, of, phase = step
+        found = self._known.get((do, of, phase))
+        if found is None:
+            shape, place = self.program.shape, Place.of(step, self.program.shape)
 
-    def _whole(self, step: Instruction, now: float) -> float:
-        return max(now, self._coming.pop(step.of, now), self._returned.pop(step.of, now))
+            def flights(facts: Iterable[Fact]) -> Iterator[tuple[Fact, list[float]]]:
+                flying = (fact for fact in facts if fact.is_flight)
+                yield from ((fact, self._flights[fact, key]) for fact in flying for key in place.facts(fact, shape))
 
-    def _reduce(self, step: Instruction, now: float) -> float:
-        end = self._travel(step, now)
-        self._reducing.setdefault((step.of, step.phase), deque()).append(end)
-        self._settled[step.of] = max(end, self._settled.get(step.of, 0.0))
-        return now + self._copied(step)
-
-    def _reduced(self, step: Instruction, now: float) -> float:
-        return max(now, self._reducing[step.of, step.phase].popleft())
-
-    def _sync(self, step: Instruction, now: float) -> float:
-        after = self._settled.get(step.of, 0.0)
-        self._settled[step.of] = max(after, self._travel(step, now, after=after))
-        return now + self._copied(step)
-
-    def _synced(self, step: Instruction, now: float) -> float:
-        return max(now, self._settled.get(step.of, 0.0))
-
-    def _collect(self, step: Instruction, now: float) -> float:
-        self._exchanged[step.of] = self._travel(step, now)
-        return now + self._copied(step)
-
-    def _transform(self, step: Instruction, now: float) -> float:
-        own = self.rates.compute.get((step.do, step.of), 0.0)
-        now = max(now, self._exchanged[step.of] + own)
-        self._exchanged[step.of] = self._travel(step, now)
-        return now + self._copied(step)
-
-    def _update(self, step: Instruction, now: float) -> float:
-        return max(now, self._exchanged.pop(step.of))
-
-    def _return(self, step: Instruction, now: float) -> float:
-        self._returned[step.of] = self._travel(step, now)
-        return now + self._copied(step)
+            found = self._known[do, of, phase] = (
+                tuple((times, do.is_in_turn(fact)) for fact, times in flights(do.ends)),
+                tuple((times, fact.is_in_order) for fact, times in flights(do.gives)),
+            )
+        return found
 
     def _send(self, step: Instruction, now: float) -> float:
         name = self._leads_to(step)
@@ -416,22 +402,22 @@ class _Rank:
     def _receive(self, step: Instruction, now: float) -> float:
         return self._wait(self.messages.needs(step, self._step), now)
 
-    def _total(self, step: Instruction, now: float) -> float:
-        self._tell("A", now)
-        self._told = self._step
+    def _tell(self, step: Instruction, now: float) -> float:
+        """Send a sum of a few numbers."""
+        message = step.do.tells, self.number, 0, self._step
+        self._give(message, now + self.rates.link(PIPELINE).latency, now)
+        self._told[step.do.tells] = self._step
         return now
 
-    def _verdict(self, step: Instruction, now: float) -> float:
-        """Return the rank whose sums a rank waits for: none if a program begins with those of the previous step."""
-        ranks = range(self.messages.ranks) if self._told >= 0 else ()
-        return self._wait([("A", rank, 0, self._told) for rank in ranks], now)
-
-    def _pass(self, step: Instruction, now: float) -> float:
-        self._tell("P", now)
-        return now
-
-    def _join(self, step: Instruction, now: float) -> float:
-        return self._wait([("P", self.number - 1, 0, self._step)], now)
+    def _hear(self, step: Instruction, now: float) -> float:
+        """Wait for sums: of the rank before, or those of all ranks in the last step that told them, if one did."""
+        assert step.do.hears is not None, "such an instruction hears sums"
+        kind, peers = step.do.hears
+        if peers is Peers.NEIGHBOUR:
+            return self._wait([(kind, self.number - 1, 0, self._step)], now)
+        told = self._told.get(kind)
+        ranks = () if told is None else range(self.messages.ranks)
+        return self._wait([(kind, rank, 0, told or 0) for rank in ranks], now)
 
     # ----
 
@@ -439,10 +425,6 @@ class _Rank:
         """Return the link of a send: that to a rank, or that of the axis."""
         receiver = self.messages.receiver(step)
         return PIPELINE if receiver is None or receiver not in self.rates.to else receiver
-
-    def _tell(self, kind: str, now: float) -> None:
-        """Send a sum of a few numbers."""
-        self._give((kind, self.number, 0, self._step), now + self.rates.link(PIPELINE).latency, now)
 
     def _give(self, message: Message, arrives: float, now: float) -> None:
         self._arrived[message] = arrives, now
@@ -465,7 +447,7 @@ class _Rank:
         for axis, seconds in way:
             link = self.rates.link(axis)
             at = link.carry(self._free.setdefault(axis, [0.0]), at, seconds) + link.latency
-        op = _SHOWN_AS.get(_TRAVELS_AS.get(step.do, step.do))
+        op = _SHOWN_AS.get(step.do.carries)
         if way and op is not None:
             self.travelled.append(Span(self.number, lane_of(op), Action(step.action.stage, op), begun, at))
         return at
@@ -476,7 +458,7 @@ class _Rank:
 
     def _way(self, step: Instruction) -> tuple[tuple[str, float], ...]:
         """Return the links of an instruction's transfer, with its duration on each."""
-        key = (_TRAVELS_AS.get(step.do, step.do), step.of, step.phase)
+        key = (step.do.sent or step.do, step.of, step.phase)
         way = self._ways.get(key)
         if way is None:
             links = self.rates.link

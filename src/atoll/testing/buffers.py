@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from atoll.program import Do, Phase
+from atoll.program import Do, Phase, Sliced
 from atoll.runtime.engine import Engine
 from atoll.runtime.sharding.tensors import Spread
 from atoll.runtime.sharding.unit import Unit
@@ -88,9 +88,9 @@ def _reductions(engine: Engine, uses: Sequence[_Use]) -> dict[tuple[int, Phase],
         elif do is Do.W:
             run = runs[action.stage]
             made = [use for use in uses if use.unit == of and use.phase == "W" and use.block in run]
-        elif do in (Do.T, Do.G):
+        elif do in (Sliced.T, Sliced.G):
             assert vocabulary is not None, "T and G are of a slice"
-            end = vocabulary.head if do is Do.T else vocabulary.embedding
+            end = vocabulary.head if do is Sliced.T else vocabulary.embedding
             made = [use for use in uses if use.block < 0 and use.name.startswith(f"{end}.")]
         elif do is Do.REDUCE:
             assert phase is not None, "a reduction is of a phase"

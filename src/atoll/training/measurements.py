@@ -27,7 +27,7 @@ from atoll.cost.calibration import Step
 from atoll.cost.comparison import Taken, Timed
 from atoll.documents import LARGEST_BYTES, LARGEST_JSON, count, finite, parse_json, read_text, string
 from atoll.errors import ConfigError, UserError
-from atoll.program import Do
+from atoll.program import named
 from atoll.training.folder import RunFolder, typical_seconds
 from atoll.training.optimizers import planned
 from atoll.training.prediction import predict
@@ -268,7 +268,7 @@ def _read_row(row: Any, folder: Path, number: int) -> Measured:
 
 def _timed(rank: Mapping[str, Any]) -> Timed:
     return {
-        (Do(each["do"]), count(each["of"], least=-1)): Taken(
+        (named(string(each["do"])), count(each["of"], least=-1)): Taken(
             count(each["times"]), finite(each["seconds"]), finite(each["shortest"])
         )
         for each in rank["instructions"]

@@ -25,7 +25,8 @@ from atoll.faults import Made
 from atoll.ir import Action, Op
 from atoll.models import Batch, Loss
 from atoll.models.adapter import sum_and_count
-from atoll.program import BACKWARD, BEGINS, Do, Ending, Instruction, Part, Phase, Program, RankShape, parts_of
+from atoll.program import BACKWARD, Do, Ending, Instruction, Part, Peers, Phase, Program, RankShape, Row, parts_of
+from atoll.program.table import ROWS
 from atoll.runtime.failure import Doing
 from atoll.runtime.lanes import Lane
 from atoll.runtime.mail import Mail, Wire
@@ -34,9 +35,10 @@ from atoll.runtime.page import AT, own_page, row_of
 from atoll.runtime.pipeline.block import Arguments, Draw, LocalBlock, Passage, pass_on, tensors_of
 from atoll.runtime.pipeline.clock import Clock, clock_of
 from atoll.runtime.pipeline.deferred import Collector, Pending, compute_weights
+from atoll.runtime.pipeline.plays import PLAYS, check_complete, of_all, of_end, of_microbatch, of_phase, of_unit
 from atoll.runtime.pipeline.probe import Probe
 from atoll.runtime.pipeline.stage import Sharded
-from atoll.runtime.pipeline.step_end import StepEnd
+from atoll.runtime.pipeline.step_end import OF_ALL, OF_UNIT, StepEnd
 from atoll.runtime.sharding.tensors import like_parameter, whole_output
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Transport
@@ -50,12 +52,6 @@ STEP_BITS = 32
 """Number of bits of an instruction's index in a rank's position (step, index) as one number."""
 
 _UNNAMED: AbstractContextManager[None] = nullcontext()
-
-_TO_NEIGHBOURS = {Do.RECV_F, Do.RECV_B, Do.RECV_S, Do.RECV_T, Do.RECV_G, Do.SEND_F, Do.SEND_B, Do.JOIN, Do.PASS}
-_ALONG_THE_PIPELINE = {Do.SEND_L, Do.SEND_S, Do.SEND_T, Do.DRAIN, Do.COPIES}
-_OF_EVERYONE = {Do.VERDICT, Do.TOTAL, Do.TAKE_BACK}
-_COMPUTES = {Do.F, Do.FINISH_F, Do.START_I, Do.I, Do.FINISH_I, Do.W, Do.FINISH_W, Do.L, Do.S, Do.T, Do.G, Do.STEP}
-"""Instructions by the ranks that they may wait for, see `Executor.doing`. All others wait for data-parallel ranks."""
 
 
 @dataclass(slots=True)
@@ -154,11 +150,11 @@ class Executor:
     ) -> None:
         self._lanes = tuple(lanes)
         self._outline = outline
-        self._end = end
+        self.end = end
         self._loss = loss
         self._stages = {stage.index: stage for stage in sharded.stages}
         self._blocks = {block.index: block for stage in sharded.stages for block in stage.blocks}
-        self._units = {unit.spec.index: unit for unit in sharded.units}
+        self.units = {unit.spec.index: unit for unit in sharded.units}
         self._placement = outline.schedule.placement
         self._scores: dict[tuple[int, Ending | None], _Score] = {}
         self._shape: RankShape | None = None
@@ -174,12 +170,12 @@ class Executor:
         self._clocks = {training: clock_of(transport.device, own, shown) for training in (True, False)}
         self._clock = self._clocks[False]
         self._mail = Mail(transport, self._rank_of)
-        self._vocabulary: SplitVocabulary | None = None
+        self.vocabulary: SplitVocabulary | None = None
         if vocabulary is not None:
-            self._vocabulary = SplitVocabulary(vocabulary, self._mail, self._placement, ranks=self._ranks)
+            self.vocabulary = SplitVocabulary(vocabulary, self._mail, self._placement, ranks=self._ranks)
         self._step = _Step((), is_training=False)
         self.is_timed = False
-        self.before: Mapping[Do, Callable[[], None]] = {}
+        self.before: Mapping[Row, Callable[[], None]] = {}
         self.probe: Probe | None = None
         self._scale: Callable[[], float] | None = None
         self._score: _Score | None = None
@@ -190,33 +186,11 @@ class Executor:
         self._place = self._page.numbers
         self._peers = cache(transport.place.peers)  # of a thousand ranks they take milliseconds, for each instruction
         self._now: Action = Action(-1, Op.F, -1)
-        self._acts: dict[Do, Callable[[int, int], None]] = {
-            Do.FINISH_F: self._finish_forward,
-            Do.START_I: self._start_input_backward,
-            Do.FINISH_I: self._finish_input_backward,
-            Do.FINISH_W: self._finish_weights,
-            Do.SEND_F: self._send_forward,
-            Do.RECV_F: self._receive_forward,
-            Do.SEND_B: self._send_backward,
-            Do.RECV_B: self._receive_backward,
-        }
-        self._of_step = {Do.DRAIN: self._drain, Do.SUMS: self._add_up, Do.TAKE_BACK: self._take_back}
-        if self._vocabulary is not None:
-            self._acts |= self._vocabulary_acts(self._vocabulary)
 
-    def _vocabulary_acts(self, split: SplitVocabulary) -> Mapping[Do, Callable[[int, int], None]]:
-        return {
-            Do.L: split.look_up,
-            Do.S: split.score,
-            Do.T: lambda _, microbatch: split.learn_score(microbatch, self._step.scale),
-            Do.G: split.learn_look_up,
-            Do.SEND_L: split.send_looked_up,
-            Do.SEND_S: split.send_scores,
-            Do.RECV_S: split.receive_scored,
-            Do.SEND_T: split.send_totals,
-            Do.RECV_T: split.receive_totals,
-            Do.RECV_G: split.receive_gradient,
-        }
+    @property
+    def scale(self) -> float:
+        """The factor of this step's loss."""
+        return self._step.scale
 
     # ---- programs
 
@@ -234,7 +208,7 @@ class Executor:
             rank = self._transport.place.pp
             row = self._outline.row(rank, training=end is not None, microbatches=microbatches)
             program = self._outline.program(rank, row, self._shape, end=end)
-            calls = tuple(map(self._call, program.instructions))
+            calls = tuple(PLAYS[each.do](self, each) for each in program.instructions)
             forwards: dict[Key, dict[int, int]] = {}
             for at, (do, action, block, _) in enumerate(program.instructions):
                 if do is Do.F:
@@ -251,37 +225,6 @@ class Executor:
                 name=1 + program.digest % (1 << 31),
             )
         return self._scores[key]
-
-    def _call(self, instruction: Instruction) -> Callable[[], None]:
-        """Return the call that executes an instruction."""
-        do, action, index, phase = instruction
-        stage, microbatch = action.stage, -1 if action.microbatch is None else action.microbatch
-        if do is Do.F:
-            first = self._stages[stage].blocks[0].index == index
-            return partial(self._forward, stage, microbatch) if first else _skip
-        if do is Do.I:
-            return partial(self._block_backward, self._blocks[index], (stage, microbatch))
-        if do is Do.W:
-            return partial(self._weights, self._units[index], (stage, microbatch))
-        if do.startswith("POST_"):
-            return partial(self._mail.post, action)
-        if do in self._end.of_all:
-            return self._end.of_all[do]
-        if do in self._of_step:
-            return self._of_step[do]
-        if not do.is_of_unit:
-            return partial(self._acts[do], stage, microbatch)
-        unit = self._units[index]
-        if do in self._end.of_unit:
-            return partial(self._end.of_unit[do], unit)
-        if phase is not None:
-            with_phase = {
-                Do.REDUCE: unit.reduce_gradients,
-                Do.REDUCED: unit.end_reduction,
-                Do.SYNC: unit.sync_gradients,
-            }
-            return partial(with_phase[do], phase)
-        return {Do.GATHER: unit.begin_gather, Do.WHOLE: unit.gather, Do.FETCH: unit.gather, Do.FREE: unit.free}[do]
 
     def run(
         self,
@@ -353,34 +296,34 @@ class Executor:
     def _drain(self) -> None:
         """Release everything except the results of the step."""
         self._mail.end()
-        if self._vocabulary is not None:
-            self._vocabulary.end()
+        if self.vocabulary is not None:
+            self.vocabulary.end()
         ended = self._step
         self._step = _Step(
             (), is_training=ended.is_training, losses=ended.losses, counts=ended.counts, logits=ended.logits
         )
 
     def _add_up(self) -> None:
-        self._end.add_up(self._loss_sum(self._step), self._counts(self._step), self._clock.busy)
+        self.end.add_up(self._loss_sum(self._step), self._counts(self._step), self._clock.busy)
 
     def _take_back(self) -> None:
         """Discard the work so far if the previous step was wrong, since it used wrong parameters. Otherwise the step
         continues, and ends as the verdict says."""
         batches = self._step.batches
-        if self._end.take_back():
+        if self.end.take_back():
             # Gathers in flight read wrong values. Wait for them, because their buffers are needed again.
-            for unit in self._units.values():
+            for unit in self.units.values():
                 unit.drop()
             self._step = _Step(batches, is_training=True)
-            if self._vocabulary is not None:
-                self._vocabulary.end()
-                self._vocabulary.begin(batches, training=True)
+            if self.vocabulary is not None:
+                self.vocabulary.end()
+                self.vocabulary.begin(batches, training=True)
             # Senders also begin this step again, and repeat the sends that preceded their own verdict. Discard the
             # messages of the first time that have arrived, and the receives posted for them.
             later = [instruction.action for instruction in self._instructions[self._at :]]
             self._mail.begin_again(self._stale(dict.fromkeys(later)))
             raise _TakenBack
-        self._use(len(batches), self._end.choose())
+        self._use(len(batches), self.end.choose())
         self._step.scale = 1.0 if self._scale is None else self._scale()
 
     @contextmanager
@@ -396,7 +339,7 @@ class Executor:
 
     def _begin(self, row: Sequence[Action], batches: Sequence[Batch], *, training: bool, keep_logits: bool) -> None:
         """Begin with the messages of a program."""
-        split = self._vocabulary
+        split = self.vocabulary
         if split is None:
             self._mail.begin(row, batches, training=training)
             return
@@ -460,18 +403,18 @@ class Executor:
 
     def _awaited(self, instruction: Instruction) -> tuple[tuple[int, ...], str]:
         """Return the world ranks that must act before an instruction can end, and the axes between them."""
-        do, place, together = instruction.do, self._transport.place, self._transport.together
-        if do in _TO_NEIGHBOURS:
+        peers, place = instruction.do.peers, self._transport.place
+        if peers is Peers.NEIGHBOUR:
             peer = self._peer(instruction.action)
             return (tuple(self._ranks) if peer is None else (peer,)), "pp"
-        if do in _ALONG_THE_PIPELINE:
+        if peers is Peers.PIPELINE:
             return tuple(self._ranks), "pp"
-        if do in _OF_EVERYONE:
-            return together, "every axis"
+        if peers is Peers.ALL:
+            return self._transport.together, "every axis"
         data = ("intra",) if self._transport.has_islands else ("inter", "intra")
-        if do is Do.SUMS:
+        if peers is Peers.STAGE:
             return self._peers(*data, "tp"), ", ".join((*data, "tp"))
-        if do in _COMPUTES:
+        if peers is Peers.TENSOR:
             return self._peers("tp") if place.mesh.tensor > 1 else (), "tp"
         axes = [axis for axis in data if place.mesh.sizes[axis] > 1]
         return self._peers(*axes) if axes else (), ", ".join(axes)
@@ -569,7 +512,7 @@ class Executor:
         if self.is_timed:
             self._clock.took(instructions[at], start)
         self._look(Made.OUTPUT, tensors_of(output), block.index, microbatch=microbatch)
-        while instructions[self._at].do in BEGINS:
+        while instructions[self._at].do.begins:
             place[AT] = self._at
             self._at += 1
             calls[self._at - 1]()
@@ -586,8 +529,8 @@ class Executor:
         if not step.is_training:
             step.inputs.pop(key, None)
             step.received.pop(key, None)
-        if at.is_last and self._vocabulary is not None:
-            self._vocabulary.take_scored(microbatch, output)
+        if at.is_last and self.vocabulary is not None:
+            self.vocabulary.take_scored(microbatch, output)
             step.outputs[key] = output
             return
         if at.is_last and step.keeps_logits:
@@ -613,7 +556,7 @@ class Executor:
         output = step.outputs.pop(key)
         gradient = step.gradients.pop(key, None)
         step.pending[key] = {}
-        if at.is_last and self._vocabulary is None:
+        if at.is_last and self.vocabulary is None:
             gradient = torch.full_like(output, step.scale)
         if output.requires_grad:
             pass_on(output, gradient)
@@ -700,8 +643,8 @@ class Executor:
 
     def _send_forward(self, stage: int, microbatch: int) -> None:
         step, key = self._step, (stage, microbatch)
-        if self._vocabulary is not None and stage == self._vocabulary.last_stage:
-            self._vocabulary.send_scored(microbatch, step.outputs[key])
+        if self.vocabulary is not None and stage == self.vocabulary.last_stage:
+            self.vocabulary.send_scored(microbatch, step.outputs[key])
         else:
             self._mail.send_forward(stage, microbatch, step.outputs[key])
         if not step.is_training:
@@ -709,8 +652,8 @@ class Executor:
 
     def _receive_forward(self, stage: int, microbatch: int) -> None:
         step = self._step
-        if stage == 0 and self._vocabulary is not None:
-            step.inputs[stage, microbatch] = self._vocabulary.receive_looked_up(microbatch)
+        if stage == 0 and self.vocabulary is not None:
+            step.inputs[stage, microbatch] = self.vocabulary.receive_looked_up(microbatch)
             return
         received = self._mail.receive(Op.RECV_F, stage)
         assert received is not None, "an activation is always sent"
@@ -725,14 +668,14 @@ class Executor:
         if gradient is None:
             return
         if stage == 0:
-            assert self._vocabulary is not None, "nothing lies before stage 0 but the slices of a vocabulary"
-            self._vocabulary.send_gradient(microbatch, gradient)
+            assert self.vocabulary is not None, "nothing lies before stage 0 but the slices of a vocabulary"
+            self.vocabulary.send_gradient(microbatch, gradient)
         else:
             self._mail.send_backward(stage, microbatch, gradient)
 
     def _receive_backward(self, stage: int, microbatch: int) -> None:
-        if self._vocabulary is not None and stage == self._vocabulary.last_stage:
-            self._receive_scores(self._vocabulary, microbatch)
+        if self.vocabulary is not None and stage == self.vocabulary.last_stage:
+            self._receive_scores(self.vocabulary, microbatch)
             return
         received = self._mail.receive(Op.RECV_B, stage)
         if received is not None:
@@ -759,3 +702,49 @@ def _in_turn(first: Callable[[], None], then: Callable[[], None]) -> None:
 
 def _skip() -> None:
     """Skip a block that the model's forward did not call."""
+
+
+def _play_forward(on: Executor, step: Instruction) -> Callable[[], None]:
+    """The first block's forward runs the model's own forward of the stage, which calls the others."""
+    stage, microbatch = step.action.stage, -1 if step.action.microbatch is None else step.action.microbatch
+    first = on._stages[stage].blocks[0].index == step.of
+    return partial(on._forward, stage, microbatch) if first else _skip
+
+
+def _key(step: Instruction) -> Key:
+    return step.action.stage, -1 if step.action.microbatch is None else step.action.microbatch
+
+
+def _post(on: Executor, step: Instruction) -> Callable[[], None]:
+    return partial(on._mail.post, step.action)
+
+
+PLAYS.update(
+    {
+        Do.F: _play_forward,
+        Do.I: lambda on, step: partial(on._block_backward, on._blocks[step.of], _key(step)),
+        Do.W: lambda on, step: partial(on._weights, on.units[step.of], _key(step)),
+        Do.FINISH_F: of_microbatch(Executor._finish_forward),
+        Do.START_I: of_microbatch(Executor._start_input_backward),
+        Do.FINISH_I: of_microbatch(Executor._finish_input_backward),
+        Do.FINISH_W: of_microbatch(Executor._finish_weights),
+        Do.SEND_F: of_microbatch(Executor._send_forward),
+        Do.RECV_F: of_microbatch(Executor._receive_forward),
+        Do.SEND_B: of_microbatch(Executor._send_backward),
+        Do.RECV_B: of_microbatch(Executor._receive_backward),
+        Do.GATHER: of_unit(Unit.begin_gather),
+        Do.WHOLE: of_unit(Unit.gather),
+        Do.FETCH: of_unit(Unit.gather),
+        Do.FREE: of_unit(Unit.free),
+        Do.REDUCE: of_phase(Unit.reduce_gradients),
+        Do.REDUCED: of_phase(Unit.end_reduction),
+        Do.SYNC: of_phase(Unit.sync_gradients),
+        Do.DRAIN: lambda on, _: on._drain,
+        Do.SUMS: lambda on, _: on._add_up,
+        Do.TAKE_BACK: lambda on, _: on._take_back,
+        **dict.fromkeys((row for row in ROWS.values() if row.posts), _post),
+        **{row: of_end(act) for row, act in OF_UNIT.items()},
+        **{row: of_all(act) for row, act in OF_ALL.items()},
+    }
+)
+check_complete()

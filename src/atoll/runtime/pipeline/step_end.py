@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from atoll.faults import Fault, Rollback
-from atoll.program import Do, Ending
+from atoll.program import Do, Ending, Row
 from atoll.runtime.sharding.optimizer import ShardedOptimizer
 from atoll.runtime.sharding.unit import Unit, UnitSpec
 from atoll.runtime.transport import Channel, Exchange, Later, Tag, Transport
@@ -199,25 +199,6 @@ class StepEnd:
         self.was_right = True
         self._was_taken = False
         self.busy = 0.0
-        self.of_unit: Mapping[Do, Callable[[Unit], None]] = {
-            Do.SYNCED: self._settle,
-            Do.UNSCALE: self._unscale,
-            Do.COPIES: Unit.sum_copies,
-            Do.AHEAD: self._step_ahead,
-            Do.COLLECT: self._collect,
-            Do.TRANSFORM: self._transform,
-            Do.UPDATE: self._update,
-            Do.RETURN: self._give_back,
-        }
-        self.of_all: Mapping[Do, Callable[[], None]] = {
-            Do.QUIET: transport.wait_for_readers,
-            Do.CORRECT: self._correct,
-            Do.JOIN: self._join,
-            Do.PASS: self._pass,
-            Do.TOTAL: self._total,
-            Do.VERDICT: self._wait,
-            Do.STEP: self._conclude,
-        }
 
     # ---- between programs
 
@@ -521,3 +502,27 @@ class StepEnd:
 
 def _is_finite(sums: _Sums) -> bool:
     return math.isfinite(sums.loss) and math.isfinite(sums.norm)
+
+
+OF_UNIT: Mapping[Row, Callable[[StepEnd, Unit], None]] = {
+    Do.SYNCED: StepEnd._settle,
+    Do.UNSCALE: StepEnd._unscale,
+    Do.COPIES: lambda _, unit: unit.sum_copies(),
+    Do.AHEAD: StepEnd._step_ahead,
+    Do.COLLECT: StepEnd._collect,
+    Do.TRANSFORM: StepEnd._transform,
+    Do.UPDATE: StepEnd._update,
+    Do.RETURN: StepEnd._give_back,
+}
+"""What executes the instructions of the step's end on a unit."""
+
+OF_ALL: Mapping[Row, Callable[[StepEnd], None]] = {
+    Do.QUIET: lambda end: end._transport.wait_for_readers(),
+    Do.CORRECT: StepEnd._correct,
+    Do.JOIN: StepEnd._join,
+    Do.PASS: StepEnd._pass,
+    Do.TOTAL: StepEnd._total,
+    Do.VERDICT: StepEnd._wait,
+    Do.STEP: StepEnd._conclude,
+}
+"""The same on all units."""

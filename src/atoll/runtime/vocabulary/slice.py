@@ -34,6 +34,7 @@ from atoll.errors import PlanError
 from atoll.layouts import Box
 from atoll.models import Adapter, Batch, Block, Vocabulary
 from atoll.models.batch import IGNORED_LABEL
+from atoll.program import EMBEDDING, HEAD
 from atoll.runtime.sharding.room import Room
 from atoll.runtime.sharding.tensors import added_up, part_of
 from atoll.runtime.sharding.unit import Unit
@@ -169,6 +170,11 @@ class VocabularySlice:
         part, parts = (0, 1) if self._tensor is None else (self._tensor.get_local_rank(), self._tensor.size())
         box = Box.part((self.size,), 0, index * parts + part, count=self.ranks * parts)
         return range(box.offsets[0], box.offsets[0] + box.sizes[0])
+
+    @property
+    def slices(self) -> dict[str, int]:
+        """Return the units of both slices, by the names that instructions have of them."""
+        return {EMBEDDING: self.embedding.unit.spec.index, HEAD: self.head.unit.spec.index}
 
     @property
     def width(self) -> int:

@@ -1,0 +1,79 @@
+"""What the rows of a program's instructions mean on one rank: which facts, and which buffers, of which units.
+
+A program repeats each operation on a block or unit with every microbatch. So this is resolved once for each, and the
+folds over a program (`laws`, `memory`, `draw`) only look up keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from atoll.program.instruction import Instruction
+from atoll.program.shape import RankShape
+from atoll.program.table import PHASES, Fact, Over, Per, Phase, Row
+
+Key = tuple[int, Phase | None]
+"""A unit, or a phase of its gradients; `OF_STEP` is the whole step."""
+
+OF_STEP: Key = (-1, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A row on one block or unit of a rank.
+
+    units: those that it works on.  phases: of the gradients that it is about; both where the row does not say it.
+    """
+
+    row: Row
+    units: tuple[int, ...]
+    phases: tuple[Phase, ...]
+
+    @classmethod
+    def of(cls, instruction: Instruction, shape: RankShape) -> Place:
+        """Return the place of an instruction."""
+        phase = instruction.phase or instruction.do.phase
+        return cls(instruction.do, units_of(instruction, shape), PHASES if phase is None else (phase,))
+
+    def keys(self, per: Per) -> Iterator[Key]:
+        """Yield the keys of facts and buffers of a kind; messages have none, since each is another."""
+        if per is Per.STEP:
+            yield OF_STEP
+        elif per is Per.UNIT:
+            yield from ((unit, None) for unit in self.units)
+        elif per is Per.PHASE:
+            yield from ((unit, phase) for unit in self.units for phase in self.phases)
+
+    def facts(self, fact: Fact, shape: RankShape, *, of_all: bool = False) -> tuple[Key, ...]:
+        """Return the keys that a fact applies to. of_all: also those that it does not apply to."""
+        return tuple(
+            key
+            for key in self.keys(fact.per)
+            if of_all or fact.per is Per.STEP or fact.applies(shape.units[key[0]], key[1])
+        )
+
+
+def units_of(instruction: Instruction, shape: RankShape) -> tuple[int, ...]:
+    """Return the units that an instruction works on."""
+    over = instruction.do.over
+    if over is Over.UNIT:
+        return (instruction.of,)
+    if over is Over.BLOCK:
+        return shape.units_of[instruction.of]
+    if over is Over.ALL:
+        return tuple(shape.units)
+    unit = shape.slices.get(over)
+    return () if unit is None else (unit,)
+
+
+def reads(instruction: Instruction, shape: RankShape) -> tuple[int, ...]:
+    """Return the units whose parameters an instruction reads."""
+    return units_of(instruction, shape) if instruction.do.reads else ()
+
+
+def makes(instruction: Instruction, shape: RankShape) -> Iterator[tuple[int, Phase]]:
+    """Yield the gradients, by unit and phase, that an instruction writes to."""
+    phase = instruction.do.phase
+    if phase is not None:
+        yield from ((unit, phase) for unit in units_of(instruction, shape) if phase in shape.units[unit].flows)

@@ -1,0 +1,600 @@
+"""The table of instructions: one row for each, which says everything about it.
+
+Laws, memory, traffic, drawing, simulation and predictions are folds over these rows, so an instruction is added in one
+place: its row, and the call that executes it (`docs/design/adding-an-instruction.md`). Rows of a package of its own,
+such as a split vocabulary, stand beside that package and register themselves.
+
+    needs   what must hold before it, or must not, each with the words of the error
+    ends    what no longer holds after it
+    gives   what holds after it
+    takes   buffers that it allocates, and `frees` those that it gives back
+    moves   what it sends to data-parallel ranks, by a key of `UnitShape.travel`
+
+What holds is a set of facts, each about a unit, a phase of its gradients, a message, or the whole step. A fact may be a
+flight: a transfer between the instruction that begins it and the one that waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from atoll.program.shape import RankShape, UnitShape
+
+Phase = Literal["I", "W"]
+"""The phase of a backward that computes a gradient: with the input's (I), or with the weights' (W)."""
+
+PHASES: tuple[Phase, ...] = ("I", "W")
+
+
+class Lane(StrEnum):
+    """The resource that an instruction uses: the device, the pipeline links or the data-parallel links."""
+
+    COMPUTE = "compute"
+    PIPELINE = "pipeline"
+    DATA = "data"
+
+
+class Scope(StrEnum):
+    """What `Instruction.of` is: a block, a unit, a unit whose gradients of one phase are meant, or nothing: then the
+    instruction is of its action's stage and microbatch, or of the whole step."""
+
+    BLOCK = "block"
+    UNIT = "unit"
+    PHASE = "phase"
+    MICROBATCH = "microbatch"
+    STEP = "step"
+
+
+class Peers(StrEnum):
+    """The ranks that an instruction may wait for: of which axes, or of what."""
+
+    TENSOR = "the tensor-parallel group"
+    DATA = "data-parallel ranks"
+    STAGE = "ranks of the stage"
+    NEIGHBOUR = "the rank of the next or the previous stage"
+    PIPELINE = "all pipeline ranks"
+    ALL = "all ranks"
+
+
+class Over(StrEnum):
+    """The units that an instruction works on: those of its block, its own, all, or none."""
+
+    BLOCK = "block"
+    UNIT = "unit"
+    ALL = "all"
+    NONE = "none"
+
+
+class End(StrEnum):
+    """The rank that a message comes from: of the stage before, of the one behind, of the first or of the last."""
+
+    PREVIOUS = "previous"
+    NEXT = "next"
+    FIRST = "first"
+    LAST = "last"
+
+
+# ---- facts and buffers
+
+
+class Per(StrEnum):
+    """What a fact or a buffer is of."""
+
+    UNIT = "unit"
+    PHASE = "phase"
+    MESSAGE = "message"
+    STEP = "step"
+
+
+def _every(unit: UnitShape, phase: Phase | None) -> bool:
+    return True
+
+
+def _no(unit: UnitShape) -> bool:
+    return False
+
+
+def _one(unit: UnitShape) -> int:
+    return 1
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Fact:
+    """Something that holds between two instructions of a program.
+
+    per: what it is about.  applies: to which units, and phases of their gradients.
+    holds_first: whether it holds before the first instruction.
+    left: what is wrong if it holds after the last one.  excused: units of which it may.
+    is_flight: whether it is a transfer under way. An instruction that begins another one has it start after the flights
+    that it ends; any other instruction waits for those.
+    is_in_order: whether it ends in the order in which it began; it may then begin again before it has ended.
+    most, size, above: the largest sum of sizes that may hold at once, and what is wrong if there is more.
+    lane, colour, bar: where a drawing shows it, from the instruction that begins it to the one that ends it, and how;
+    the text is that of the instruction that ends it if there is no other.
+    """
+
+    per: Per
+    applies: Callable[[UnitShape, Phase | None], bool] = _every
+    holds_first: bool = False
+    left: str = ""
+    excused: Callable[[UnitShape], bool] = _no
+    is_flight: bool = False
+    is_in_order: bool = False
+    most: Callable[[RankShape], int] | None = None
+    size: Callable[[UnitShape], int] = _one
+    above: str = ""
+    lane: str = ""
+    colour: str = ""
+    bar: str = ""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Need:
+    """A fact that must hold before an instruction, or must not. words: what is wrong otherwise.
+
+    of_all: whether it is asked of units that the fact does not apply to as well.
+    """
+
+    fact: Fact
+    words: str
+    _: KW_ONLY
+    holds: bool = True
+    of_all: bool = False
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Buffer:
+    """Memory of a unit, or of a phase of its gradients. part: the component of `Bytes` that it belongs to.
+
+    is_one: whether it is allocated once until it is freed; of others several may be in use at once.
+    """
+
+    part: str
+    per: Per
+    is_one: bool = True
+
+
+Size = Callable[["UnitShape", Phase | None], int]
+"""Bytes of a unit, or of a phase of its gradients."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Use:
+    """A buffer that an instruction allocates or frees, and its size. size: None frees all of it."""
+
+    buffer: Buffer
+    size: Size | None = None
+
+
+# ---- rows
+
+ROWS: dict[str, Row] = {}
+"""Every instruction by its name."""
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Row:
+    """All that is known of an instruction. As an attribute of a class it is registered under the attribute's name.
+
+    lane: the resource that it uses.  scope: what `Instruction.of` is.
+    over: the units that it works on; a name is that of a slice of the rank (`RankShape.slices`).
+    phase: of the gradients that it makes, if the instruction does not say it.
+    waits: whether it can block: on a message, on a collective or on other ranks.  peers: those that it may wait for.
+    begins: whether it neither computes nor waits: after a block's forward it is executed before control returns to the
+    model.  is_aside: whether a timeline shows it with the action that uses what it begins or ends.
+
+    reads: whether it reads the parameters of its units.
+    needs, ends, gives: facts.  takes, frees: buffers.  within: what it allocates and frees itself.
+
+    moves: whether it sends bytes to data-parallel ranks.  moves_as: the row whose bytes these are, if not its own.
+    carries: what it sends, as in a table of traffic.
+
+    sends, posts, receives: the kind of a message between pipeline ranks.
+    to, source: the rank that a message goes to, or that it comes from with its kind.
+    stands_for: the receive, at one end of the pipeline, that takes its messages of all ranks.
+    tells, hears: a sum of a few numbers, and the ranks that it is needed from.
+
+    cause: the part of a step's time that it counts to.
+    column: its colour in a drawing, where it takes a column.  bar: lane, colour and text of a transfer that it shows at
+    one place.
+    """
+
+    lane: Lane = Lane.COMPUTE
+    scope: Scope = Scope.UNIT
+    over: Over | str = Over.UNIT
+    phase: Phase | None = None
+    waits: bool = False
+    peers: Peers = Peers.DATA
+    begins: bool = False
+    is_aside: bool = False
+    reads: bool = False
+    needs: tuple[Need, ...] = ()
+    ends: tuple[Fact, ...] = ()
+    gives: tuple[Fact, ...] = ()
+    takes: tuple[Use, ...] = ()
+    frees: tuple[Use, ...] = ()
+    within: tuple[Use, ...] = ()
+    moves: bool = False
+    moves_as: Row | None = None
+    carries: str = ""
+    sends: str = ""
+    to: End | None = None
+    posts: str = ""
+    receives: str = ""
+    source: tuple[str, End] | None = None
+    stands_for: str = ""
+    tells: str = ""
+    hears: tuple[str, Peers] | None = None
+    cause: str = "other"
+    column: str = ""
+    bar: tuple[str, str, str] | None = None
+    name: str = field(default="", init=False)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        """Register the row. Raises TypeError if there is another one of this name."""
+        if name in ROWS:
+            raise TypeError(f"{owner.__name__}.{name}: there is an instruction of this name already")
+        object.__setattr__(self, "name", name)
+        ROWS[name] = self
+
+    def __str__(self) -> str:
+        """The name."""
+        return self.name
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+    def __reduce__(self) -> tuple[Callable[[str], Row], tuple[str]]:
+        """In another process it is the row of that name."""
+        return named, (self.name,)
+
+    @property
+    def is_of_block(self) -> bool:
+        """True if `Instruction.of` is the index of a block."""
+        return self.scope is Scope.BLOCK
+
+    @property
+    def is_of_unit(self) -> bool:
+        """True if `Instruction.of` is the index of a unit."""
+        return self.scope in (Scope.UNIT, Scope.PHASE)
+
+    @property
+    def has_phase(self) -> bool:
+        """True for instructions that handle the gradients of one phase of the backward, I or W."""
+        return self.scope is Scope.PHASE
+
+    def is_in_turn(self, fact: Fact) -> bool:
+        """True if it ends the first that a fact is about, which must be its own; otherwise it ends all of its own."""
+        return fact.is_in_order and any(need.fact is fact for need in self.needs)
+
+    @property
+    def sent(self) -> Row | None:
+        """The row by which `UnitShape.travel` has the bytes that it sends; None if it sends none."""
+        return self.moves_as or (self if self.moves else None)
+
+
+def facts() -> tuple[Fact, ...]:
+    """Return the facts of all rows, each once."""
+    found = (fact for row in ROWS.values() for fact in (*row.gives, *row.ends, *(need.fact for need in row.needs)))
+    return tuple(dict.fromkeys(found))
+
+
+def named(name: str) -> Row:
+    """Return the row of an instruction. Raises ValueError for a name that none has."""
+    found = ROWS.get(name)
+    if found is None:
+        raise ValueError(f"{name!r} is no instruction")
+    return found
+
+
+# ---- the core's facts
+
+
+class Facts:
+    """Facts of the core's rows."""
+
+    OPEN = Fact(per=Per.STEP, holds_first=True, left="what was sent is not drained")
+    UNSHARDED = Fact(
+        per=Per.UNIT, applies=lambda unit, _: bool(unit.whole), left="unit {unit} is still unsharded: no FREE"
+    )
+    GATHERING = Fact(
+        per=Per.UNIT, is_flight=True, applies=lambda unit, _: bool(unit.whole),
+        left="unit {unit} is gathered and not used",
+        size=lambda unit: unit.ahead, most=lambda shape: max(shape.limit, shape.most_asked),
+        above="{sum} bytes of gathers are in flight, and {most} may be",
+        lane="gather", colour="GATHER", bar="gather {unit}",
+    )  # fmt: skip
+    MADE = Fact(
+        per=Per.PHASE, applies=lambda unit, phase: bool(phase and unit.flows.get(phase)),
+        excused=lambda unit: unit.is_left_alone, left="the gradients of unit {unit} in phase {phase} are not reduced",
+    )  # fmt: skip
+    REDUCING = Fact(
+        per=Per.PHASE, is_flight=True, is_in_order=True, most=lambda shape: shape.behind + 1,
+        above="{sum} reductions are in flight, and {most} may be",
+        lane="reduce", colour="REDUCE", bar="reduce {unit} {phase}",
+    )  # fmt: skip
+    SYNCING = Fact(per=Per.PHASE, applies=lambda unit, phase: phase in unit.flows)
+    SETTLING = Fact(per=Per.UNIT, is_flight=True)
+    SYNCED = Fact(per=Per.UNIT)
+    UNSTEPPED = Fact(per=Per.UNIT, left="unit {unit} is not stepped by the optimizer")
+    POSTED = Fact(per=Per.MESSAGE, is_in_order=True, left="{step} is not waited for", lane="receive", colour="RECV")
+    UNREAD = Fact(per=Per.STEP)
+    SUMMED = Fact(per=Per.STEP)
+    TOTALLED = Fact(per=Per.STEP, holds_first=True)
+    JUDGED = Fact(per=Per.STEP)
+    CONCLUDED = Fact(per=Per.STEP)
+    BEGUN = Fact(per=Per.STEP, left="a step is settled in a program that takes none")
+    COLLECTING = Fact(per=Per.UNIT, is_flight=True, lane="matrices", colour="COLLECT", bar="collect {unit}")
+    SENDING = Fact(per=Per.UNIT, is_flight=True, lane="matrices", colour="COLLECT", bar="bring back {unit}")
+    UPDATED = Fact(per=Per.UNIT, applies=lambda unit, _: bool(unit.matrices))
+    RETURNING = Fact(per=Per.UNIT, is_flight=True)
+
+
+class Buffers:
+    """Working memory of the core's rows."""
+
+    UNSHARDED = Buffer("parameters", Per.UNIT)
+    STAGED = Buffer("staged", Per.UNIT)
+    GRADIENT = Buffer("gradients", Per.PHASE)
+    REDUCING = Buffer("gradients", Per.PHASE, is_one=False)
+    MATRICES = Buffer("matrices", Per.UNIT, is_one=False)
+
+
+def _whole(unit: UnitShape, _: Phase | None) -> int:
+    return unit.whole
+
+
+def _copied_early(unit: UnitShape, _: Phase | None) -> int:
+    """Gathered into the copy itself, unless a part is staged for the group to read in place."""
+    return unit.whole if unit.ahead >= unit.whole else 0
+
+
+def _staged(unit: UnitShape, _: Phase | None) -> int:
+    return unit.ahead if unit.ahead < unit.whole else 0
+
+
+def _flow(unit: UnitShape, phase: Phase | None) -> int:
+    return unit.flows.get(phase, 0) if phase else 0
+
+
+def _exchanged(unit: UnitShape, _: Phase | None) -> int:
+    return unit.exchanged
+
+
+def _transformed(unit: UnitShape, _: Phase | None) -> int:
+    return unit.transformed
+
+
+WORKS = Need(Facts.OPEN, "microbatches are over")
+READS = Need(Facts.UNSHARDED, "unit {unit} is used before it is unsharded")
+WRITES = Need(Facts.SYNCING, "a gradient of unit {unit} is made after its sync", holds=False, of_all=True)
+GRADIENT = Use(Buffers.GRADIENT, _flow)
+_SUMS = Need(Facts.SUMMED, "{do} comes before SUMS")
+_UNREAD = Need(Facts.UNREAD, "the gradients of unit {unit} are written while others may read them")
+_UPDATED = Need(Facts.UPDATED, "unit {unit} goes back before its matrices are updated")
+_TURN = "the matrices of unit {unit} come to {do} in another order than they are exchanged in"
+
+
+def sends(kind: str, **rest: Any) -> Row:
+    """Return the row of a message's send."""
+    given = {"peers": Peers.NEIGHBOUR, "bar": ("send", "SEND", "{step}"), "carries": "activations", **rest}
+    return Row(lane=Lane.PIPELINE, scope=Scope.MICROBATCH, over=Over.NONE, sends=kind, **given)
+
+
+def posts(kind: str) -> Row:
+    """Return the row that begins to receive messages of a kind."""
+    return Row(
+        lane=Lane.PIPELINE, scope=Scope.MICROBATCH, over=Over.NONE, posts=kind, is_aside=True, gives=(Facts.POSTED,)
+    )
+
+
+def receives(kind: str, source: tuple[str, End]) -> Row:
+    """Return the row that waits for a message. source: its kind where it is sent, and the rank."""
+    return Row(
+        lane=Lane.PIPELINE, scope=Scope.MICROBATCH, over=Over.NONE, waits=True, peers=Peers.NEIGHBOUR, receives=kind,
+        needs=(Need(Facts.POSTED, "{step} is waited for in another order than it was posted"),),
+        ends=(Facts.POSTED,), source=source, cause="messages",
+    )  # fmt: skip
+
+
+def computes(**rest: Any) -> Row:
+    """Return the row of a microbatch's computation."""
+    given = {"scope": Scope.MICROBATCH, "over": Over.NONE, **rest}
+    return Row(peers=Peers.TENSOR, **given)
+
+
+def _of_step(**rest: Any) -> Row:
+    given = {"over": Over.NONE, **rest}
+    return Row(scope=Scope.STEP, **given)
+
+
+class Do:
+    """The core's instructions.
+
+    F         the forward of a block                   FINISH_F  the loss, or what the next stage is given
+    START_I   the loss's backward, or the gradient that was received
+    I         the backward of a block                  FINISH_I  the gradient for the previous stage
+    W         the weights' gradients of a unit         FINISH_W  releases the microbatch's received buffers
+
+    SEND_x    sends                                    POST_x    begins to receive
+    RECV_x    waits for what was posted
+
+    GATHER    begins to gather a unit's parameters     WHOLE     waits for that, or for RETURN
+    FETCH     gathers them, and waits                  FREE      frees the unsharded copy
+
+    REDUCE    begins to reduce a phase's gradients     REDUCED   waits for that: their unsharded buffer is freed
+    SYNC      begins to bring a phase's gradients to the optimizer's level
+
+    DRAIN     releases all microbatches, after the last send
+
+    The step's end, of a unit:
+    SYNCED    waits for SYNC, and for RETURN if the step did not use the parameters
+    UNSCALE   divides the gradients by the loss scale   COPIES   sums them over the ranks that share the unit
+    AHEAD     steps it ahead of the verdict, then as RETURN
+    COLLECT   begins to send slices of its matrices to their owners, if the optimizer transforms them whole
+    TRANSFORM transforms those that this rank owns, and begins to send back slices of the result
+    UPDATE    waits for these, and updates the matrices
+    RETURN    begins to send the updated parameters to where they are stored
+
+    and of all:
+    QUIET     waits until no other rank reads this one's gradients in place
+    SUMS      adds up loss, norm and which parameters have gradients, over the ranks of a stage
+    CORRECT   steps units again whose parameters have gradients where none had been expected, or none
+    JOIN      adds the sums of the pipeline ranks before       PASS     gives them to the next one
+    TOTAL     begins to add up the sums of all ranks
+    VERDICT   waits for that, or for the sums passed back along the pipeline: the step is taken, clipped or refused
+    STEP      steps the optimizer for good
+    TAKE_BACK begins the program again if a step ahead was wrong
+    """
+
+    F = computes(scope=Scope.BLOCK, over=Over.BLOCK, reads=True, needs=(READS, WORKS), cause="forward", column="F")
+    FINISH_F = computes()
+    START_I = computes()
+    I = computes(  # noqa: E741  (the field's name for it)
+        scope=Scope.BLOCK, over=Over.BLOCK, phase="I", reads=True, needs=(READS, WRITES, WORKS), gives=(Facts.MADE,),
+        takes=(GRADIENT,), cause="backward", column="I",
+    )  # fmt: skip
+    FINISH_I = computes()
+    W = computes(
+        scope=Scope.UNIT, over=Over.UNIT, phase="W", needs=(WRITES, WORKS), gives=(Facts.MADE,), takes=(GRADIENT,),
+        cause="weights", column="W",
+    )  # fmt: skip
+    FINISH_W = computes()
+
+    SEND_F = sends("F", to=End.NEXT)
+    SEND_B = sends("B", to=End.PREVIOUS, carries="backward")
+    POST_F = posts("F")
+    POST_B = posts("B")
+    RECV_F = receives("F", ("F", End.PREVIOUS))
+    RECV_B = receives("B", ("B", End.NEXT))
+
+    # Only parameters that are stored sharded are gathered; of others WHOLE waits for their sync alone.
+    GATHER = Row(
+        lane=Lane.DATA, begins=True, is_aside=True, moves=True, carries="gathers",
+        needs=(
+            Need(Facts.UNSHARDED, "unit {unit} is gathered twice", holds=False),
+            Need(Facts.GATHERING, "unit {unit} is gathered twice", holds=False),
+        ),
+        gives=(Facts.GATHERING,), ends=(Facts.RETURNING,),
+        takes=(Use(Buffers.STAGED, _staged), Use(Buffers.UNSHARDED, _copied_early)), cause="gathers",
+    )  # fmt: skip
+    WHOLE = Row(
+        lane=Lane.DATA, waits=True,
+        needs=(
+            Need(Facts.UNSHARDED, "unit {unit} is waited for, and is unsharded already", holds=False),
+            Need(Facts.GATHERING, "unit {unit} is waited for, and no gather of it is in flight"),
+        ),
+        ends=(Facts.GATHERING, Facts.RETURNING), gives=(Facts.UNSHARDED,),
+        frees=(Use(Buffers.STAGED),), takes=(Use(Buffers.UNSHARDED, _whole),), cause="gathers",
+    )  # fmt: skip
+    FETCH = Row(
+        lane=Lane.DATA, waits=True, moves_as=GATHER, carries="gathers",
+        needs=(
+            Need(Facts.UNSHARDED, "unit {unit} is gathered twice", holds=False),
+            Need(Facts.GATHERING, "unit {unit} is gathered twice", holds=False),
+        ),
+        ends=(Facts.RETURNING,), gives=(Facts.UNSHARDED,), takes=(Use(Buffers.UNSHARDED, _whole),),
+        cause="gathers", bar=("gather", "GATHER", "gather {unit}"),
+    )  # fmt: skip
+    FREE = Row(
+        begins=True, is_aside=True,
+        needs=(Need(Facts.UNSHARDED, "unit {unit} is freed, and is not unsharded", of_all=True),),
+        ends=(Facts.UNSHARDED,), frees=(Use(Buffers.UNSHARDED),),
+    )  # fmt: skip
+
+    REDUCE = Row(
+        lane=Lane.DATA, scope=Scope.PHASE, begins=True, is_aside=True, moves=True, carries="reductions",
+        needs=(WORKS, Need(Facts.SYNCING, "unit {unit} is reduced after its sync", holds=False)),
+        ends=(Facts.MADE,), gives=(Facts.REDUCING, Facts.SETTLING),
+        # The next microbatch's gradients go to another buffer; where none was made, zeros are reduced.
+        frees=(Use(Buffers.GRADIENT),), takes=(Use(Buffers.REDUCING, _flow),),
+    )  # fmt: skip
+    REDUCED = Row(
+        lane=Lane.DATA, scope=Scope.PHASE, is_aside=True, waits=True,
+        needs=(Need(Facts.REDUCING, "unit {unit} is waited for before what was reduced earlier"),),
+        ends=(Facts.REDUCING,), frees=(Use(Buffers.REDUCING, _flow),), cause="reductions",
+    )  # fmt: skip
+    SYNC = Row(
+        lane=Lane.DATA, scope=Scope.PHASE, begins=True, is_aside=True, moves=True, carries="sync",
+        needs=(
+            Need(Facts.SYNCING, "unit {unit} is synced twice", holds=False),
+            Need(Facts.MADE, "unit {unit} is synced before it is reduced", holds=False),
+        ),
+        ends=(Facts.SETTLING,), gives=(Facts.SYNCING, Facts.SETTLING), bar=("reduce", "REDUCE", "sync {unit} {phase}"),
+    )  # fmt: skip
+
+    DRAIN = _of_step(
+        lane=Lane.PIPELINE, peers=Peers.PIPELINE, ends=(Facts.OPEN,),
+        needs=(
+            Need(Facts.JUDGED, "a verdict is waited for, then made good, then perhaps taken back", holds=False),
+            Need(Facts.CONCLUDED, "a verdict is waited for, then made good, then perhaps taken back", holds=False),
+        ),
+    )  # fmt: skip
+    SYNCED = Row(
+        lane=Lane.DATA, waits=True,
+        needs=(
+            Need(Facts.SYNCED, "unit {unit} is waited for twice", holds=False),
+            Need(Facts.SYNCING, "unit {unit} is waited for, and was not synced"),
+        ),
+        ends=(Facts.REDUCING, Facts.SETTLING), gives=(Facts.SYNCED, Facts.UNSTEPPED), frees=(Use(Buffers.REDUCING),),
+        cause="reductions",
+    )  # fmt: skip
+    UNSCALE = Row(needs=(_UNREAD,))
+    COPIES = Row(lane=Lane.PIPELINE, waits=True, peers=Peers.PIPELINE, needs=(_UNREAD,))
+    COLLECT = Row(
+        lane=Lane.DATA, moves=True, carries="matrices",
+        needs=(
+            Need(Facts.SYNCED, "unit {unit} is collected before its gradients are there"),
+            *(Need(fact, _TURN, holds=False) for fact in (Facts.COLLECTING, Facts.SENDING, Facts.UPDATED)),
+        ),
+        gives=(Facts.COLLECTING,), takes=(Use(Buffers.MATRICES, _exchanged),), cause="optimizer",
+    )  # fmt: skip
+    TRANSFORM = Row(
+        moves=True, carries="matrices", needs=(Need(Facts.COLLECTING, _TURN),),
+        ends=(Facts.COLLECTING,), gives=(Facts.SENDING,), within=(Use(Buffers.MATRICES, _transformed),),
+        cause="optimizer", column="STEP",
+    )  # fmt: skip
+    UPDATE = Row(
+        lane=Lane.DATA, waits=True, needs=(Need(Facts.SENDING, _TURN),),
+        ends=(Facts.SENDING,), gives=(Facts.UPDATED,), frees=(Use(Buffers.MATRICES, _exchanged),), cause="optimizer",
+    )  # fmt: skip
+    RETURN = Row(
+        lane=Lane.DATA, moves=True, carries="return", bar=("return", "RETURN", "{step}"),
+        needs=(Need(Facts.CONCLUDED, "{do} comes before STEP"), _UPDATED), gives=(Facts.RETURNING,),
+    )  # fmt: skip
+    AHEAD = Row(
+        moves_as=RETURN, carries="return", column="STEP",
+        needs=(Need(Facts.SYNCED, "unit {unit} is stepped before its gradients are there"), _UPDATED),
+        ends=(Facts.UNSTEPPED,), gives=(Facts.RETURNING,),
+    )  # fmt: skip
+
+    QUIET = _of_step(lane=Lane.DATA, waits=True, gives=(Facts.UNREAD,), cause="reductions")
+    SUMS = _of_step(
+        lane=Lane.DATA, waits=True, peers=Peers.STAGE, over=Over.ALL,
+        needs=(Need(Facts.SYNCED, "unit {unit} is missing in the sums"),),
+        # What the verdict of this step waits for is not the total of the one before.
+        ends=(Facts.TOTALLED, Facts.BEGUN), gives=(Facts.SUMMED,),
+    )  # fmt: skip
+    CORRECT = _of_step(needs=(_SUMS,))
+    JOIN = _of_step(
+        lane=Lane.PIPELINE, waits=True, peers=Peers.NEIGHBOUR, needs=(_SUMS,), hears=("P", Peers.NEIGHBOUR),
+        cause="sums",
+    )  # fmt: skip
+    PASS = _of_step(lane=Lane.PIPELINE, peers=Peers.NEIGHBOUR, needs=(_SUMS,), tells="P")
+    TOTAL = _of_step(lane=Lane.PIPELINE, peers=Peers.ALL, needs=(_SUMS,), gives=(Facts.TOTALLED,), tells="A")
+    VERDICT = _of_step(
+        lane=Lane.PIPELINE, waits=True, peers=Peers.ALL, needs=(Need(Facts.TOTALLED, "{do} comes before TOTAL"),),
+        ends=(Facts.TOTALLED,), gives=(Facts.JUDGED,), hears=("A", Peers.ALL), cause="sums",
+    )  # fmt: skip
+    STEP = _of_step(
+        peers=Peers.TENSOR, over=Over.ALL, needs=(Need(Facts.JUDGED, "{do} comes before VERDICT"),),
+        ends=(Facts.JUDGED, Facts.UNSTEPPED), gives=(Facts.CONCLUDED,), cause="optimizer", column="STEP",
+    )  # fmt: skip
+    TAKE_BACK = _of_step(
+        peers=Peers.ALL, needs=(Need(Facts.CONCLUDED, "{do} comes before STEP"),), ends=(Facts.CONCLUDED,),
+        gives=(Facts.BEGUN,),
+    )  # fmt: skip

@@ -1,0 +1,60 @@
+"""How instructions are executed: a table from instruction to call, which is checked to be complete.
+
+A package that brings instructions of its own adds their calls here when it is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from atoll.program import ROWS, Instruction, Phase, Row
+
+if TYPE_CHECKING:
+    from atoll.runtime.pipeline.executor import Executor
+    from atoll.runtime.pipeline.step_end import StepEnd
+    from atoll.runtime.sharding.unit import Unit
+
+Play = Callable[["Executor", Instruction], Callable[[], None]]
+"""Returns the call that executes an instruction. It is made once for a program, and called in each step."""
+
+PLAYS: dict[Row, Play] = {}
+"""The call of each instruction."""
+
+
+def check_complete() -> None:
+    """Raise TypeError if an instruction has no call."""
+    missing = [name for name, row in ROWS.items() if row not in PLAYS]
+    if missing:
+        raise TypeError(f"instructions that nothing executes: {', '.join(missing)}; add them to PLAYS")
+
+
+def of_microbatch(act: Callable[[Executor, int, int], None]) -> Play:
+    """Return the play of an instruction of a stage and a microbatch."""
+
+    def play(on: Executor, step: Instruction) -> Callable[[], None]:
+        stage, microbatch = step.action.stage, step.action.microbatch
+        return partial(act, on, stage, -1 if microbatch is None else microbatch)
+
+    return play
+
+
+def of_unit(act: Callable[[Unit], None]) -> Play:
+    """Return the play of an instruction of a unit."""
+    return lambda on, step: partial(act, on.units[step.of])
+
+
+def of_phase(act: Callable[[Unit, Phase], None]) -> Play:
+    """Return the play of an instruction of a phase of a unit's gradients."""
+    return lambda on, step: partial(act, on.units[step.of], step.phase)
+
+
+def of_end(act: Callable[[StepEnd, Unit], None]) -> Play:
+    """Return the play of an instruction of the step's end on a unit."""
+    return lambda on, step: partial(act, on.end, on.units[step.of])
+
+
+def of_all(act: Callable[[StepEnd], None]) -> Play:
+    """Return the play of an instruction of the step's end on all units."""
+    return lambda on, step: partial(act, on.end)
