@@ -12,6 +12,23 @@ gradient, and it is added in W.
 Inside a compiled block the operation is a registered custom operator; outside, the same as a plain autograd function,
 since calling an operator from Python costs about a tenth of a millisecond.
 
+[Note: what waits for W] The tensors of one call of a linear layer in one microbatch, and who holds them. With recompute
+of whole blocks, the graph of F is built in I, just before its backward:
+
+              x, the input             y's gradient               weight, a view of the unit's whole copy
+    F         autograd's graph         -                          autograd's graph
+    I         the graph -> `found`     the backward -> `found`    the graph, until the node of the layer has run; after
+                                                                  the block's I the program may FREE the whole copy
+    ..        pending, by stage, microbatch and unit              -
+    W         gradient += y's gradient.T @ x, in the unit's       -
+              buffer of W, which W opens; then both are dropped
+    FINISH_W  buffers of messages are reused, and not before:     -
+              x or y's gradient may be one
+
+The executor moves `found` to `pending` after a block's I, and `compute_weights` empties it. Both tensors are kept as
+they are and not copied: x is often shared by several layers, such as query, key and value, and is freed with the last
+of them. W needs no weight, and a pending W opens no buffer for gradients.
+
 [Note: the anchor] A linear layer whose input needs no gradient would have no backward at all, and its W would be lost.
 An empty tensor that requires a gradient keeps it in the graph.
 """
@@ -45,7 +62,10 @@ class Collector:
     blocks.  multiplier: see `selective`.
     """
 
+    # One list at a time, and not of a thread: on CUDA a backward runs on a thread of autograd, while the one that has
+    # set `found` waits for it.
     found: list[tuple[Unit, str, Any]] | None = None
+    # Set only while a block runs forward, or forward again, whose layers keep or count their products.
     multiplier: Multiplier | None = None
 
     @contextmanager
@@ -64,10 +84,11 @@ class Layer:
 
     def __init__(self, module: nn.Linear, collector: Collector) -> None:
         self.module = module
-        self.collector = collector
-        self._anchor = torch.empty(0, device=module.weight.device, requires_grad=True)
-        self.slot = next(_SLOTS)
+        self.collector = collector  # one for all layers of the rank
+        self._anchor = torch.empty(0, device=module.weight.device, requires_grad=True)  # its gradient is never computed
+        self.slot = next(_SLOTS)  # a constant of compiled graphs, so it is of this layer alone in the whole process
         _LAYERS[self.slot] = self
+        # An attribute of the instance hides the method of the class. It keeps this object alive; `_LAYERS` does not.
         module.forward = self.forward  # type: ignore[assignment, method-assign]
 
     def remove(self) -> None:
@@ -77,6 +98,8 @@ class Layer:
     def forward(self, hidden: Tensor) -> Tensor:
         """Compute `nn.Linear`: [..., in] -> [..., out]."""
         module = self.module
+        # An evaluation, or the first forward of a block that will run again. Under "selective" that first forward has a
+        # multiplier, which must see this product.
         if self.collector.multiplier is None and not torch.is_grad_enabled():
             return F.linear(hidden, module.weight, module.bias)
         if isinstance(module.weight, DTensor):
@@ -95,6 +118,7 @@ class Layer:
         return out
 
     def _needs_backward(self, hidden: Tensor, bias: Tensor | None) -> bool:
+        # Asks the module: the weight that is passed on is detached.
         trains_bias = bias is not None and bias.requires_grad
         return hidden.requires_grad or self.module.weight.requires_grad or trains_bias
 
@@ -110,15 +134,17 @@ class Layer:
         # Dynamo cannot trace the private attribute.
         own = (weight.to_local() if torch.compiler.is_compiling() else local_part(weight)).detach()
         size = torch.Size((*hidden.shape[:-1], weight.shape[0]))
+        # By rows of the weight, each rank's gradient of the input is that of its rows alone: a part of the sum.
         if weight.placements[0].is_shard(0):
             given = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
             rest = None if bias is None else bias.to_local()
             out = self._apply(given, own, rest)
+            # Given with the shape, since from parts of unequal size DTensor would infer wrong ones.
             stride = tuple(math.prod(size[at + 1 :]) for at in range(len(size)))
             placements = [Shard(out.dim() - 1)]
             return DTensor.from_local(out, mesh, placements, run_check=False, shape=size, stride=stride)
         given = hidden.redistribute(placements=[Shard(hidden.dim() - 1)]).to_local()
-        out = self._apply(given, own, None)
+        out = self._apply(given, own, None)  # without the bias, which every rank would add
         total = DTensor.from_local(out, mesh, [Partial()], run_check=False)
         return total if bias is None else total + bias
 
@@ -131,19 +157,22 @@ class DeferredWeight(Layer):
 
     def __init__(self, module: nn.Linear, unit: Unit, name: str, collector: Collector, *, waits: bool) -> None:
         super().__init__(module, collector)
+        # Where W adds. By name and not by the parameter: the buffer of the gradient comes and goes with each reduction.
         self.unit = unit
         self.name = name
-        self._waits = waits
+        self._waits = waits  # False if the model is one stage: no rank waits for the input's gradient
 
     def collect(self, hidden: Tensor, gradient: Tensor) -> None:
         """Keep the inputs of W for one call, in I; or compute W immediately."""
         if not self._waits:
+            # In the middle of autograd's backward of the block, with x and y's gradient still at hand: phase I.
             self.unit.touched.add(self.name)
             with torch.no_grad():
                 self.unit.room(self.name, "I").add_product(hidden, gradient)
             return
         if self.collector.found is None:
             raise RunError(f"the gradient of {self.name} was computed outside of a step; use engine.step")
+        # Without their history, which would keep the graph.
         self.collector.found.append((self.unit, self.name, (hidden.detach(), gradient.detach())))
 
 
@@ -201,6 +230,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # The unit may have been freed and gathered again since the forward: into the storage that the saved view has.
         hidden, weight = ctx.saved_tensors
         ctx.layer.collect(hidden, gradient)
         _, needs_input, _, needs_bias, _ = ctx.needs_input_grad
@@ -230,6 +260,7 @@ def defer(
 
     every: replace the forward of small and of frozen ones too, so that all ask the collector how to multiply.
     """
+    # A weight of no unit here is of a slice of the vocabulary, and the head's forward is replaced already (`Scored`).
     owners = {id(p): (unit, name) for unit in units for name, p in unit.parameters.items()}
 
     def is_worth(weight: Tensor) -> bool:
@@ -258,12 +289,14 @@ Pending = dict[Unit, list[tuple[str, Any]]]
 @torch.no_grad()
 def compute_weights(unit: Unit, pending: list[tuple[str, Any]]) -> None:
     """Compute W of a unit: add pending gradients to those of its weights, and remove them so that they are freed."""
+    # In the order of I: the parts of a weight that a microbatch uses twice are added in one order under every schedule.
+    # An entry leaves the list before its product, so its tensors are freed after it and not after all of the unit's.
     pending.reverse()
     while pending:
         name, kept = pending.pop()
         unit.touched.add(name)
-        room = unit.room(name, "W")
-        if isinstance(kept, Tensor):
+        room = unit.room(name, "W")  # the first of a unit opens the buffer: [Note: phases] in segment.py
+        if isinstance(kept, Tensor):  # from autograd, of a weight that is also used outside of its layer
             room.add(kept)
         else:
             room.add_product(*kept)

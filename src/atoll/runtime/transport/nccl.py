@@ -18,10 +18,14 @@ class StreamOutbox(Outbox):
 
     def __init__(self) -> None:
         super().__init__()
+        # Sends that the device may not have finished, touched by the computing thread alone. The last ones of a step
+        # stay until the next message: nobody looks at them before.
         self._held: list[tuple[dist.Work, torch.Tensor]] = []
 
     def put(self, message: Message, tensor: torch.Tensor) -> None:
         assert isinstance(message, dist.Work)
+        # Asked, and not waited for: `wait` would hold up the compute stream until the receiver has taken the tensor.
+        # Once the device has finished, the block may go to any stream.
         self._held = [(work, kept) for work, kept in self._held if not work.is_completed()]
         self._held.append((message, tensor))
 
@@ -30,6 +34,7 @@ class StreamOutbox(Outbox):
 class Collective:
     """A sum computed by a collective."""
 
+    # On the device, a copy of the caller's: summed in place, and read only behind `work`.
     values: torch.Tensor
     work: dist.Work
 
@@ -37,6 +42,30 @@ class Collective:
         """Return the sums, on the CPU."""
         self.work.wait()
         return self.values.cpu()
+
+
+# [Note: order instead of tags]
+#
+# NCCL has no tags: the k-th operation on a communicator is matched with the k-th of its other ranks. So each
+# communicator carries only what all its ranks launch in one order, and the tags of the interface are ignored, but for
+# the channel of a split vocabulary.
+#
+#     communicator          ranks                             their one order
+#     world                 all                               that in which all ranks ask (`total_later`)
+#     island                those of one inter, with islands  an island's own, apart from the world's
+#     inter, intra, tp      along the axis                    the program's: the computing thread launches everything,
+#                                                             jobs of lanes too; data-parallel peers compare programs
+#     link a -> b           a and b                           that of a's sends: b has to post its receives in it
+#     vocabulary link       hub and slice, by channel         the same, for one kind of message
+#     swap                  holders of whole matrices         the program's: swaps are jobs of the sync lane
+#
+# Why a link has a communicator for each direction. Unbatched operations of one communicator run one after the other, in
+# the order in which a rank launches them. Suppose that both ends send first:
+#
+#     one for both                                   one for each direction
+#     rank 0   send F1, then receive B0              0 -> 1   rank 0: send F1      rank 1: receive F1
+#     rank 1   send B0, then receive F1              1 -> 0   rank 0: receive B0   rank 1: send B0
+#     each send waits for a receive behind a send    nothing is behind anything else
 
 
 class NcclTransport(Transport):
@@ -51,16 +80,25 @@ class NcclTransport(Transport):
 
     def __init__(self, place: Place, device: torch.device, *, has_islands: bool = False) -> None:
         super().__init__(place, device, has_islands=has_islands)
+        # Instead of the base's, whose thread would wait for one send after the other.
         self._outbox = StreamOutbox()
+        # Groups of this rank, made once: they live until the process group is destroyed.
+        # Axis -> its ranks through this one. An axis with one rank has no entry, and nothing to send.
         self._axes: dict[str, dist.ProcessGroup] = {}
+        # (sender, receiver), world ranks -> the two. Two entries of one pair are different communicators.
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
+        # The same by kind of message, if the vocabulary is split: two ranks may order different kinds differently.
         self._vocabulary_links: dict[tuple[Channel, int, int], dist.ProcessGroup] = {}
+        # Sorted world ranks -> these: the caller knows the holders of its matrices, not their axes.
         self._swaps: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        # In all loops below every rank makes every group, its own or not, in one order: [Note: eager communicators] in
+        # world.py. A rank that left one out would leave the others waiting in the split.
         mesh = place.mesh
         for axis in ("inter", "intra", "tp"):
             seen: set[tuple[int, ...]] = set()
             for rank in range(mesh.world):
                 ranks = mesh.place(rank).peers(axis)
+                # All members of a group get the same tuple: the first one makes the group for all.
                 if len(ranks) < 2 or ranks in seen:
                     continue
                 seen.add(ranks)
@@ -71,6 +109,8 @@ class NcclTransport(Transport):
             line = mesh.place(rank).peers("pp")
             if line[0] != rank or len(line) < 2:
                 continue
+            # Before the first rank is the last one: on a loop, the stages behind its own are on the first rank. Sets,
+            # since of two ranks each is before the other.
             pairs = {frozenset((line[at], line[at - 1])) for at in range(len(line))}
             for low, high in sorted(tuple(sorted(pair)) for pair in pairs):
                 for source, target in ((low, high), (high, low)):
@@ -78,6 +118,7 @@ class NcclTransport(Transport):
                     if place.rank in (low, high):
                         self._links[source, target] = group
 
+        # None without islands: all ranks take steps together, and the world's communicator is right for both sums.
         self._island: dist.ProcessGroup | None = None
         for at in range(mesh.inter if has_islands else 0):
             group = dist.new_group([rank for rank in range(mesh.world) if mesh.place(rank).inter == at])
@@ -113,6 +154,8 @@ class NcclTransport(Transport):
         self, out: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor], ranks: Sequence[int], tag: Tag
     ) -> None:
         order = tuple(sorted(ranks))
+        # A collective, so a rank takes part even if it has nothing to send or to receive. torch demands one dtype of
+        # all tensors, the empty ones included.
         some = next(iter((*out.values(), *into.values())), None)
         empty = torch.empty(0, device=self.device, dtype=torch.float32 if some is None else some.dtype)
         arriving = [into.get(rank, empty) for rank in order]
@@ -120,7 +163,10 @@ class NcclTransport(Transport):
         self._count_swap(out)
 
     def _link(self, source: int, target: int, tag: Tag) -> dist.ProcessGroup:
+        # A slice sends the sums of a microbatch and then its scores, and the last stage receives them in this order: so
+        # they share a communicator.
         kind = Channel.SCORES if tag.channel is Channel.SCORE_SUMS else tag.channel
+        # Messages of stages, and sums of the step's end, go over the plain links, also if the vocabulary is split.
         own = self._vocabulary_links.get((kind, source, target))
         return self._links[source, target] if own is None else own
 
@@ -132,6 +178,7 @@ class NcclTransport(Transport):
 
     def _total_in(self, group: dist.ProcessGroup | None, values: torch.Tensor) -> Later:
         """Sum over a group, or over all ranks."""
+        # A copy even on the device: the sum is made in place, and a caller may still read what it has contributed.
         moved = values.to(self.device, copy=True)
         work = dist.all_reduce(moved, group=group, async_op=True)
         assert work is not None, "the group has this rank"
@@ -139,6 +186,8 @@ class NcclTransport(Transport):
 
     def total_stage(self, values: torch.Tensor) -> torch.Tensor:
         moved = values.to(self.device)
+        # One axis after the other: after the first its ranks have equal values, so each value is counted once. Islands
+        # are in steps of their own, so `inter` is left out.
         for axis in ("intra", "tp") if self.has_islands else ("intra", "inter", "tp"):
             if axis in self._axes:
                 dist.all_reduce(moved, group=self._axes[axis])
@@ -163,6 +212,8 @@ class NcclTransport(Transport):
         self, whole: torch.Tensor, peers: Peers, tag: Tag, *, own: torch.Tensor | None = None, again: bool = False
     ) -> None:
         place = peers.own(whole)
+        # A block of the same dtype is sent from where it rests, without a copy. Any other is cast into its place, from
+        # where NCCL gathers in place. `again` makes no difference: nobody reads another rank's memory.
         if own is not None and (own.dtype != whole.dtype or not peers.others):
             place.copy_(own)
             own = None
@@ -173,6 +224,7 @@ class NcclTransport(Transport):
 
     def reduce(self, whole: torch.Tensor, peers: Peers, tag: Tag, *, out: torch.Tensor | None = None) -> None:
         own = peers.own(whole)
+        # A sum in the rank's own block is NCCL's in-place form of a reduce-scatter: it needs no second buffer.
         target = own if out is None else out
         if not peers.others:
             if out is not None:
@@ -187,6 +239,7 @@ class NcclTransport(Transport):
             self._count(peers.axis, peers.own(sent).nbytes * len(peers.others))
 
 
+# Channel, whether its hub is the rank of the first stage (0) or of the last (1), and whether the hub sends.
 _VOCABULARY_WAYS = (
     (Channel.LOOKED_UP, 0, False),
     (Channel.LOOK_UP_GRADIENT, 0, True),
