@@ -85,7 +85,8 @@ class Layer:
     def __init__(self, module: nn.Linear, collector: Collector) -> None:
         self.module = module
         self.collector = collector  # one for all layers of the rank
-        self._anchor = torch.empty(0, device=module.weight.device, requires_grad=True)  # its gradient is never computed
+        # Its gradient is never computed, or zero: see `_backward`.
+        self._anchor = torch.zeros(1, dtype=torch.float32, device=module.weight.device, requires_grad=True)
         self.slot = next(_SLOTS)  # a constant of compiled graphs, so it is of this layer alone in the whole process
         _LAYERS[self.slot] = self
         # An attribute of the instance hides the method of the class. It keeps this object alive; `_LAYERS` does not.
@@ -181,7 +182,7 @@ _LAYERS: WeakValueDictionary[int, Layer] = WeakValueDictionary()
 """Layer of a call by its number, because operators take numbers rather than objects."""
 
 
-@torch.library.custom_op("atoll::linear", mutates_args=())
+@torch.library.custom_op("atoll::deferred_linear", mutates_args=())
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, slot: int) -> Tensor:
     """Compute `F.linear`, with the weight gradient deferred to the layer `slot`."""
     return F.linear(hidden, weight, bias)
@@ -192,16 +193,16 @@ def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, slot:
     return hidden.new_empty((*hidden.shape[:-1], weight.shape[0]))
 
 
-@torch.library.custom_op("atoll::linear_input_gradient", mutates_args=())
+@torch.library.custom_op("atoll::input_gradient", mutates_args=())
 def input_gradient(gradient: Tensor, hidden: Tensor, weight: Tensor, slot: int, is_needed: bool) -> Tensor:
-    """Return the gradient of a linear layer's input, [..., in], or None if it is not needed. Keeps the inputs of W."""
+    """Return the gradient of a linear layer's input, [..., in], or a zero if it is not needed. Keep the inputs of W."""
     _LAYERS[slot].collect(hidden, gradient)
-    return gradient @ weight if is_needed else gradient.new_empty(0)
+    return gradient @ weight if is_needed else gradient.new_zeros(1)
 
 
 @input_gradient.register_fake
 def _(gradient: Tensor, hidden: Tensor, weight: Tensor, slot: int, is_needed: bool) -> Tensor:
-    return gradient.new_empty((*gradient.shape[:-1], weight.shape[1]) if is_needed else (0,))
+    return gradient.new_empty((*gradient.shape[:-1], weight.shape[1]) if is_needed else (1,))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -213,7 +214,10 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     hidden, weight = ctx.saved_tensors
     needs_input, _, needs_bias, _, _ = ctx.needs_input_grad
     passed = input_gradient(gradient, hidden, weight, ctx.slot, needs_input)
-    return passed if needs_input else None, None, _bias(gradient) if needs_bias else None, None, None
+    # Compilers drop an operation whose result nobody uses or is empty, and with it `collect`. If the input needs no
+    # gradient, the result is one zero: the anchor's gradient.
+    rest = _bias(gradient) if needs_bias else None
+    return (passed, None, rest, None, None) if needs_input else (None, None, rest, passed.float(), None)
 
 
 linear.register_autograd(_backward, setup_context=_keep)

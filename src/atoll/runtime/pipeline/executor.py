@@ -684,7 +684,8 @@ class Executor:
                 step.counts[microbatch] = count.detach() if isinstance(count, torch.Tensor) else count
             step.losses[microbatch] = output.detach()
             self._look(Made.LOSS, [output], at.run.stop - 1, microbatch=microbatch)
-        if step.is_training or not at.is_last:
+        # For the backward, or for SEND_F: without either, nothing would take it out before DRAIN.
+        if step.is_training or not (at.is_last or self._is_here(stage + 1)):
             step.outputs[key] = output
         if not at.is_last and self._is_here(stage + 1):
             # Between two stages of a rank there is no message, but the same cut: a leaf, in which FINISH_I of the next

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
 from atoll.plans import Place
-from atoll.runtime.transport.base import Channel, Later, Message, Outbox, Peers, Tag, Transport
+from atoll.runtime.transport.base import Channel, Later, Message, Outbox, Peers, Tag, Transport, link_of
 
 
 class StreamOutbox(Outbox):
@@ -85,10 +86,10 @@ class NcclTransport(Transport):
         # Groups of this rank, made once: they live until the process group is destroyed.
         # Axis -> its ranks through this one. An axis with one rank has no entry, and nothing to send.
         self._axes: dict[str, dist.ProcessGroup] = {}
-        # (sender, receiver), world ranks -> the two. Two entries of one pair are different communicators.
-        self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
-        # The same by kind of message, if the vocabulary is split: two ranks may order different kinds differently.
-        self._vocabulary_links: dict[tuple[Channel, int, int], dist.ProcessGroup] = {}
+        # (kind, sender, receiver), world ranks -> the two. Two entries of one pair are different communicators.
+        self._links: dict[tuple[Channel | None, int, int], dist.ProcessGroup] = {}
+        # (kind, sender, receiver) by pipeline position: those that all ranks have opened.
+        self._opened: set[tuple[Channel | None, int, int]] = set()
         # Sorted world ranks -> these: the caller knows the holders of its matrices, not their axes.
         self._swaps: dict[tuple[int, ...], dist.ProcessGroup] = {}
         # In all loops below every rank makes every group, its own or not, in one order: [Note: eager communicators] in
@@ -105,18 +106,11 @@ class NcclTransport(Transport):
                 group = dist.new_group(list(ranks))
                 if place.rank in ranks:
                     self._axes[axis] = group
-        for rank in range(mesh.world):
-            line = mesh.place(rank).peers("pp")
-            if line[0] != rank or len(line) < 2:
-                continue
-            # Before the first rank is the last one: on a loop, the stages behind its own are on the first rank. Sets,
-            # since of two ranks each is before the other.
-            pairs = {frozenset((line[at], line[at - 1])) for at in range(len(line))}
-            for low, high in sorted(tuple(sorted(pair)) for pair in pairs):
-                for source, target in ((low, high), (high, low)):
-                    group = dist.new_group([low, high])
-                    if place.rank in (low, high):
-                        self._links[source, target] = group
+        # Before the first rank is the last one: on a loop, the stages behind its own are on the first rank.
+        last = mesh.pipeline - 1
+        ends = [(0, last)] if last else []
+        self.open_links(None, [way for low, high in ends + list(pairwise(range(mesh.pipeline)))
+                               for way in ((low, high), (high, low))])  # fmt: skip
 
         # None without islands: all ranks take steps together, and the world's communicator is right for both sums.
         self._island: dist.ProcessGroup | None = None
@@ -124,21 +118,30 @@ class NcclTransport(Transport):
             group = dist.new_group([rank for rank in range(mesh.world) if mesh.place(rank).inter == at])
             self._island = group if at == place.inter else self._island
 
-    def open_vocabulary_links(self, first: int, last: int) -> None:
-        """Open a communicator for each kind of message and link, because each kind has its own order of sends and
-        receives."""
+        # Sums of a stage in one collective, so all of its ranks get the same bits: along one axis after the other,
+        # ranks of two communicators might add in different orders. None is the world.
+        self._stage_group: dist.ProcessGroup | None = self._island
+        for at in range(mesh.pipeline if mesh.pipeline > 1 else 0):
+            for island in range(mesh.inter if has_islands else 1):
+                places = map(mesh.place, range(mesh.world))
+                members = [each.rank for each in places if each.pp == at and (not has_islands or each.inter == island)]
+                group = dist.new_group(members)
+                self._stage_group = group if place.rank in members else self._stage_group
+
+    def open_links(self, kind: Channel | None, ways: Iterable[tuple[int, int]]) -> None:
         mesh = self.place.mesh
+        new = sorted(
+            {(source, target) for source, target in ways} - {way[1:] for way in self._opened if way[0] == kind}
+        )
+        self._opened.update((kind, source, target) for source, target in new)
         for rank in range(mesh.world):
             line = mesh.place(rank).peers("pp")
             if line[0] != rank:
                 continue
-            for kind, end, leaves in _VOCABULARY_WAYS:
-                hub = line[first if end == 0 else last]
-                for other in (each for each in line if each != hub):
-                    source, target = (hub, other) if leaves else (other, hub)
-                    group = dist.new_group(sorted((source, target)))
-                    if self.place.rank in (source, target):
-                        self._vocabulary_links[kind, source, target] = group
+            for source, target in ((line[source], line[target]) for source, target in new):
+                group = dist.new_group(sorted((source, target)))
+                if self.place.rank in (source, target):
+                    self._links[kind, source, target] = group
 
     def open_swaps(self, *axes: str) -> None:
         """A communicator of all ranks along `axes`."""
@@ -163,12 +166,7 @@ class NcclTransport(Transport):
         self._count_swap(out)
 
     def _link(self, source: int, target: int, tag: Tag) -> dist.ProcessGroup:
-        # A slice sends the sums of a microbatch and then its scores, and the last stage receives them in this order: so
-        # they share a communicator.
-        kind = Channel.SCORES if tag.channel is Channel.SCORE_SUMS else tag.channel
-        # Messages of stages, and sums of the step's end, go over the plain links, also if the vocabulary is split.
-        own = self._vocabulary_links.get((kind, source, target))
-        return self._links[source, target] if own is None else own
+        return self._links[link_of(tag.channel), source, target]
 
     def total_later(self, values: torch.Tensor) -> Later:
         return self._total_in(None, values)
@@ -186,12 +184,15 @@ class NcclTransport(Transport):
 
     def total_stage(self, values: torch.Tensor) -> torch.Tensor:
         moved = values.to(self.device)
-        # One axis after the other: after the first its ranks have equal values, so each value is counted once. Islands
-        # are in steps of their own, so `inter` is left out.
-        for axis in ("intra", "tp") if self.has_islands else ("intra", "inter", "tp"):
-            if axis in self._axes:
-                dist.all_reduce(moved, group=self._axes[axis])
+        dist.all_reduce(moved, group=self._stage_group)
         return moved.cpu()
+
+    def total_ordered(self, values: torch.Tensor, ranks: Sequence[int], tag: Tag) -> None:
+        # Messages between GPUs: numbers of the host go there and back.
+        there = values.to(self.device)
+        super().total_ordered(there, ranks, tag)
+        if there is not values:
+            values.copy_(there)
 
     def total_along(self, values: torch.Tensor, axis: str, tag: Tag) -> None:
         if axis in self._axes:
@@ -237,14 +238,3 @@ class NcclTransport(Transport):
         if peers.others:
             dist.all_to_all_single(received, sent, group=self._axes[peers.axis])
             self._count(peers.axis, peers.own(sent).nbytes * len(peers.others))
-
-
-# Channel, whether its hub is the rank of the first stage (0) or of the last (1), and whether the hub sends.
-_VOCABULARY_WAYS = (
-    (Channel.LOOKED_UP, 0, False),
-    (Channel.LOOK_UP_GRADIENT, 0, True),
-    (Channel.SCORED, 1, True),
-    (Channel.SCORES, 1, False),
-    (Channel.TOTALS, 1, True),
-)
-"""Kinds of messages of a split vocabulary: to or from the slices, at the first stage or the last."""
