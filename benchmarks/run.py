@@ -138,11 +138,10 @@ def _measure(name: str, arguments: argparse.Namespace) -> None:
     begin = time.monotonic()
     found = bench.run(arguments)
     result = {**found, "environment": {**measured_in, "seconds": round(time.monotonic() - begin, 1)}}
+    if not arguments.quick:  # before the page, whose errors must not cost an hour
+        _write(ROOT / provenance.raw_path(name), result)
+        (ROOT / confirmations.path_of(name)).unlink(missing_ok=True)  # it was of the result before
     print(bench.report(result), flush=True)
-    if arguments.quick:
-        return
-    _write(ROOT / provenance.raw_path(name), result)
-    (ROOT / confirmations.path_of(name)).unlink(missing_ok=True)  # it was of the result before
 
 
 def _confirm(name: str, arguments: argparse.Namespace) -> bool:

@@ -19,8 +19,9 @@ ROWS = {
     row[0]: row[1:]
     for row in re.findall(r"^\| `([^`]+)` \| .+ \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", PAGE, re.MULTILINE)
 }
-
-
+SPOILED = {"deepspeed_pipeline.py": "stage 0", "deepspeed_zero2.py": "rank", "split_backward.py": "stage 1",
+           "shared_weight.py": "stage 1"}  # fmt: skip
+"""What the lines have in common that may be wrong; those of the others are right."""
 LAYOUTS = re.search(r"under ([A-Z, and]+)\.", PAGE)
 
 
@@ -46,19 +47,17 @@ def test_a_script_prints_what_the_page_says(command: str, tmp_path: Path) -> Non
         pytest.skip(f"the page has no column of {package} {installed}")
     said = ROWS[command][columns.index(installed)]
     wanted = {
-        "off by 75%": "off by 75%",
-        "off by 86%": "off by 86%",
         "right": r"off by 0%|of 6 gradients 0 missing, 0 wrong",
         "6 of 6 missing": "of 6 gradients 6 missing, 0 wrong",
         "6 of 6 wrong": "of 6 gradients 0 missing, 6 wrong",
-    }[said]
+    }.get(said, said)
     lines = printed(words, tmp_path)
-    ends = {stage: [line for line in lines if f"stage {stage}" in line] for stage in (0, 1)}
-    wrong, right = (0, 1) if package == "deepspeed" else (1, 0)
-    assert ends[wrong]
-    assert ends[right]
-    assert all(re.search(wanted, line) for line in ends[wrong])
-    assert all(re.search("off by 0%|0 missing, 0 wrong", line) for line in ends[right])
+    wrong = [line for line in lines if SPOILED[words[0]] in line]
+    right = [line for line in lines if line not in wrong]
+    assert len(lines) == (2 if package == "deepspeed" or words[0] == "shared_weight.py" else 4)
+    assert wrong
+    assert all(re.search(wanted, line) for line in wrong)
+    assert all(re.search("off by 0%|0 missing, 0 wrong", line) for line in right)
 
 
 @pytest.mark.slow

@@ -40,5 +40,5 @@ def fastest_of_each(race: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def _by_name(race: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """By name: a setting's row in the race, or else of its visit."""
-    by_name = {row["name"]: row for row in race["visited"] if not row["problem"]}
-    return by_name | {row["name"]: row for row in race["rows"]}
+    both = {row["name"]: row for rows in (race["visited"], race["rows"]) for row in rows if not row["problem"]}
+    return {name: row for name, row in both.items() if row["peak_bytes"] is not None}

@@ -139,14 +139,14 @@ def _visited_elsewhere(found: Mapping[str, Any]) -> str:
 
 
 def _failed(visited: Sequence[Mapping[str, Any]]) -> str:
-    failed = [row for row in visited if row["problem"]]
-    return (
-        "\n".join(
-            [f"{len(failed)} settings did not run:", "", *(f"- {row['name']}: {row['problem']}" for row in failed)]
-        )
-        if failed
-        else ""
-    )
+    problems = {row["name"]: row["problem"] or "its peak was not counted" for row in visited if _is_lost(row)}
+    lines = [f"{len(problems)} settings did not run:", "", *(f"- {name}: {words}" for name, words in problems.items())]
+    return "\n".join(lines) if problems else ""
+
+
+def _is_lost(row: Mapping[str, Any]) -> bool:
+    """Return True if a setting has no seconds or no peak."""
+    return row["problem"] is not None or row["peak_bytes"] is None
 
 
 def pictures(page: Page, result: Mapping[str, Any]) -> dict[str, str]:
@@ -154,10 +154,13 @@ def pictures(page: Page, result: Mapping[str, Any]) -> dict[str, str]:
     found = {}
     for name, race in result["races"].items():
         finalists = {row["name"] for row in race["rows"]}
-        others = [row for row in race["visited"] if row["name"] not in finalists and not row["problem"]]
+        others = [row for row in race["visited"] if row["name"] not in finalists and not _is_lost(row)]
         slowest = 1.6 * max(row["median_seconds"] for row in race["rows"])
         ends = {name for side in judged(race)["fronts"].values() for name in side}
-        rows = [*race["rows"], *(row for row in others if row["median_seconds"] <= slowest or row["name"] in ends)]
+        rows = [
+            *(row for row in race["rows"] if not _is_lost(row)),
+            *(row for row in others if row["median_seconds"] <= slowest or row["name"] in ends),
+        ]
         note = "Medians of steps in turns where there are any; pale points are not on a front. Lower left is better."
         found[f"{slug(name)}.svg"] = scatter(f"{page.title}: {name}", rows, note=note)
     return found

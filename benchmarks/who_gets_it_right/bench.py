@@ -5,7 +5,8 @@ float64 on CPUs, each compared with plain PyTorch in one process. Every case run
 ended.
 
     matrix      torch's schedules, two stages by two data-parallel ranks; without a pipeline, two data-parallel ranks
-    deepspeed   its pipeline with ZeRO 0 to 3, in the version that is installed and in those that lie beside it:
+    deepspeed   its pipeline with ZeRO 0 to 3, and ZeRO without a pipeline, in the version that is installed and in
+                those that lie beside it:
                 pip install --no-deps --target build/deepspeed-0.19.8 deepspeed==0.19.8
     twice       schedules of 1F1B and of a split backward, with layers that are called twice in a row
     layouts     Atoll's 14 layouts with the same schedules, two stages by two groups of two
@@ -36,6 +37,8 @@ TWICE = ("1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 BUILD = Path(__file__).parents[2] / "build"
 STAGES = ((0, "float64"), (0, "float32"), (1, "float32"), (2, "float32"), (3, "float32"))
 """ZeRO's stages and what they are tried in."""
+ACCUMULATED = STAGES[1:]
+"""The same without a pipeline."""
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -88,10 +91,12 @@ def _deepspeed(work: Work) -> list[dict[str, Any]]:
     rows = []
     folders = {path.name.removeprefix("deepspeed-"): [str(path)] for path in BUILD.glob("deepspeed-*")}
     for name, first in ({version("deepspeed"): []} | folders).items():
-        for stage, dtype in STAGES:
-            with _searched(first), RankPool() as pool:
-                row = _judge(pool, replace(work, dtype=dtype), system=f"deepspeed {stage}", row="1F1B")
-            rows.append({**row, "version": name, "dtype": dtype})
+        for row, tried in (("1F1B", STAGES), (ALONE, ACCUMULATED)):
+            for stage, dtype in tried:
+                own = replace(work, dtype=dtype, pipeline=1 if row == ALONE else work.pipeline)
+                with _searched(first), RankPool() as pool:
+                    found = _judge(pool, own, system=f"deepspeed {stage}", row=row)
+                rows.append({**found, "version": name, "dtype": dtype})
     return rows
 
 
@@ -142,9 +147,10 @@ def report(result: Mapping[str, Any]) -> str:
         {**row, "schedule": ATOLL[row["schedule"]], "layout": row["system"].removeprefix("atoll ")}
         for row in result["layouts"]
     ]
-    zero = [
+    labelled = [
         {**row, "ZeRO": f"{row['system'].removeprefix('deepspeed ')}, {row['dtype']}"} for row in result["deepspeed"]
     ]
+    zero, alone = ([row for row in labelled if (row["schedule"] == ALONE) is it] for it in (False, True))
     twice = [{**row, "schedule": _label(row["schedule"])} for row in result["twice"]]
     right = [row["difference"] for row in (*matrix, *twice, *layouts) if row["verdict"] == "right"]
     words = _words([*result["matrix"], *result["twice"], *result["deepspeed"], *result["layouts"]])
@@ -162,6 +168,9 @@ def report(result: Mapping[str, Any]) -> str:
         "## DeepSpeed: its 1F1B, two stages, two data-parallel ranks" if zero else "",
         _table(zero, down="ZeRO", across="version") if zero else "",
         _DEEPSPEED if zero else "",
+        "## DeepSpeed: ZeRO without a pipeline, two data-parallel ranks" if alone else "",
+        _table(alone, down="ZeRO", across="version") if alone else "",
+        _ZERO.format(**result["work"]) if alone else "",
         "## Atoll: two stages, two groups of two data-parallel ranks",
         _table(layouts, down="layout", across="schedule"),
         f"## In their own words\n\n{words}" if words else "",
@@ -185,6 +194,10 @@ gradient, and by how much of its largest element. No error is raised.
 - **refused** at construction, **fails** in a step, **hangs**: the messages are below.
 
 Means over data-parallel ranks (torch, DeepSpeed) or microbatches (DeepSpeed) are conventions, and are removed."""
+
+_ZERO = """\
+Gradients of {microbatches} calls are accumulated, the setting of DeepSpeed issue 7718: from 0.17.6 to 0.18.2, ZeRO 2 \
+keeps a part of them alone."""
 
 _TORCH = """\
 The first row is the same sharding without a pipeline. *By hand* is the same pipeline without sharding, its gradients \

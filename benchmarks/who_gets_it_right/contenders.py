@@ -123,7 +123,7 @@ def build(work: Work, system: str, row: str) -> Contender:
     if who == "torch":
         return torch_contender(work, SHARDINGS[how], row)
     if who == "deepspeed":
-        return deepspeed_contender(work, int(how))
+        return deepspeed_contender(work, int(how)) if row != ALONE else zero_contender(work, int(how))
     return atoll_contender(work, how, row)
 
 
@@ -230,6 +230,36 @@ def deepspeed_contender(work: Work, stage: int) -> Contender:
         loss_fn=lambda logits, labels: work.loss(logits, labels, averaged=work.data * work.microbatches),
         partition_method="uniform",
     )
+    engine = _deepspeed_engine(ds, work, model, stage)
+
+    def step(at: int) -> None:
+        share = work.share(at, engine.grid.get_data_parallel_id())
+        engine.train_batch(iter(zip(share["input_ids"].split(1), share["labels"].split(1), strict=True)))
+
+    return Contender(step, lambda: copied(dict(model.named_parameters())), engine.destroy)
+
+
+def zero_contender(work: Work, stage: int) -> Contender:
+    """A stage of ZeRO without a pipeline: DeepSpeed's engine, which accumulates gradients over its calls."""
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    ds = deepspeed_on_gloo()
+    model = work.model()
+    engine = _deepspeed_engine(ds, work, model, stage)
+
+    def step(at: int) -> None:
+        share = work.share(at, dist.get_rank())
+        for ids, labels in zip(share["input_ids"].split(1), share["labels"].split(1), strict=True):
+            engine.backward(work.loss(engine(ids), labels, averaged=work.data * work.microbatches))
+            engine.step()
+
+    def parameters() -> Parameters:
+        with ds.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
+            return copied(dict(model.named_parameters()))
+
+    return Contender(step, parameters, engine.destroy)
+
+
+def _deepspeed_engine(ds: Any, work: Work, model: nn.Module, stage: int) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": work.microbatches,
@@ -239,12 +269,7 @@ def deepspeed_contender(work: Work, stage: int) -> Contender:
     }
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     engine, *_ = ds.initialize(model=model, optimizer=optimizer, config=config)
-
-    def step(at: int) -> None:
-        share = work.share(at, engine.grid.get_data_parallel_id())
-        engine.train_batch(iter(zip(share["input_ids"].split(1), share["labels"].split(1), strict=True)))
-
-    return Contender(step, lambda: copied(dict(model.named_parameters())), engine.destroy)
+    return engine
 
 
 def atoll_contender(work: Work, layout: str, row: str) -> Contender:

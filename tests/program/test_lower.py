@@ -148,7 +148,7 @@ def test_a_step_ends_at_once_ahead_of_its_verdict_or_along_the_chain() -> None:
     first, last = programs(schedule, blocks=2, end=Ending.AHEAD)
     verdict = "VERDICT, STEP, TAKE_BACK, DRAIN, "
     assert ended(first) == verdict + "SYNCED 2, AHEAD 2, SYNCED 1, AHEAD 1, SUMS, CORRECT, TOTAL"
-    assert "0SEND_F0, VERDICT, STEP, TAKE_BACK, 0RECV_B0" in picture(first)
+    assert "0SEND_F0, VERDICT, STEP, TAKE_BACK, 0POST_B0, 0RECV_B0" in picture(first)
     assert "1FINISH_F0, VERDICT, STEP, TAKE_BACK, 1START_I0" in picture(last)
     first, last = programs(schedule, blocks=2, end=Ending.CHAIN)
     assert ended(first) == verdict + "SYNCED 2, SYNCED 1, SUMS, PASS, AHEAD 2, AHEAD 1"

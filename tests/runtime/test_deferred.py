@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -216,7 +216,7 @@ def test_a_pending_w_holds_no_gradient_buffer(schedule: str, layout: str) -> Non
 def profile_compiled(case: Case) -> tuple[History, bool]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         history = train(case)
-    return history, any(event.key == "atoll::linear_input_gradient" for event in profiler.key_averages())
+    return history, any(event.key == "atoll::input_gradient" for event in profiler.key_averages())
 
 
 KEPT_BY_W = 15.0
@@ -282,7 +282,7 @@ def operators_called(case: Case) -> tuple[int, int]:
     engine = case.engine()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         engine.step(case.share(engine, 0))
-    called = sum(event.count for event in profiler.key_averages() if event.key == "atoll::linear_input_gradient")
+    called = sum(event.count for event in profiler.key_averages() if event.key == "atoll::input_gradient")
     waiting = sum(len(stage.deferred) for stage in engine._sharded.stages)
     engine.close()
     return called, waiting
@@ -291,6 +291,42 @@ def operators_called(case: Case) -> tuple[int, int]:
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo reads of what is no leaf
 def test_graphs_of_blocks_run_one_by_one() -> None:
     assert_parity(Case(layout="IIG", compile="block-eager", microbatches=2, steps=2, model=TinyConfig(layers=2)))
+
+
+class Pair(nn.Module):
+    """Two linear layers, of which the first is on the block's own input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.second(torch.relu(self.first(hidden)))
+        return out
+
+
+@dataclass(frozen=True)
+class BehindFrozen:
+    """Pairs behind an embedding that is not trained: the input of the first one needs no gradient."""
+
+    def build(self) -> nn.Module:
+        model = nn.Sequential(nn.Embedding(16, 8), Pair(), Pair(), Pair(), nn.Linear(8, 16))
+        model[0].requires_grad_(False)
+        return model
+
+    def batch(self, step: int, samples: int) -> dict[str, Tensor]:
+        ids = torch.randint(16, (samples, 6), generator=torch.Generator().manual_seed(step))
+        return {"input_ids": ids, "labels": (ids * 3 + 1) % 16}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("compiler", ["none", "block-eager", "block"])
+def test_a_weight_whose_input_needs_no_gradient(compiler: str) -> None:
+    """Nobody uses the result of its operator in the backward, and compilers drop what nobody uses."""
+    if compiler == "block" and not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("no C++ compiler")
+    case = Case(pipeline=2, schedule="zb-h1", microbatches=4, steps=2, compile=compiler, model=BehindFrozen())
+    assert_parity(case)
 
 
 def graphs_compiled(case: Case) -> tuple[int, int]:

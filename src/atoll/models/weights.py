@@ -396,7 +396,7 @@ def saved(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return dict(tensors)
     from transformers.core_model_loading import revert_weight_conversion
 
-    plain = _WithoutAdapters(model, tensors)
+    plain: Any = _WithoutAdapters(model, tensors)
     return {name: each.contiguous() for name, each in revert_weight_conversion(plain, dict(tensors)).items()}
 
 

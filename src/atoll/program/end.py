@@ -40,20 +40,30 @@ BACKWARD = frozenset({Op.RECV_B, Op.B, Op.I, Op.RECV_S, Op.S})
 
 def insert_end(instructions: Sequence[Instruction], shape: RankShape, end: Ending | None) -> Iterator[Instruction]:
     """Insert the verdict on the previous step before the first backward, if this step is post-validated, and the end of
-    the step after the last instruction."""
+    the step after the last instruction.
+
+    Receives that are waited for behind the verdict are posted behind it: if the step begins again, the next message of
+    a link is the first of the step once more, and must not meet a receive of the false start.
+    """
     action = Action(min(shape.stages, default=0), Op.STEP)
     verdict = (Do.VERDICT, Do.STEP, Do.TAKE_BACK) if end in (Ending.AHEAD, Ending.CHAIN) else ()
-    for each in instructions:
-        if verdict and each.action.op in BACKWARD and not each.do.posts:
-            yield from (Instruction(do, action) for do in verdict)
-            verdict = ()
-        yield each
+    first = next((at for at, each in enumerate(instructions) if each.action.op in BACKWARD and not _posts(each)), None)
+    before = instructions[:first]
+    early = {each.action for each in before if not _posts(each)}
+    is_late = [bool(verdict) and _posts(each) and each.action not in early for each in before]
+    yield from (each for each, late in zip(before, is_late, strict=True) if not late)
+    yield from (Instruction(do, action) for do in verdict)
+    yield from (each for each, late in zip(before, is_late, strict=True) if late)
+    yield from instructions[len(before) :]
     if end is None:
         yield Instruction(Do.DRAIN, instructions[-1].action if instructions else action)
         return
-    yield from (Instruction(do, action) for do in verdict)
     yield Instruction(Do.DRAIN, action)
     yield from _end(instructions, shape, end, action)
+
+
+def _posts(each: Instruction) -> bool:
+    return bool(each.do.posts)
 
 
 def _end(instructions: Sequence[Instruction], shape: RankShape, end: Ending, action: Action) -> Iterator[Instruction]:

@@ -69,8 +69,9 @@ from atoll.runtime.sharding.segment import Surroundings
 from atoll.runtime.sharding.state import load_state, load_values, model_pieces, save_state, stored_states
 from atoll.runtime.sharding.tensor_parallel import tensor_parallel
 from atoll.runtime.sharding.tensors import whole_output
-from atoll.runtime.transport import Peers, connect, world_rank, world_size, world_store
+from atoll.runtime.transport import Channel, Peers, connect, world_rank, world_size, world_store
 from atoll.runtime.verdict import SHOWN
+from atoll.runtime.vocabulary.split import ways_of
 from atoll.trace import Trace
 
 
@@ -224,8 +225,11 @@ class Engine:
         if plan.mesh.tensor > 1:
             tensor = tensor_parallel(self.adapter, plan, self.transport.mesh_along("tp"), apart=outline.ends)
         if outline.vocabulary is not None:
-            ends = outline.rank_of_stage
-            self.transport.open_vocabulary_links(ends[0], ends[-1])
+            for kind, ways in ways_of(outline.rank_of_stage, plan.mesh.pipeline):
+                self.transport.open_links(kind, ways)
+        if plan.post_validation:
+            self.transport.open_links(Channel.VERDICT, [(at + 1, at) for at in range(plan.mesh.pipeline - 1)])
+        self.transport.open_links(None, outline.sharing)
         if plan.whole is not None:
             axes = tuple(axis for axis in swapped_along(plan.layout.optimizer) if plan.outer is None or axis != "inter")
             self.transport.open_swaps(*axes)

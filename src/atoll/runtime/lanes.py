@@ -45,6 +45,9 @@ from atoll.layouts import AT_ONCE
 
 Kind = Literal["reduce", "sync", "gather", "outer"]
 
+# In the order of their waits: a reduction is behind the segment's reduction before it, a sync of gradients behind the
+# segment's last reduction, a gather behind the sync that brings updated parameters back. A wait for a later lane could
+# close a circle, in which the few threads of two lanes wait for each other.
 KINDS: tuple[Kind, ...] = ("reduce", "sync", "gather")
 """Those of a step. Outer gradients overlap with several steps, on a lane that waits for no other."""
 
@@ -73,7 +76,10 @@ class Lane(ABC):
     """
 
     def __init__(self, kind: Kind) -> None:
+        # Names the threads, and tells the clock what has ended. Never changes.
         self._kind = kind
+        # Set by the executor at the begin of each program. None where nobody records: on the lane of outer gradients,
+        # which belong to no program, and on the lanes of a rank that shares its parameters with no other.
         self.clock: Recorder | None = None
 
     def start(self, work: Callable[[], None], *, unit: int, after: Job | None = None) -> Job:
@@ -83,7 +89,11 @@ class Lane(ABC):
     def do(self, work: Callable[[], None], *, unit: int, after: Job | None = None) -> None:
         """Run `work` on a unit here, after another job."""
         if after is not None:
+            # Waits where the job runs, not where it was submitted: a thread blocks; on CUDA the lane's stream, which is
+            # current here, waits on the device. That job's error is raised again, so it reaches all jobs behind it.
             after.wait()
+        # Read once: updated parameters may still travel when the next program sets its clock, and a device clock's time
+        # is the number of one of its own events. Read after the wait: a span is the transfer, without the queue.
         clock = self.clock
         start = clock.now() if clock is not None else 0.0
         work()
@@ -107,6 +117,7 @@ class Inline(Lane):
     """Runs the work immediately. Used if there are no other ranks."""
 
     def _begin(self, work: Callable[[], None]) -> Job:
+        # A program of a step runs with gradients enabled, and no job is part of the graph.
         with torch.no_grad():
             work()
         return _Done()
@@ -117,16 +128,21 @@ class Inline(Lane):
 
 class _ThreadJob:
     def __init__(self, work: Callable[[], None]) -> None:
+        # None once the job has begun. Work refers to the job before it, as `after`, whose work refers to the one before
+        # that: a job that kept its work would keep the buffers of all of them for as long as a segment keeps the job.
         self.work: Callable[[], None] | None = work
+        # Completed once, by the lane's thread. The computation and any number of jobs behind this one wait for it.
         self.future: Future[None] = Future()
 
     def run(self) -> None:
         work, self.work = self.work, None
         assert work is not None, "a job runs once"
         try:
+            # Gradient mode belongs to a thread: on this one it is enabled, whatever the computation has set.
             with torch.no_grad():
                 work()
         except BaseException as error:
+            # Of any kind: an error that ended the thread would leave those who wait for the future waiting.
             self.future.set_exception(error)
         else:
             self.future.set_result(None)
@@ -135,13 +151,35 @@ class _ThreadJob:
         self.future.result()
 
 
+# [Note: a job on threads]
+#
+#     computation   allocate   start   compute ..................   wait   use   free
+#                              |                                    ^
+#     queue                    +--> first in, first out             | the future's result, or its error
+#                                          |                        |
+#     a thread                             +--> after.wait   work --+--> the next job in the queue
+#     the other                the job in front of it, or the one behind it, at the same time
+#
+#     begins   when a thread is free and `after` has ended. What the computation did before `start` is done: a call on
+#              CPU tensors returns when they are written, so rule 3 of [Note: streams and memory] needs no event here.
+#     waits    the computation in `wait`; jobs behind this one in `after.wait`; `work` itself for the peers' same job
+#     frees    the computation, after `wait`, what outlives the job. Receive buffers of a reduction go when it returns.
+#
+# Peers cannot wait for each other in a circle. Of the jobs that some peer has submitted and some peer has not finished,
+# take the first one in the first lane of KINDS that has any. The jobs that it may be behind have ended everywhere, and
+# threads take jobs in the order of submission, which is the peers' common order: so each peer has a thread for this job
+# as soon as it has submitted it.
+
+
 class Threads(Lane):
     """`AT_ONCE` threads, started with the first job. They are daemons, so that a thread that waits for a failed rank
     does not keep the process alive."""
 
     def __init__(self, kind: Kind) -> None:
         super().__init__(kind)
+        # Filled by the computation alone, whose order is the peers' order; emptied by all threads. None ends a thread.
         self._jobs: queue.SimpleQueue[_ThreadJob | None] = queue.SimpleQueue()
+        # Empty until the first job: under a layout that gathers nothing, the lane of gathers has no threads.
         self._threads: list[threading.Thread] = []
 
     def _begin(self, work: Callable[[], None]) -> Job:
@@ -160,6 +198,8 @@ class Threads(Lane):
         return _ThreadJob(work)
 
     def close(self) -> None:
+        # At the end of the queue: submitted jobs still run. A thread that waits for a failed rank never gets there, and
+        # is left behind.
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
@@ -177,10 +217,27 @@ class Threads(Lane):
 
 class _StreamJob:
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        # Recorded before anyone sees the job, so a wait on the device is enough. A thread records its event later.
         self._event, self._device = event, device
 
     def wait(self) -> None:
+        # The stream of whoever waits: the compute stream, or that of a lane with a job behind this one.
         torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+# [Note: a job on a stream]
+#
+#     host            allocate   start: launches work   launches compute   wait   launches use   free
+#
+#     compute stream  ------------S------------------ compute -------------------W------ use -----------
+#                                 | wait_stream                                  ^
+#     lane's stream   earlier jobs -- after's event -- work -- event ------------+ wait_event
+#
+#     begins   on the device behind S, which is all that the computation had launched at `start`, and behind the lane's
+#              earlier jobs: one stream runs them one after the other, so what overlaps are jobs of different lanes
+#     waits    the compute stream, at W. The host does not wait.
+#     frees    the computation, after `wait`, even if the device has not reached the job yet: the block goes back to the
+#              compute stream, and whatever that stream does with it next is launched behind W
 
 
 class Stream(Lane):
@@ -188,11 +245,17 @@ class Stream(Lane):
 
     def __init__(self, kind: Kind, device: torch.device) -> None:
         super().__init__(kind)
+        # With its index: [Note: the current device].
         self._device = device
+        # One for all jobs, as long as the lane lives. What a job allocates comes from this stream's pool, and the next
+        # job may have it at once: on one stream their kernels are in order.
         self._stream = torch.cuda.Stream(device)
 
     def _begin(self, work: Callable[[], None]) -> Job:
+        # Before the work is launched, and once: what the computation launches later is not waited for.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        # Launched by the thread that submits: so all lanes together launch the collectives of a communicator in the
+        # program's order, which peers have in common. Threads would launch them in the order in which they run.
         with torch.cuda.stream(self._stream), torch.no_grad():
             work()
             event = torch.cuda.Event()
@@ -203,19 +266,38 @@ class Stream(Lane):
         return
 
 
+# [Note: a job on a thread's stream]
+#
+#     host, computation  allocate   start: records began   launches compute   wait: blocks ............   free
+#     compute stream     ------------B------------------- compute ----------------------------------W---- use ----
+#                                    |                                                              ^
+#     host, a thread                 |     takes the job: wait_event(began)   work   records ended  |
+#     its stream         ------------+----------------------------- copies, work ----------E--------+ wait_event
+#
+#     begins   on the host when a thread is free, on the device behind B: not behind compute that was launched later
+#     waits    the computation, on the host until `ended` has been recorded, then the compute stream at W
+#     frees    as on a stream. `work` may allocate long after B, when the computation has freed blocks whose last
+#              kernels are behind B: so it allocates from its own stream's pool, and only what it frees itself.
+
+
 class _StreamThreadJob(_ThreadJob):
     """A thread's job on its stream. It starts after the work launched by the computation, and later work waits for
     it."""
 
     def __init__(self, work: Callable[[], None], device: torch.device, own: threading.local) -> None:
-        # Dropped once it has run: it refers to the job before, which would keep all gradients of a step's reductions.
+        # A circle of references, job to work to job, until the job begins and drops its work.
         super().__init__(partial(self._on_stream, work))
+        # The lane's: each of its threads keeps its stream there.
         self._device, self._own = device, own
+        # Of this job alone. The computation records the first, before a thread can see the job; the thread records the
+        # second, and the future tells that it has.
         self._began, self._ended = torch.cuda.Event(), torch.cuda.Event()
         # Here, on the computation's stream: the thread may run much later, and must not wait for what comes in between.
         self._began.record(torch.cuda.current_stream(device))
 
     def _on_stream(self, work: Callable[[], None]) -> None:
+        # For each thread, not for the lane: `work` waits on the host for its stream, and on a common stream for the
+        # other job's `after` and copies, too.
         if not hasattr(self._own, "stream"):
             self._own.stream = torch.cuda.Stream(self._device)
         stream: torch.cuda.Stream = self._own.stream
@@ -235,6 +317,7 @@ class StreamThreads(Threads):
     def __init__(self, kind: Kind, device: torch.device) -> None:
         super().__init__(kind)
         self._device = device
+        # Thread -> its stream, which lives as long as the thread: what one job frees is the next one's, in order.
         self._own = threading.local()
 
     def _job(self, work: Callable[[], None]) -> _ThreadJob:
@@ -246,6 +329,7 @@ def lanes_of(device: torch.device, *, alone: bool, waits_on_host: bool) -> dict[
 
     waits_on_host: whether jobs return when they have finished, instead of when they have been launched.
     """
+    # No job of a step sends anything. Islands of one rank still send outer gradients: their lane is not among these.
     if alone:
         return {kind: Inline(kind) for kind in KINDS}
     return {kind: lane_of(kind, device, waits_on_host=waits_on_host) for kind in KINDS}

@@ -1,13 +1,16 @@
 """Send and receive of activations and gradients between a stage and its neighbours.
 
 [Note: who waits for whom] Receives are posted before their action, at the program's POST, in the order of the rank's
-actions, which is the sender's order for each pair of ranks; the action itself waits. The computing thread never waits
-for a send: a gloo send completes only when its receiver is ready, and waiting would deadlock 1F1B. The transport's
-outbox waits, and releases sent buffers.
+actions, which is the sender's order for each pair of ranks; the action itself waits. NCCL has no tags: it matches the
+n-th receive of a link with its n-th send. So no receive may be posted while one before it is not, also if that one
+cannot be: two messages of one shape would change places without an error. The computing thread never waits for a send:
+a gloo send completes only when its receiver is ready, and waiting would deadlock 1F1B. The transport's outbox waits,
+and releases sent buffers.
 
 [Note: shapes] A stage's output shape is determined by the microbatch's shapes. The first time a rank sees a kind of
 microbatch, the sender puts the shape and whether a gradient is expected in a header before the tensor; from then on
-both sides know, and receives are posted early.
+both sides know, and receives are posted early. Until then they, and all behind them, are posted when they are waited
+for.
 
 [Note: received buffers] Buffers are reused after the microbatch's W, if nothing refers to them: W may keep the
 received activation or gradient itself.
@@ -77,7 +80,9 @@ class Mail:
         self._known: dict[tuple[object, ...], int] = {}
         self._kinds: Sequence[int] = ()
         self._expected: list[_Expected] = []
-        self._next = self._posted = 0
+        # Places in `_expected`: what is waited for next, what is posted next, and the end of what the program has asked
+        # to post. Between the last two lies what cannot be posted yet, and what is behind it.
+        self._next = self._posted = self._due = 0
 
     def begin(
         self,
@@ -97,7 +102,7 @@ class Mail:
             if action.op in _RECEIVES:
                 known = None if parcels is None else parcels(action)
                 self._expected += [self._expect(action)] if known is None else _expect_parcels(action, known)
-        self._next = self._posted = 0
+        self._next = self._posted = self._due = 0
 
     def _kind_of(self, described: tuple[object, ...]) -> int:
         """Return the number of a kind of microbatch: nested tuples are slow to look up for every message."""
@@ -114,15 +119,15 @@ class Mail:
     def begin_again(self, stale: Sequence[tuple[Action, int]]) -> None:
         """Begin the same program again after a false start.
 
-        stale: receives that the program did not reach, and the ranks whose false starts sent their messages. Receives
-        posted beyond those stay posted: the next messages of their tags are the right ones.
+        stale: receives that the program did not reach, and the ranks whose false starts sent their messages. No others
+        are posted: those behind the verdict are posted behind it (`atoll.program.end`).
         """
         for action, peer in stale:
-            self._next = next(at for at, each in enumerate(self._expected) if each.is_for(action) and each.peer == peer)
-            received = self.receive(action.op, action.stage)
+            expected = next(each for each in self._expected if each.is_for(action) and each.peer == peer)
+            received = self._take(expected)
             if received is not None:
                 self.recycle(*received)
-        self._next = self._posted = 0
+        self._next = self._posted = self._due = 0
 
     def end(self) -> None:
         """Raise the first error of a sent message."""
@@ -155,14 +160,21 @@ class Mail:
         expected = self._expected[self._next]
         assert (expected.op, expected.stage) == (op, stage), "receives are asked for in the order of the row"
         self._next += 1
-        wire = expected.wire
-        if wire is None:
-            if expected.kind not in self._wires:
-                self._wires[expected.kind] = self._ask(expected)
-            wire = self._wires[expected.kind]
-            if op is Op.RECV_B and not wire.has_gradient:
-                return None
-        if expected.message is None:  # its shape was unknown when it should have been posted
+        received = self._take(expected)
+        # Its form is known now, and so may be that of the ones behind it.
+        self._posted = max(self._posted, self._next)
+        self._post_due()
+        return received
+
+    def _take(self, expected: _Expected) -> tuple[torch.Tensor, Wire] | None:
+        """Wait for a message, which is posted now if it was not yet."""
+        if self._wire(expected) is None:
+            self._wires[expected.kind] = self._ask(expected)
+        wire = self._wire(expected)
+        assert wire is not None, "it is known since its header"
+        if not _is_sent(expected, wire):
+            return None
+        if expected.message is None:
             self._start(expected, wire)
         message, buffer = expected.message, expected.buffer
         assert message is not None, "it has just been posted"
@@ -176,15 +188,24 @@ class Mail:
         self._free.setdefault((wire.shape, wire.dtype), []).append(buffer)
 
     def post(self, action: Action) -> None:
-        """Post the receives of an action, the next one whose receives are not posted, if their shapes are known."""
-        while self._posted < len(self._expected) and self._expected[self._posted].is_for(action):
+        """Post the receives of an action, the next one that is due, behind all those before it."""
+        while self._due < len(self._expected) and self._expected[self._due].is_for(action):
+            self._due += 1
+        self._post_due()
+
+    def _post_due(self) -> None:
+        """Post what is due, up to the first message whose form is unknown."""
+        while self._posted < self._due:
             expected = self._expected[self._posted]
-            self._posted += 1
-            wire = expected.wire or self._wires.get(expected.kind)
-            if expected.message is not None or wire is None:
-                continue
-            if expected.wire is not None or expected.op is Op.RECV_F or wire.has_gradient:
+            wire = self._wire(expected)
+            if wire is None:
+                return
+            if expected.message is None and _is_sent(expected, wire):
                 self._start(expected, wire)
+            self._posted += 1
+
+    def _wire(self, expected: _Expected) -> Wire | None:
+        return expected.wire or self._wires.get(expected.kind)
 
     def _start(self, expected: _Expected, wire: Wire) -> None:
         free = self._free.get((wire.shape, wire.dtype))
@@ -213,6 +234,11 @@ class Mail:
     def _decode(header: torch.Tensor) -> Wire:
         dtype, has_gradient, dims, *sizes = header.tolist()
         return Wire(tuple(sizes[:dims]), _DTYPES[dtype], bool(has_gradient))
+
+
+def _is_sent(expected: _Expected, wire: Wire) -> bool:
+    """Return True if the message is sent: a gradient is where its activation needs one."""
+    return expected.wire is not None or expected.op is not Op.RECV_B or wire.has_gradient
 
 
 _RECEIVES = frozenset({Op.RECV_F, Op.RECV_B, Op.RECV_S, Op.RECV_T, Op.RECV_G})

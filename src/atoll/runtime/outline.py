@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import permutations, takewhile
 from typing import Any, Self
 
 from torch import nn
 
 from atoll.advice import StageSize
-from atoll.ir import Action, Schedule, insert_vocabulary, lower
+from atoll.errors import PlanError
+from atoll.ir import Action, Op, Schedule, insert_vocabulary, lower
 from atoll.ir.residency import Slices, slices_freed
 from atoll.layouts import ITEM_BYTES
 from atoll.models import Adapter, Vocabulary, relative_score, weigh_blocks
 from atoll.plans import Plan
-from atoll.program import Ending, Program, RankShape, lower_row
+from atoll.program import BACKWARD, Ending, Program, RankShape, lower_row
 from atoll.runtime.vocabulary.slice import vocabulary_of
 from atoll.stages import split_blocks
 
@@ -60,6 +62,8 @@ class Outline:
                 held = {stage: sizes[stage] for stage in schedule.placement.stages_of(rank)}
                 frees.append(slices_freed(row, slices, sizes=held, **options))
         schedule = lower(schedule, reduction=plan.reduction, sizes=sizes, slices=slices, **options)
+        if plan.post_validation:
+            _check_false_starts(schedule)
         return cls(plan, adapter, runs, parameters=own, schedule=schedule, vocabulary=vocabulary, frees=tuple(frees))
 
     @property
@@ -82,6 +86,15 @@ class Outline:
         placement = self.schedule.placement
         return [placement.rank_of(stage) for stage in range(placement.stages)]
 
+    @property
+    def sharing(self) -> list[tuple[int, int]]:
+        """Pairs of pipeline ranks that hold copies of a parameter, each from one to the other."""
+        holders: dict[int, set[int]] = {}
+        for rank, own in zip(self.rank_of_stage, self.parameters, strict=True):
+            for parameter in own:
+                holders.setdefault(id(parameter), set()).add(rank)
+        return sorted({pair for ranks in holders.values() for pair in permutations(sorted(ranks), 2)})
+
     def row(self, rank: int, *, training: bool = True, microbatches: int | None = None) -> tuple[Action, ...]:
         """Return a pipeline rank's actions for its first microbatches (None: all); without training, only forwards."""
         schedule = self.schedule if training else self.schedule.forward_only()
@@ -93,6 +106,28 @@ class Outline:
         training."""
         frees = self.frees[rank] if self.frees else None
         return lower_row(row, shape, end=end, frees=frees, reduces_each=self.plan.reduction == "microbatch")
+
+
+def _check_false_starts(schedule: Schedule) -> None:
+    """Raise PlanError if a post-validated step could not begin again.
+
+    Each rank discards its work before its first backward and repeats it, if the step before was taken back. So what a
+    rank receives there has to be sent there, too: nobody would repeat it.
+    """
+    placement = schedule.placement
+    early = [tuple(takewhile(lambda action: action.op not in BACKWARD, row)) for row in schedule.actions]
+    sent = [{action for action in own if action.op is Op.SEND_F} for own in early]
+    for rank, own in enumerate(early):
+        for action in own:
+            if action.op is not Op.RECV_F or action.stage == 0:
+                continue
+            sender = placement.rank_of(action.stage - 1)
+            if Action(action.stage - 1, Op.SEND_F, action.microbatch) not in sent[sender]:
+                raise PlanError(
+                    f"post_validation with this schedule: pipeline rank {rank} waits for {action} before its first "
+                    f"backward, and rank {sender} sends it after its own, so a step that is taken back would wait for "
+                    "ever. Use post_validation = false, or another schedule"
+                )
 
 
 def _slices(adapter: Adapter, vocabulary: Vocabulary, plan: Plan) -> Slices:

@@ -20,6 +20,19 @@ NEVER = 1e300
 """Later than any time; finite, so that arithmetic on it stays a number."""
 
 
+# The time of one action, and of the message with its result (route r). A B gives its result before it ends: `gives` is
+# that of its I part, unless a full backward is fused.
+#
+#     rank      |---------- takes ----------|  next action
+#               |---- gives ----|
+#             begin         released
+#     link                      |.. busy ..|-- hops[2 r + 1] --|
+#     result                                                   |-- hops[2 r] --|
+#                                       its turn                            arrival
+#
+# Without a link the message has its latency alone, and inside a rank that is 0.
+
+
 class Model(NamedTuple):
     """A problem in flat arrays.
 
@@ -59,16 +72,17 @@ class Played(NamedTuple):
     busy         link -> end of its last message
     """
 
-    made: Floats
+    # Allocated once for all plays of a search: each resets what it reads before it has written it.
+    made: Floats  # -1 until the result is made; times start at 0
     begin: Floats
     clock: Floats
     cost: Floats
-    where: Integers
+    where: Integers  # never reset: a play without a deadlock writes all of it
     source: Integers
-    counts: Integers
-    position: Integers
-    wants: Integers
-    stack: Integers
+    counts: Integers  # F by slot (rank * chunks + chunk), then I or B; between plays the scratch of `fits`
+    position: Integers  # rank -> index of its next action; where a play stopped, if it is a deadlock
+    wants: Integers  # rank -> place that it waits for, or -1: at most one rank waits for a place, its user's
+    stack: Integers  # ranks that may go on; each is there at most once, since only a waiting rank is put back
     busy: Floats
 
 
@@ -95,15 +109,16 @@ class Rules(NamedTuple):
 class Listing(NamedTuple):
     """Working memory of `list_actions`."""
 
-    arrive: Floats
-    when: Floats
-    free: Floats
-    held: Floats
-    first: Floats
-    counts: Integers
-    pending: Integers
-    head: Integers
-    tail: Integers
+    # Allocated once for a search; `clear` resets it.
+    arrive: Floats  # place -> when its *input* is at its rank, NEVER until that is known. `Played.made` is of results
+    when: Floats  # rank -> when it is looked at next: its end, or the arrival that it waits for
+    free: Floats  # rank -> end of its last action
+    held: Floats  # rank -> bytes that its actions so far keep
+    first: Floats  # rank -> begin of its first action, which sets it: not reset
+    counts: Integers  # F by slot, then I or B, then W or B
+    pending: Integers  # rank * width + n -> chunk of its n-th I, whose W runs n-th, too: the oldest bytes go first
+    head: Integers  # rank -> W that have run
+    tail: Integers  # rank -> I that have run; neither wraps, since a row has room for all
     busy: Floats
 
 
@@ -113,6 +128,8 @@ def play(model: Model, order: Integers, length: Integers, played: Played) -> boo
 
     As in atoll.sim, each rank runs until an input is missing; the rank that computes it wakes it.
     """
+    # Ranks are not simulated in the order of time: one may be far ahead. Times are those of any other sequence as long
+    # as a link has one sender, whose messages ask for it in the order of its actions.
     if model.is_shared == 1:
         return play_in_turn(model, order, length, played)
     made, begin, clock, where, source_of = played.made, played.begin, played.clock, played.where, played.source
@@ -147,6 +164,7 @@ def play(model: Model, order: Integers, length: Integers, played: Played) -> boo
             op = number // chunks
             chunk = number - op * chunks
             stage = model.stage_of[rank * chunks + chunk]
+            # Neither input nor result: that a W is behind its I is a matter of its rank's order alone, see `fits`.
             if op == 2:
                 begin[base + at] = now
                 source_of[base + at] = -1
@@ -162,11 +180,15 @@ def play(model: Model, order: Integers, length: Integers, played: Played) -> boo
             else:
                 slot = (ranks + rank) * chunks + chunk
                 cell = places + stage * microbatches + counts[slot]
+                # The gradient of the next stage, or on the last stage its own forward. That needs no waking: it is of
+                # this rank, so the F above has user -1.
                 need = cell + microbatches if stage < last else cell - places
                 route = last + 1 + stage
                 user = stage - 1
             if need >= 0:
                 arrival = made[need]
+                # Not made yet: leave the rank as it is before this action. Whoever makes the place puts it back on the
+                # stack; if nobody does, the stack runs empty and the order is a deadlock.
                 if arrival < 0.0:
                     wants[rank] = need
                     break
@@ -176,6 +198,7 @@ def play(model: Model, order: Integers, length: Integers, played: Played) -> boo
             begin[base + at] = now
             source_of[base + at] = need
             released = now + gives[stage * 4 + op]
+            # The link is held while the message is sent, and not while it is under way.
             if link[route] >= 0:
                 released = max(released, busy[link[route]]) + hops[2 * route + 1]
                 busy[link[route]] = released
@@ -204,6 +227,7 @@ def measure(model: Model, length: Integers, played: Played) -> bool:
         if played.position[rank] < length[rank]:
             return False
         makespan = max(makespan, played.clock[rank])
+        # From the rank's own first begin: what a step costs if steps overlap.
         span = max(span, played.clock[rank] - played.begin[rank * width])
     played.cost[0] = makespan
     played.cost[1] = span
@@ -216,6 +240,7 @@ def needed(model: Model, order: Integers, played: Played, rank: int) -> int:
     chunks, microbatches = model.chunks, model.microbatches
     number = order[rank * 3 * chunks * microbatches + played.position[rank]]
     op = number // chunks
+    # The same rule as in `play`, for one action: the two have to agree.
     if op == 2:
         return -1
     slot = rank * chunks + number - op * chunks
@@ -243,6 +268,9 @@ def play_in_turn(model: Model, order: Integers, length: Integers, played: Played
     for rank in range(ranks):
         clock[rank] = 0.0
         position[rank] = 0
+    # An action at a time, so that messages ask for their links in the order of time. An action that is not ready has an
+    # input that is released no sooner than what is chosen now, and is itself released no sooner than its input. So
+    # nothing that comes later asks earlier. Of equal times the lowest rank goes first.
     while True:
         first = -1
         soonest = NEVER
@@ -259,9 +287,11 @@ def play_in_turn(model: Model, order: Integers, length: Integers, played: Played
             number = order[rank * width + position[rank]]
             op = number // chunks
             stage = model.stage_of[rank * chunks + number - op * chunks]
+            # A W asks for no link. It counts from its begin, which is before any message behind it on its rank.
             released = now if op == 2 else now + model.gives[stage * 4 + op]
             if released < soonest:
                 first, soonest, begun = rank, released, now
+        # All ranks have ended, or each waits for another: `measure` tells which.
         if first < 0:
             return measure(model, length, played)
         at = first * width + position[first]
@@ -290,12 +320,14 @@ def fits(model: Model, order: Integers, length: Integers, rank: int, counts: Int
     """Return True if a rank keeps within its memory, and each F is before its I (or B) and each I before its W."""
     chunks = model.chunks
     activation, weight_grad = model.activation[rank], model.weight_grad[rank]
+    # A rank runs one action at a time, so its bytes follow from its order alone: what does not fit is dropped before it
+    # is simulated. The tolerance is for sums of fractions, as `problem.TOLERANCE`.
     limit = model.room[rank] * (1.0 + 1e-9)
     base = rank * 3 * chunks * model.microbatches
     for slot in range(3 * chunks):
         counts[slot] = 0
-    kept = 0
-    pending = 0
+    kept = 0  # forwards whose I has not run
+    pending = 0  # I whose W has not run
     for at in range(base, base + length[rank]):
         number = order[at]
         op = number // chunks
@@ -319,6 +351,7 @@ def fits(model: Model, order: Integers, length: Integers, rank: int, counts: Int
                     return False
                 counts[2 * chunks + chunk] += 1
             counts[chunks + chunk] += 1
+        # After each action, not only after F: an I that keeps more for its W than it releases is a peak, too.
         if kept * activation + pending * weight_grad > limit:
             return False
     return True
@@ -339,6 +372,8 @@ def begin_action(
     counts = listing.counts
     slot = rank * chunks + chunk
     activation, weight_grad = model.activation[rank], model.weight_grad[rank]
+    # All of the action's effects at once, though it ends later: nobody looks at this rank before its end, and others
+    # see only the arrival.
     if length[rank] == 0:
         listing.first[rank] = now
     order[rank * width + length[rank]] = op * chunks + chunk
@@ -357,6 +392,7 @@ def begin_action(
         place = stage * microbatches + counts[slot]
         counts[slot] += 1
         listing.held[rank] += activation
+        # The last stage's own I takes its F as input: the place of that gradient, on this rank.
         if stage == ranks * chunks - 1:
             target, user = places + place, stage
         else:
@@ -370,7 +406,9 @@ def begin_action(
             listing.pending[rank * width + listing.tail[rank]] = chunk
             listing.tail[rank] += 1
         else:
+            # A B counts as a W at once, and keeps nothing for one.
             counts[2 * ranks * chunks + slot] += 1
+        # Nobody uses the gradient of the model's input.
         if stage == 0:
             return
         target, user = place - microbatches, stage - 1
@@ -382,6 +420,7 @@ def begin_action(
         listing.busy[link] = released
     arrival = released + model.hops[2 * route]
     listing.arrive[target] = arrival
+    # A user that waits for something later is woken for this; one that is busy looks at its end anyway.
     wake = max(arrival, listing.free[other])
     if wake < listing.when[other]:
         listing.when[other] = wake
@@ -393,6 +432,7 @@ def clear(model: Model, listing: Listing, length: Integers) -> None:
     ranks, chunks, microbatches = model.ranks, model.chunks, model.microbatches
     for place in range(2 * ranks * chunks * microbatches):
         listing.arrive[place] = NEVER
+    # The forwards of stage 0, whose places are the first ones: samples are there from the begin.
     for number in range(microbatches):
         listing.arrive[number] = 0.0
     for slot in range(3 * ranks * chunks):
@@ -427,6 +467,8 @@ def list_actions(model: Model, rules: Rules, listing: Listing, order: Integers, 
     ranks, chunks, microbatches = model.ranks, model.chunks, model.microbatches
     places = ranks * chunks * microbatches
     counts, arrive, when = listing.counts, listing.arrive, listing.when
+    # Each turn handles the earliest event, of equal ones the lowest rank's: the order is a function of model and rules.
+    # Time never goes back, since an action announces arrivals and ends that are not before its begin.
     while True:
         rank = 0
         now = when[0]
@@ -434,14 +476,15 @@ def list_actions(model: Model, rules: Rules, listing: Listing, order: Integers, 
             if when[other] < now:
                 rank = other
                 now = when[other]
+        # Nobody is busy and nothing arrives: all is done, or no rank can go on.
         if now >= NEVER:
             break
         activation, weight_grad = model.activation[rank], model.weight_grad[rank]
         limit = model.room[rank] * (1.0 + 1e-9)
         held = listing.held[rank]
-        kept = 0
-        flying = 0
-        smallest = NEVER
+        kept = 0  # F whose W has not run, over all chunks
+        flying = 0  # F whose I has not run
+        smallest = NEVER  # key of the most urgent next F or I of any chunk, whether its input is there or not
         for chunk in range(chunks):
             slot = rank * chunks + chunk
             forwards, gradients = counts[slot], counts[ranks * chunks + slot]
@@ -456,9 +499,10 @@ def list_actions(model: Model, rules: Rules, listing: Listing, order: Integers, 
         chosen_op = -1
         chosen_chunk = -1
         chosen_key = NEVER
+        # Arrivals that are worth a wait: of the next gradient, and of anything that could then run by the rules.
         gradient_soon = NEVER
         soon = NEVER
-        is_too_large = False
+        is_too_large = False  # an I has arrived, and what it keeps for its W does not fit
         for chunk in range(chunks):
             slot = rank * chunks + chunk
             forwards, gradients = counts[slot], counts[ranks * chunks + slot]
@@ -471,6 +515,7 @@ def list_actions(model: Model, rules: Rules, listing: Listing, order: Integers, 
                     soon = min(soon, arrival)
                 elif held + weight_grad - activation > limit:
                     is_too_large = True
+                    # No W can make room. A B keeps nothing, and so never exceeds what its F has been allowed.
                     if listing.head[rank] == listing.tail[rank] and key < chosen_key:
                         chosen_op, chosen_chunk, chosen_key = 3, chunk, key
                 elif key < chosen_key:
@@ -480,6 +525,8 @@ def list_actions(model: Model, rules: Rules, listing: Listing, order: Integers, 
                 and rules.keys[place + forwards] <= smallest
                 and flying < rules.flight[rank]
                 and kept < rules.hard[rank]
+                # A microbatch needs room on the later chunks before it gives any back. Without the reserve, forwards of
+                # the first chunk can take all, and the rank waits for gradients that wait for its later chunks.
                 and held + activation * (1.0 + rules.reserve * (chunks - 1 - chunk)) <= limit
             ):
                 arrival = arrive[place + forwards]
@@ -487,6 +534,15 @@ def list_actions(model: Model, rules: Rules, listing: Listing, order: Integers, 
                     soon = min(soon, arrival)
                 elif rules.keys[place + forwards] < chosen_key:
                     chosen_op, chosen_chunk, chosen_key = 0, chunk, rules.keys[place + forwards]
+        # In this order:
+        #
+        #     an I has arrived, does not fit, and a W is pending         the W, even before an F that could run
+        #     an F could run, and a gradient arrives within restraint    wait for the gradient: an F would delay it
+        #     an I, a B or an F can run                                  the most urgent one
+        #     a W is pending, and nothing arrives within patience        the W: it fills the wait
+        #     else                                                       wait for an arrival: NEVER, if none is known
+        #
+        # A wait ends at an arrival later than now, so no event repeats itself.
         is_pending = listing.head[rank] < listing.tail[rank]
         if is_too_large and is_pending:
             run_pending(model, listing, order, length, rank, now)
@@ -504,6 +560,7 @@ def list_actions(model: Model, rules: Rules, listing: Listing, order: Integers, 
         done = 0
         for chunk in range(chunks):
             done += counts[2 * ranks * chunks + rank * chunks + chunk]
+        # A microbatch leaves a chunk with a W or a B: fewer of these are a deadlock.
         if done < chunks * microbatches:
             return False
         makespan = max(makespan, listing.free[rank])

@@ -32,6 +32,10 @@ from atoll.runtime.sharding.unit import Unit
 
 _BACKENDS = {"block": "inductor", "block-eager": "aot_eager"}
 
+_KEEPS = {"allow_buffer_reuse": False, "inplace_buffers": False}
+"""Options of inductor where W waits: it knows nothing of what `collect` keeps, and would write other values of the
+backward over it once the graph needs it no more. Memory is still freed when nothing refers to it."""
+
 _ISOLATES = "isolate_recompiles" in signature(torch.compile).parameters  # not in every supported version of torch
 _APART: dict[str, Any] = {"isolate_recompiles": True} if _ISOLATES else {}
 """Layers of one class share one code object, which dynamo compiles at most eight times, or as often per call of
@@ -110,8 +114,11 @@ class LocalBlock:
         """
         self._forward = self.module.forward
         if compiler != "none":
-            options = _APART if has_waiting else {}
-            self._forward = torch.compile(self._forward, dynamic=False, backend=_BACKENDS[compiler], **options)
+            backend = _BACKENDS[compiler]
+            options: dict[str, Any] = _APART if has_waiting else {}
+            if has_waiting and backend == "inductor":
+                options = {**options, "options": _KEEPS}
+            self._forward = torch.compile(self._forward, dynamic=False, backend=backend, **options)
         self.module.forward = self._called
 
     def hand_to(self, call: Call | None) -> None:

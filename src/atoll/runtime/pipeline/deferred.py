@@ -12,6 +12,23 @@ gradient, and it is added in W.
 Inside a compiled block the operation is a registered custom operator; outside, the same as a plain autograd function,
 since calling an operator from Python costs about a tenth of a millisecond.
 
+[Note: what waits for W] The tensors of one call of a linear layer in one microbatch, and who holds them. With recompute
+of whole blocks, the graph of F is built in I, just before its backward:
+
+              x, the input             y's gradient               weight, a view of the unit's whole copy
+    F         autograd's graph         -                          autograd's graph
+    I         the graph -> `found`     the backward -> `found`    the graph, until the node of the layer has run; after
+                                                                  the block's I the program may FREE the whole copy
+    ..        pending, by stage, microbatch and unit              -
+    W         gradient += y's gradient.T @ x, in the unit's       -
+              buffer of W, which W opens; then both are dropped
+    FINISH_W  buffers of messages are reused, and not before:     -
+              x or y's gradient may be one
+
+The executor moves `found` to `pending` after a block's I, and `compute_weights` empties it. Both tensors are kept as
+they are and not copied: x is often shared by several layers, such as query, key and value, and is freed with the last
+of them. W needs no weight, and a pending W opens no buffer for gradients.
+
 [Note: the anchor] A linear layer whose input needs no gradient would have no backward at all, and its W would be lost.
 An empty tensor that requires a gradient keeps it in the graph.
 """
@@ -45,7 +62,10 @@ class Collector:
     blocks.  multiplier: see `selective`.
     """
 
+    # One list at a time, and not of a thread: on CUDA a backward runs on a thread of autograd, while the one that has
+    # set `found` waits for it.
     found: list[tuple[Unit, str, Any]] | None = None
+    # Set only while a block runs forward, or forward again, whose layers keep or count their products.
     multiplier: Multiplier | None = None
 
     @contextmanager
@@ -64,10 +84,12 @@ class Layer:
 
     def __init__(self, module: nn.Linear, collector: Collector) -> None:
         self.module = module
-        self.collector = collector
-        self._anchor = torch.empty(0, device=module.weight.device, requires_grad=True)
-        self.slot = next(_SLOTS)
+        self.collector = collector  # one for all layers of the rank
+        # Its gradient is never computed, or zero: see `_backward`.
+        self._anchor = torch.zeros(1, dtype=torch.float32, device=module.weight.device, requires_grad=True)
+        self.slot = next(_SLOTS)  # a constant of compiled graphs, so it is of this layer alone in the whole process
         _LAYERS[self.slot] = self
+        # An attribute of the instance hides the method of the class. It keeps this object alive; `_LAYERS` does not.
         module.forward = self.forward  # type: ignore[assignment, method-assign]
 
     def remove(self) -> None:
@@ -77,6 +99,8 @@ class Layer:
     def forward(self, hidden: Tensor) -> Tensor:
         """Compute `nn.Linear`: [..., in] -> [..., out]."""
         module = self.module
+        # An evaluation, or the first forward of a block that will run again. Under "selective" that first forward has a
+        # multiplier, which must see this product.
         if self.collector.multiplier is None and not torch.is_grad_enabled():
             return F.linear(hidden, module.weight, module.bias)
         if isinstance(module.weight, DTensor):
@@ -95,6 +119,7 @@ class Layer:
         return out
 
     def _needs_backward(self, hidden: Tensor, bias: Tensor | None) -> bool:
+        # Asks the module: the weight that is passed on is detached.
         trains_bias = bias is not None and bias.requires_grad
         return hidden.requires_grad or self.module.weight.requires_grad or trains_bias
 
@@ -110,15 +135,17 @@ class Layer:
         # Dynamo cannot trace the private attribute.
         own = (weight.to_local() if torch.compiler.is_compiling() else local_part(weight)).detach()
         size = torch.Size((*hidden.shape[:-1], weight.shape[0]))
+        # By rows of the weight, each rank's gradient of the input is that of its rows alone: a part of the sum.
         if weight.placements[0].is_shard(0):
             given = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
             rest = None if bias is None else bias.to_local()
             out = self._apply(given, own, rest)
+            # Given with the shape, since from parts of unequal size DTensor would infer wrong ones.
             stride = tuple(math.prod(size[at + 1 :]) for at in range(len(size)))
             placements = [Shard(out.dim() - 1)]
             return DTensor.from_local(out, mesh, placements, run_check=False, shape=size, stride=stride)
         given = hidden.redistribute(placements=[Shard(hidden.dim() - 1)]).to_local()
-        out = self._apply(given, own, None)
+        out = self._apply(given, own, None)  # without the bias, which every rank would add
         total = DTensor.from_local(out, mesh, [Partial()], run_check=False)
         return total if bias is None else total + bias
 
@@ -131,19 +158,22 @@ class DeferredWeight(Layer):
 
     def __init__(self, module: nn.Linear, unit: Unit, name: str, collector: Collector, *, waits: bool) -> None:
         super().__init__(module, collector)
+        # Where W adds. By name and not by the parameter: the buffer of the gradient comes and goes with each reduction.
         self.unit = unit
         self.name = name
-        self._waits = waits
+        self._waits = waits  # False if the model is one stage: no rank waits for the input's gradient
 
     def collect(self, hidden: Tensor, gradient: Tensor) -> None:
         """Keep the inputs of W for one call, in I; or compute W immediately."""
         if not self._waits:
+            # In the middle of autograd's backward of the block, with x and y's gradient still at hand: phase I.
             self.unit.touched.add(self.name)
             with torch.no_grad():
                 self.unit.room(self.name, "I").add_product(hidden, gradient)
             return
         if self.collector.found is None:
             raise RunError(f"the gradient of {self.name} was computed outside of a step; use engine.step")
+        # Without their history, which would keep the graph.
         self.collector.found.append((self.unit, self.name, (hidden.detach(), gradient.detach())))
 
 
@@ -152,7 +182,7 @@ _LAYERS: WeakValueDictionary[int, Layer] = WeakValueDictionary()
 """Layer of a call by its number, because operators take numbers rather than objects."""
 
 
-@torch.library.custom_op("atoll::linear", mutates_args=())
+@torch.library.custom_op("atoll::deferred_linear", mutates_args=())
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, slot: int) -> Tensor:
     """Compute `F.linear`, with the weight gradient deferred to the layer `slot`."""
     return F.linear(hidden, weight, bias)
@@ -163,16 +193,16 @@ def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, slot:
     return hidden.new_empty((*hidden.shape[:-1], weight.shape[0]))
 
 
-@torch.library.custom_op("atoll::linear_input_gradient", mutates_args=())
+@torch.library.custom_op("atoll::input_gradient", mutates_args=())
 def input_gradient(gradient: Tensor, hidden: Tensor, weight: Tensor, slot: int, is_needed: bool) -> Tensor:
-    """Return the gradient of a linear layer's input, [..., in], or None if it is not needed. Keeps the inputs of W."""
+    """Return the gradient of a linear layer's input, [..., in], or a zero if it is not needed. Keep the inputs of W."""
     _LAYERS[slot].collect(hidden, gradient)
-    return gradient @ weight if is_needed else gradient.new_empty(0)
+    return gradient @ weight if is_needed else gradient.new_zeros(1)
 
 
 @input_gradient.register_fake
 def _(gradient: Tensor, hidden: Tensor, weight: Tensor, slot: int, is_needed: bool) -> Tensor:
-    return gradient.new_empty((*gradient.shape[:-1], weight.shape[1]) if is_needed else (0,))
+    return gradient.new_empty((*gradient.shape[:-1], weight.shape[1]) if is_needed else (1,))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -184,7 +214,10 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     hidden, weight = ctx.saved_tensors
     needs_input, _, needs_bias, _, _ = ctx.needs_input_grad
     passed = input_gradient(gradient, hidden, weight, ctx.slot, needs_input)
-    return passed if needs_input else None, None, _bias(gradient) if needs_bias else None, None, None
+    # Compilers drop an operation whose result nobody uses or is empty, and with it `collect`. If the input needs no
+    # gradient, the result is one zero: the anchor's gradient.
+    rest = _bias(gradient) if needs_bias else None
+    return (passed, None, rest, None, None) if needs_input else (None, None, rest, passed.float(), None)
 
 
 linear.register_autograd(_backward, setup_context=_keep)
@@ -201,6 +234,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # The unit may have been freed and gathered again since the forward: into the storage that the saved view has.
         hidden, weight = ctx.saved_tensors
         ctx.layer.collect(hidden, gradient)
         _, needs_input, _, needs_bias, _ = ctx.needs_input_grad
@@ -230,6 +264,7 @@ def defer(
 
     every: replace the forward of small and of frozen ones too, so that all ask the collector how to multiply.
     """
+    # A weight of no unit here is of a slice of the vocabulary, and the head's forward is replaced already (`Scored`).
     owners = {id(p): (unit, name) for unit in units for name, p in unit.parameters.items()}
 
     def is_worth(weight: Tensor) -> bool:
@@ -258,12 +293,14 @@ Pending = dict[Unit, list[tuple[str, Any]]]
 @torch.no_grad()
 def compute_weights(unit: Unit, pending: list[tuple[str, Any]]) -> None:
     """Compute W of a unit: add pending gradients to those of its weights, and remove them so that they are freed."""
+    # In the order of I: the parts of a weight that a microbatch uses twice are added in one order under every schedule.
+    # An entry leaves the list before its product, so its tensors are freed after it and not after all of the unit's.
     pending.reverse()
     while pending:
         name, kept = pending.pop()
         unit.touched.add(name)
-        room = unit.room(name, "W")
-        if isinstance(kept, Tensor):
+        room = unit.room(name, "W")  # the first of a unit opens the buffer: [Note: phases] in segment.py
+        if isinstance(kept, Tensor):  # from autograd, of a weight that is also used outside of its layer
             room.add(kept)
         else:
             room.add_product(*kept)

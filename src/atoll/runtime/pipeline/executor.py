@@ -5,6 +5,41 @@ program is executed up to that block. The executor makes no decisions: all gathe
 step are in its program.
 
 A receive waits for its message and a compute instruction only computes, so the timeline shows which rank waited.
+
+[Note: who moves the program counter] `_at` is the index of the next instruction. `_advance` moves it, except inside the
+forward of a stage: there the model decides when a block runs, and each call of a block moves it. This is the forward of
+docs/program.md, a stage of three blocks that are gathered and freed one by one:
+
+    _at   instruction   executed by
+      4   GATHER 1      _advance
+      5   0F0.0         _advance -> _forward -> the model's forward -> block 0 -> _block_forward
+      6   FREE 0          the same _block_forward, before it returns: FREE neither computes nor waits (BEGINS)
+                          operations of the model between its blocks
+      7   WHOLE 1         the model calls block 1 -> _block_forward: all that precedes 0F0.1, here with a wait,
+      8   GATHER 2
+      9   0F0.1           then the block,
+     10   FREE 1          then what begins after it
+     11   WHOLE 2         the model calls block 2
+     12   GATHER 0
+     13   0F0.2
+     14   FREE 2          the model returns to _forward, and that to _advance
+     15   0FINISH_F0    _advance
+
+If the model skips block 1, the call of block 2 executes 7, 8 and 10 to 12, and leaves out 9: all ranks issue the same
+collectives, whichever blocks they run. If it skips block 2, `_advance` executes 11 to 14 after `_forward`. A backward
+needs none of this: each block has a graph of its own, so `_advance` calls its I.
+
+[Note: the host and the device] All calls are made by the thread that called `run`. On the CPU they compute; the lanes
+have threads, and so has the outbox of sends. On CUDA with NCCL a call only launches: the host runs ahead, and an
+instruction that waits makes the compute stream wait for an event. One step, with each instruction where the host
+launches it, and the time in which its kernels run:
+
+    host      F0 F1 .. I0 W0 .. SYNCED SUMS . . . . . . . . . . . . . TOTAL VERDICT STEP RETURN   F0 F1 ..
+    compute      F0---- F1---- ..  I0---- W0---- ..            norms--                   STEP---         F0----
+    data      GATHER-- GATHER-- ..     REDUCE-- REDUCE-- SYNC--                                 RETURN--
+
+The host waits for the device where it reads a value: in SUMS, which needs the norms and so the whole backward; then for
+the small sums of the ranks. Before SUMS it does so only for what is not known yet, such as the header of a new shape.
 """
 
 from __future__ import annotations
@@ -51,7 +86,7 @@ Key = tuple[int, int]
 STEP_BITS = 32
 """Number of bits of an instruction's index in a rank's position (step, index) as one number."""
 
-_UNNAMED: AbstractContextManager[None] = nullcontext()
+_UNNAMED: AbstractContextManager[None] = nullcontext()  # one for every action: a nullcontext can be entered again
 
 
 @dataclass(slots=True)
@@ -65,13 +100,27 @@ class _Step:
     batches: Sequence[Batch]
     is_training: bool
     keeps_logits: bool = False
+    # Gradient of a microbatch's loss: loss scale / tokens. Backwards start with it, and it is no factor of the loss: in
+    # a post-validated step, forwards run before the verdict on the step before, which may change the loss scale.
     scale: float = 1.0
+    # The leaf from which a stage's graph starts: from RECV_F, or from FINISH_F of the stage before if that is on this
+    # rank. FINISH_I takes its gradient and releases it; without training FINISH_F does.
     inputs: dict[Key, torch.Tensor] = field(default_factory=dict)
+    # What the model's forward returned; on the last stage from FINISH_F on the loss. In training START_I releases it,
+    # otherwise SEND_F, or DRAIN where the next stage is on this rank.
     outputs: dict[Key, torch.Tensor] = field(default_factory=dict)
+    # A block's I takes its passage, so the graph of a block is freed before the I of the block before it.
     passages: dict[Key, dict[int, Passage]] = field(default_factory=dict)
+    # By the stage whose output it is the gradient of. RECV_B writes that of its own stage. FINISH_I of stage s writes
+    # that of s - 1, which START_I of s - 1 takes if that stage is here, and SEND_B otherwise.
     gradients: dict[Key, torch.Tensor | None] = field(default_factory=dict)
+    # What I leaves for W: [Note: what waits for W] in deferred.py. From START_I to FINISH_W; the W of a unit takes its
+    # part.
     pending: dict[Key, Pending] = field(default_factory=dict)
+    # Kept apart from `inputs` and `gradients`, which are released in I: a pending W may hold the same buffer, and a
+    # receive that is posted into it would overwrite what W reads.
     received: dict[Key, list[tuple[torch.Tensor, Wire]]] = field(default_factory=dict)
+    # Results, without graphs. DRAIN keeps these three alone, for SUMS and for the Outcome.
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     counts: dict[int, torch.Tensor | float] = field(default_factory=dict)
     logits: list[Any] = field(default_factory=list)
@@ -102,6 +151,7 @@ class Outcome:
 class _Score:
     """A program with the calls that execute it.
 
+    row: the actions that it was lowered from, whose receives `Mail` expects.
     calls: one for each instruction.  parts: the program, cut where another action begins.  forwards: position of each
     block's forward, by stage and microbatch.  awaits: for each instruction its text, and the ranks that it may wait
     for.
@@ -148,7 +198,8 @@ class Executor:
         seed: int,
         lanes: Iterable[Lane] = (),
     ) -> None:
-        self._lanes = tuple(lanes)
+        self._lanes = tuple(lanes)  # empty if no rank shares this one's parameters: then nothing overlaps
+        # Of the rank and its model, the same in all programs.
         self._outline = outline
         self.end = end
         self._loss = loss
@@ -156,35 +207,45 @@ class Executor:
         self._blocks = {block.index: block for stage in sharded.stages for block in stage.blocks}
         self.units = {unit.spec.index: unit for unit in sharded.units}
         self._placement = outline.schedule.placement
+        # By number of microbatches and ending. A program is lowered when it is first needed and kept until `lower`, as
+        # are its calls, which bind the units and blocks above. An evaluation has programs of its own.
         self._scores: dict[tuple[int, Ending | None], _Score] = {}
-        self._shape: RankShape | None = None
-        self._first_microbatch = 0
-        self._ranks = transport.place.peers("pp")
-        self._transport = transport
-        self._collector = collector
-        self._seed, self._step_number = seed, 0
+        self._shape: RankShape | None = None  # set by `lower`, which the engine calls once or twice while it is built
+        self._first_microbatch = 0  # global number of microbatch 0, for a block's random numbers and for errors
+        self._ranks = transport.place.peers("pp")  # world rank of each pipeline rank
+        self._transport = transport  # for places and peers; messages go through `_mail`, the units and `_end`
+        self._collector = collector  # the one that this rank's linear layers append to
+        self._seed, self._step_number = seed, 0  # the running step, counted from 0, as its blocks are seeded with it
         own, vocabulary = transport.place.pp, sharded.vocabulary
         shown = {unit.spec.index: stage.index for stage in sharded.stages for unit in stage.units}
         if vocabulary is not None:
             shown |= {table.unit.spec.index: own for table in vocabulary.tables}
+        # Two, since a clock keeps its last program: an evaluation leaves the timeline of the last step as it is.
         self._clocks = {training: clock_of(transport.device, own, shown) for training in (True, False)}
         self._clock = self._clocks[False]
-        self._mail = Mail(transport, self._rank_of)
-        self.vocabulary: SplitVocabulary | None = None
+        self._mail = Mail(transport, self._rank_of)  # the shapes that it knows and its free buffers outlive a program
+        self.vocabulary: SplitVocabulary | None = None  # its state begins and ends with a program, as `_step` does
         if vocabulary is not None:
             self.vocabulary = SplitVocabulary(vocabulary, self._mail, self._placement, ranks=self._ranks)
+        # Replaced by `run`, DRAIN and TAKE_BACK, and not cleared field by field: nothing of a program stays behind.
         self._step = _Step((), is_training=False)
+        # Read while a program runs: set these three between programs.
         self.is_timed = False
         self.before: Mapping[Row, Callable[[], None]] = {}
         self.probe: Probe | None = None
-        self._scale: Callable[[], float] | None = None
+        self._scale: Callable[[], float] | None = None  # of the running program; TAKE_BACK calls it once more
+        # The running program. `_calls` are those of the score, or wrapped for `is_timed` and `before`. TAKE_BACK may
+        # replace all three, outside of any forward, so `_block_forward` can keep them in local names.
         self._score: _Score | None = None
         self._calls: Sequence[Callable[[], None]] = ()
         self._instructions: Sequence[Instruction] = ()
-        self._at = 0
+        self._at = 0  # [Note: who moves the program counter]; no other thread reads it
+        # Where other threads and processes see this rank: `_place[AT]` is the instruction in progress, `_at` the next
+        # one. All engines of a process share its page.
         self._page = own_page()
         self._place = self._page.numbers
         self._peers = cache(transport.place.peers)  # of a thousand ranks they take milliseconds, for each instruction
+        # The action in progress. A model's call of a block says neither its stage nor its microbatch: it is this one's.
         self._now: Action = Action(-1, Op.F, -1)
 
     @property
@@ -242,9 +303,11 @@ class Executor:
         scale: returns the factor of the loss before its backward, called once it is known (1 if not given).
         Without training nothing is kept for a backward; with keep_logits the loss is not computed.
         """
+        # This also releases what a program that raised has left behind.
         self._step = _Step(batches, is_training=training, keeps_logits=keep_logits)
         self._scale = scale
         self._step_number = step
+        # A post-validated step begins as one that ends AHEAD. CHAIN's program is equal up to TAKE_BACK, which chooses.
         score = self._use(len(batches), self._outline.plan.end if training else None)
         self._begin(score.row, batches, training=training, keep_logits=keep_logits)
         self._clock = self._clocks[training]
@@ -256,20 +319,22 @@ class Executor:
             with torch.set_grad_enabled(training), self._blocks_handed():
                 self._play()
         finally:
-            self._place[AT] = -1
+            self._place[AT] = -1  # also after an error: this rank no longer is at an instruction
         ended, self._step = self._step, _Step((), is_training=False)
         counts = self._counts(ended)
         return Outcome(self._loss_sum(ended), counts, ended.losses, logits=tuple(ended.logits), clock=self._clock)
 
     def _use(self, microbatches: int, end: Ending | None) -> _Score:
         """Select the program to execute."""
+        # In this order. Where a program begins, the position is -1 and other threads look no further; at TAKE_BACK the
+        # old position has the same line in the new program.
         score = self._score = self._score_of(microbatches, end)
         self._page.use(score.table, len(score.calls), self._step_number + 1 if self._step.is_training else 0)
         self._calls, self._instructions = score.calls, score.program.instructions
         if self.is_timed:
             both = zip(self._instructions, score.calls, strict=True)
             self._calls = tuple(partial(self._timed, each, call) for each, call in both)
-        if self.before:
+        if self.before:  # outside of the timing, so the time of an observer is not the instruction's
             dos = [each.do for each in self._instructions]
             observed = zip(map(self.before.get, dos), self._calls, strict=True)
             self._calls = tuple(call if first is None else partial(_in_turn, first, call) for first, call in observed)
@@ -281,6 +346,7 @@ class Executor:
         self._clock.took(instruction, start)
 
     def _loss_sum(self, step: _Step) -> torch.Tensor | None:
+        # All ranks of a tensor-parallel group have the same loss, and SUMS adds them too.
         counts = self._transport.place.tp == 0
         return torch.stack(list(step.losses.values())).sum() if step.losses and counts else None
 
@@ -310,6 +376,8 @@ class Executor:
         """Discard the work so far if the previous step was wrong, since it used wrong parameters. Otherwise the step
         continues, and ends as the verdict says."""
         batches = self._step.batches
+        # [Note: a step ahead of its verdict] in step_end.py. No backward has run yet, so no gradient of this step has
+        # been written: there are activations, gathered copies and messages to discard.
         if self.end.take_back():
             # Gathers in flight read wrong values. Wait for them, because their buffers are needed again.
             for unit in self.units.values():
@@ -323,6 +391,7 @@ class Executor:
             later = [instruction.action for instruction in self._instructions[self._at :]]
             self._mail.begin_again(self._stale(dict.fromkeys(later)))
             raise _TakenBack
+        # The new program is equal up to here, and so are its parts: `_at` and the part in progress stay right.
         self._use(len(batches), self.end.choose())
         self._step.scale = 1.0 if self._scale is None else self._scale()
 
@@ -362,6 +431,8 @@ class Executor:
                     with record_function(str(part.action)) if is_profiled else _UNNAMED:
                         self._advance(part.stop)
                 except _TakenBack:
+                    # From the first instruction. VERDICT and STEP then find no step that waits, and TAKE_BACK finds
+                    # right parameters, so this happens once a step at most.
                     self._at = nth = 0
                     continue
                 clock.add(part.action, start)
@@ -377,13 +448,14 @@ class Executor:
         """Execute up to an instruction. A model's own forward executes some of them when it calls its blocks."""
         while self._at < stop:
             at = self._place[AT] = self._at
-            self._at = (
-                at + 1
-            )  # set before the call: the forward of a stage continues from here, and advances it further
+            # Set before the call: the forward of a stage continues from here, and advances it further.
+            self._at = at + 1
             self._calls[at]()
 
     def doing(self) -> Doing | None:
         """Return the current instruction and the ranks it may wait for; None between programs. Thread-safe."""
+        # The watch's thread reads without a lock. If the program is replaced in between, one heartbeat names a wrong
+        # line; the bounds keep it from raising.
         at, score = self._place[AT], self._score
         if score is None or not 0 <= at < len(score.awaits):
             return None
@@ -422,6 +494,8 @@ class Executor:
     def _stale(self, later: Iterable[Action]) -> list[tuple[Action, int]]:
         """Receives after the first backward of messages that were sent before the sender's first backward, and these
         senders."""
+        # A sender's false start ended at its own TAKE_BACK, before its first backward. What it had sent by then, and
+        # this rank has not received, comes before the same message of the right start.
         early = [
             set(takewhile(lambda action: action.op not in BACKWARD, row)) for row in self._outline.schedule.actions
         ]
@@ -484,12 +558,13 @@ class Executor:
         hidden = self._step.inputs.get(key)
         self._look(Made.INPUT, [hidden], self._stages[stage].run.start, microbatch=microbatch)
         self._step.outputs[key] = self._stages[stage].forward(hidden, self._step.batches[microbatch])
+        # A model that called none of its blocks has moved nothing: `_advance` would run this forward again, for ever.
         self._at = max(self._at, first + 1)
 
     def _block_forward(self, block: LocalBlock, given: Arguments) -> Any:
         """Run a block's forward when the model calls it: execute the instructions before it, the block, and what starts
         directly after it. Blocks that the model skips are passed over, and so communicate as on all other ranks."""
-        action = self._now
+        action = self._now  # a recomputed forward does not get here: it runs inside the block's I, past this handler
         microbatch = action.microbatch or 0
         key = action.stage, microbatch
         assert self._score is not None, "blocks are called while a program is played"
@@ -503,6 +578,8 @@ class Executor:
         while self._at < at:
             place[AT] = self._at
             self._at += 1
+            # An F here is of a block that the model skips. If it is the stage's first, its call is `_forward`, and
+            # would enter the model a second time.
             if instructions[self._at - 1].do is not Do.F:
                 calls[self._at - 1]()
         place[AT] = at
@@ -512,6 +589,8 @@ class Executor:
         if self.is_timed:
             self._clock.took(instructions[at], start)
         self._look(Made.OUTPUT, tensors_of(output), block.index, microbatch=microbatch)
+        # Here and not at the next call of a block: what the model computes in between can use the freed memory, and
+        # hides the next gather. It ends inside the program, whose last instruction is DRAIN or of the step's end.
         while instructions[self._at].do.begins:
             place[AT] = self._at
             self._at += 1
@@ -530,6 +609,7 @@ class Executor:
             step.inputs.pop(key, None)
             step.received.pop(key, None)
         if at.is_last and self.vocabulary is not None:
+            # No loss yet: all ranks score the output by their slices, and RECV_B brings the loss and the gradient.
             self.vocabulary.take_scored(microbatch, output)
             step.outputs[key] = output
             return
@@ -543,9 +623,12 @@ class Executor:
                 step.counts[microbatch] = count.detach() if isinstance(count, torch.Tensor) else count
             step.losses[microbatch] = output.detach()
             self._look(Made.LOSS, [output], at.run.stop - 1, microbatch=microbatch)
-        if step.is_training or not at.is_last:
+        # For the backward, or for SEND_F: without either, nothing would take it out before DRAIN.
+        if step.is_training or not (at.is_last or self._is_here(stage + 1)):
             step.outputs[key] = output
         if not at.is_last and self._is_here(stage + 1):
+            # Between two stages of a rank there is no message, but the same cut: a leaf, in which FINISH_I of the next
+            # stage finds the gradient.
             passed = output.detach()
             step.inputs[stage + 1, microbatch] = passed.requires_grad_(output.requires_grad and step.is_training)
 
@@ -559,8 +642,10 @@ class Executor:
         if at.is_last and self.vocabulary is None:
             gradient = torch.full_like(output, step.scale)
         if output.requires_grad:
+            # Through what the model computes after its last block, up to that block's leaf. If there is nothing, the
+            # output is that leaf, and the received buffer itself becomes its gradient: see `_Step.received`.
             pass_on(output, gradient)
-        if at.looked_up is not None:
+        if at.looked_up is not None:  # for a forward that runs again in the I of its block; FINISH_I clears it
             at.looked_up.rows = step.inputs.get(key)
 
     def _block_backward(self, block: LocalBlock, key: Key) -> None:
@@ -570,7 +655,7 @@ class Executor:
         gradient, and it is added to the pending ones.
         """
         passage = self._step.passages.get(key, {}).pop(block.index, None)
-        if passage is None:
+        if passage is None:  # the model has skipped it, or nothing of its output needs a gradient
             return
         pending = self._step.pending[key]
         if self.probe is not None:
@@ -578,11 +663,15 @@ class Executor:
             is_last = block.index == self._stages[key[0]].run.stop - 1
             made, of = (Made.GRADIENT, block.index) if is_last else (Made.INPUT_GRADIENT, block.index + 1)
             self._look(made, [leaf.grad for leaf in passage.leaves], of, microbatch=key[1])
+        # On CUDA autograd runs a backward on a thread of its own, while this one waits in it: layers append to
+        # `collected` from there, and by the end of this context it is complete.
         with self._collector.collecting() as collected:
             block.backward(passage)
         for unit, name, kept in collected:
             pending.setdefault(unit, []).append((name, kept))
         with torch.no_grad():
+            # Behind each block, so that what I computes is outside of the flat buffers for one block at a time, and
+            # is added there in the gradient's dtype: autograd adds to `grad` in that of the parameter.
             for unit in block.units:
                 for name, parameter in unit.trained():
                     gradient, parameter.grad = parameter.grad, None
@@ -592,7 +681,7 @@ class Executor:
                     if "I" in unit.phases_of(name):
                         unit.touched.add(name)
                         unit.room(name, "I").add(own)
-                    else:
+                    else:  # not into the buffer of W, which is opened in W: a pending W holds no gradient buffer
                         pending.setdefault(unit, []).append((name, own))
         if self.probe is not None:
             self._look_at_gradients(block.units, "I", block.index, microbatch=key[1])
@@ -605,6 +694,8 @@ class Executor:
         if at.looked_up is not None:
             at.looked_up.rows = None
         if hidden is not None and hidden.requires_grad:
+            # Whether a message follows is agreed once, with the shape (`Wire.has_gradient`). Without this zero, the
+            # previous stage would wait for one that is never sent.
             owed = hidden.grad if hidden.grad is not None else torch.zeros_like(hidden)
             step.gradients[stage - 1, microbatch] = owed
             self._look(Made.INPUT_GRADIENT, [owed], at.run.start, microbatch=microbatch)
@@ -635,7 +726,9 @@ class Executor:
     def _finish_weights(self, stage: int, microbatch: int) -> None:
         """Release everything of the microbatch; its received buffers are reused."""
         key = stage, microbatch
-        del self._step.pending[key]
+        del self._step.pending[key]  # empty by now
+        # Not before: [Note: received buffers] in mail.py. The products that read them have been launched, and a receive
+        # into a reused buffer starts after them.
         for buffer, wire in self._step.received.pop(key, ()):
             self._mail.recycle(buffer, wire)
 
@@ -647,7 +740,7 @@ class Executor:
             self.vocabulary.send_scored(microbatch, step.outputs[key])
         else:
             self._mail.send_forward(stage, microbatch, step.outputs[key])
-        if not step.is_training:
+        if not step.is_training:  # the outbox holds what it sends
             del step.outputs[key]
 
     def _receive_forward(self, stage: int, microbatch: int) -> None:
@@ -659,13 +752,14 @@ class Executor:
         assert received is not None, "an activation is always sent"
         buffer, wire = received
         step.received[stage, microbatch] = [received]
+        # A leaf of this microbatch alone: the buffer returns to `Mail` and must not take a gradient with it.
         hidden = buffer.detach()
         step.inputs[stage, microbatch] = hidden.requires_grad_(wire.has_gradient and step.is_training)
 
     def _send_backward(self, stage: int, microbatch: int) -> None:
         """Send the gradient of a backward, if the previous stage needs it."""
         gradient = self._step.gradients.pop((stage - 1, microbatch), None)
-        if gradient is None:
+        if gradient is None:  # the receiver knows it, from `Wire.has_gradient`, and does not wait
             return
         if stage == 0:
             assert self.vocabulary is not None, "nothing lies before stage 0 but the slices of a vocabulary"
@@ -705,7 +799,8 @@ def _skip() -> None:
 
 
 def _play_forward(on: Executor, step: Instruction) -> Callable[[], None]:
-    """The first block's forward runs the model's own forward of the stage, which calls the others."""
+    """The first F runs the model, which calls the other blocks: `_advance` gets to their F only where the model has
+    skipped them."""
     stage, microbatch = step.action.stage, -1 if step.action.microbatch is None else step.action.microbatch
     first = on._stages[stage].blocks[0].index == step.of
     return partial(on._forward, stage, microbatch) if first else _skip
@@ -733,7 +828,7 @@ PLAYS.update(
         Do.SEND_B: of_microbatch(Executor._send_backward),
         Do.RECV_B: of_microbatch(Executor._receive_backward),
         Do.GATHER: of_unit(Unit.begin_gather),
-        Do.WHOLE: of_unit(Unit.gather),
+        Do.WHOLE: of_unit(Unit.gather),  # waits for what GATHER began, or gathers here if nothing was begun
         Do.FETCH: of_unit(Unit.gather),
         Do.FREE: of_unit(Unit.free),
         Do.REDUCE: of_phase(Unit.reduce_gradients),

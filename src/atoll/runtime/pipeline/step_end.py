@@ -1,9 +1,32 @@
 """The end of a step: gradient norm, verdict, clipping, optimizer. `atoll.program.end` gives the order.
 
-With a post-validated step, no rank waits for the norm: the forwards of the next step fill the cool-down of this one. A
-rank whose step was wrong reverts it, takes the right one, and runs the forwards again. The squared norm is
-summed from the first pipeline rank to the last. It only grows, so once a rank declines to step, all later ranks do.
-The last rank has the whole norm, and sends its verdict back.
+With a post-validated step, no rank waits for the norm: the forwards of the next step fill the cool-down of this one,
+and the verdict is needed only before the next backward. If the step was wrong, all ranks bring right parameters back
+and run the forwards again.
+
+[Note: a step ahead of its verdict] Step k and the next one on two pipeline ranks, 1F1B with two microbatches. Both step
+ahead, and then the norm of all stages is above `clip`:
+
+              step k         | k + 1, on a guess            | k + 1 again, on right parameters
+    rank 0        B1 AHEAD TOTAL F0 F1 VERDICT STEP TAKE_BACK F0 F1 .  B0 .  B1 SUMS PASS AHEAD
+    rank 1  B1 AHEAD TOTAL .  .  F0    VERDICT STEP TAKE_BACK .  F0 B0 F1 B1 SUMS .  JOIN AHEAD
+
+    AHEAD      parameters <- step k, each unit when its gradients arrive, as if nothing were clipped. Masters, states
+               and gradients stay as they are
+    TOTAL      begins to add up the sums of all ranks, and nobody waits for it
+    VERDICT    waits for the sums: from here on all ranks know the same
+    STEP       masters and states <- step k, clipped. If it is refused or skipped, they stay. The gradients, kept until
+               now, are discarded
+    TAKE_BACK  parameters <- masters (with a codec between groups see `Segment.take_back`). F0, F1 and the message
+               between them are discarded, and the program begins again, where VERDICT finds no step to wait for
+
+If the verdict is that nothing was clipped, STEP gives the masters the values that the parameters have already, and
+TAKE_BACK continues the step.
+
+The first step, and one after a wrong one, ends along the chain. Its squared norm is summed from the first pipeline rank
+to the last (PASS, JOIN), and each rank steps ahead unless the sum up to it forbids it. The sum only grows, so once a
+rank declines to step, all later ranks do. The last rank has the whole norm; at VERDICT the ranks pass it back, from the
+last to the first.
 
 [Note: the lazy commit] Stepping ahead writes the parameters only: the optimizer steps on its own tensors, unit by unit,
 and they are restored from a copy of the unit's. After the verdict the step is repeated from the same gradients, so the
@@ -36,9 +59,9 @@ class LossScaler:
     not finite, or gradients that are not where the scale is 1 already, are no overflow: no scale would help.
     """
 
-    scale: float = 2.0**16
+    scale: float = 2.0**16  # a power of two, so scaling rounds nothing; never below 1
     growth_steps: int = 2000
-    good_steps: int = 0
+    good_steps: int = 0  # since the last overflow or growth
 
     def update(self, *, is_finite: bool) -> None:
         """Record a step."""
@@ -92,6 +115,8 @@ class _Sums:
     yet take it for 1: a step that was taken ahead with the wrong factor is taken back, as one that is clipped is.
     """
 
+    # On the host, in float64: `_HEAD` sums, then a place for each unit of the whole model. It is zero on ranks without
+    # the unit, so adding up the stages does not round the norm of a unit that is on one of them.
     values: torch.Tensor
     tokens: int
 
@@ -138,10 +163,14 @@ class _Unsettled:
     step: int
     tokens: int
     begin: float
+    # A copy: the caller may set the next step's rates before STEP.
     options: list[dict[str, Any]]
+    # Zeros until SUMS; JOIN adds to them in place.
     sums: _Sums
     touched: frozenset[str] = frozenset()
+    # A guess, made before SUMS, or along the chain what SUMS and JOIN decide. None: nothing is stepped ahead.
     ahead: frozenset[str] | None = None
+    # None along the chain, whose sums are in messages between neighbours.
     everyone: Later | None = None
     verdict: _Sums | None = None
     is_rehearsal: bool = False
@@ -183,19 +212,28 @@ class StepEnd:
         scaler: LossScaler | None,
         is_post_validated: bool,
     ) -> None:
+        # In the model's order, the same on all ranks of a stage: what is summed over them is laid out in it.
         self._units = tuple(units)
-        self._specs = tuple(specs)
+        self._specs = tuple(specs)  # of the whole model
         self._optimizer = optimizer
         self._transport = transport
         self.clip = clip
-        self.scaler = scaler
+        self.scaler = scaler  # None unless compute is fp16; `Engine.load` replaces it
         self._is_post_validated = is_post_validated
+        # This rank's parameters that had gradients in the last step, if STEP took it unchanged: the guess for this one.
+        # None otherwise and at first. Which of both is the same on all ranks, as it follows from the verdict.
         self._usual: frozenset[str] | None = None
+        # The step of the running program, from `begin` on. Here a placeholder that nothing reads.
         self._now = _Unsettled(0, 0, 0.0, options=[], sums=_Sums(torch.zeros(_HEAD), 1))
+        # The same object from SUMS to STEP: within one program, or post-validated across the beginning of the next one,
+        # where `_now` already is the following step. Its gradients are held as long.
         self._outstanding: _Unsettled | None = None
+        # From STEP until the engine takes them, one or the other. RETURN asks `_result` whether there is a step.
         self._result: StepResult | None = None
         self._refused: Refused | None = None
-        self._look: Callable[[], None] | None = None
+        self._look: Callable[[], None] | None = None  # of `begin`; VERDICT calls it
+        # Written by STEP and read by TAKE_BACK: whether the parameters are right, and if not, whether the masters have
+        # moved.
         self.was_right = True
         self._was_taken = False
         self.busy = 0.0
@@ -236,7 +274,7 @@ class StepEnd:
         return Ending.CHAIN if self._usual is None else Ending.AHEAD
 
     def settle(self) -> None:
-        """Return the verdict if no step follows: do the work of VERDICT, STEP and TAKE_BACK, without a replay."""
+        """Apply the verdict if no step follows: do the work of VERDICT, STEP and TAKE_BACK, without a replay."""
         self._wait()
         self._conclude()
         self.take_back()
@@ -245,6 +283,7 @@ class StepEnd:
         """Restore right parameters if a step wrote wrong ones. Return True if it did."""
         if self.was_right:
             return False
+        # All ranks of a stage get here, as the verdict is the same: the syncs that begin here match.
         for unit in self._units:
             unit.take_back(was_taken=self._was_taken)
         return True
@@ -260,6 +299,8 @@ class StepEnd:
     def cancel(self) -> None:
         """Discard the step that waits for its verdict, and what it has written before that; all ranks do."""
         if self._outstanding is not None:
+            # It followed a refused step and so ended along the chain, where VERDICT alone sends the verdict: no message
+            # of it is in flight.
             self.forget()
             for unit in self._units:
                 unit.take_back(was_taken=False)
@@ -272,6 +313,7 @@ class StepEnd:
     def take_result(self) -> StepResult | None:
         """Return the result of the step that was settled last, if it has not been taken yet."""
         result, self._result = self._result, None
+        # After the program: RETURN is part of the time of a step that is not post-validated.
         if result is not None and not self._is_post_validated:
             return replace(result, seconds=time.monotonic() - self._now.begin)
         return result
@@ -290,6 +332,7 @@ class StepEnd:
         unit.settle_parameters()  # of what the step did not use: see [Note: reading in place]
 
     def _unscale(self, unit: Unit) -> None:
+        # In a program STEP alone changes the scale, and none is between a step's first backward and here.
         unit.scale_gradients(1.0 / self.loss_scale)
 
     def add_up(
@@ -306,11 +349,13 @@ class StepEnd:
         )
         loss, *counted = read[len(self._units) :]
         partials = torch.zeros(len(self._specs), dtype=torch.float64)
-        for unit, norm in zip(self._units, read, strict=False):
+        for unit, norm in zip(self._units, read, strict=False):  # after the norms come the loss and the counts
             partials[unit.spec.index] = norm
         self.busy = busy()  # the device has passed its events
         idle = 1.0 - self.busy / max(time.monotonic() - self._now.begin, 1e-9)
         head = torch.tensor([loss, idle, sum(counted), len(counted)], dtype=torch.float64)
+        # A parameter that this rank's samples did not use has a gradient if another rank's did: the flags say on how
+        # many ranks. Without them, ranks of one parameter could disagree whether the optimizer steps it.
         names = [(unit, name) for unit in self._units for name, _ in unit.trained()]
         flags = torch.tensor([name in unit.touched for unit, name in names], dtype=torch.float64)
         values = self._transport.total_stage(torch.cat([head, partials, flags]))
@@ -334,6 +379,7 @@ class StepEnd:
             if len(unit.owners) > 1:
                 own = [at for at, (owner, _) in enumerate(names) if owner is unit]
                 shared = flags[own]
+                # Of this channel and unit, `sum_copies` has a tag for each segment, and no segment is LAST.
                 self._transport.total_ordered(shared, unit.owners, Tag(Channel.SHARED, unit.spec.index, Tag.LAST))
                 flags[own] = shared
 
@@ -346,15 +392,18 @@ class StepEnd:
         if place.mesh.pipeline == 1:
             now.everyone = Exchange([own], [])  # a stage's ranks are all ranks
         else:
+            # The ranks of a stage have equal sums since SUMS, so one of them speaks; the same bits arrive everywhere.
             said = own if self._transport.speaks else torch.zeros_like(own)
             now.everyone = self._transport.total_together_later(said)
 
     def _join(self) -> None:
+        # One message for a link and step, and the tag needs no step: the sender's next PASS is after a VERDICT that
+        # needs this JOIN.
         place, values = self._transport.place, self._now.sums.values
         before = torch.zeros_like(values, device=self._transport.device)
         self._transport.receive(before, place.peers("pp")[place.pp - 1], Tag(Channel.CHAIN, place.pp - 1)).wait()
         values += before.cpu()
-        self._allow()
+        self._allow()  # again: SUMS has allowed what this rank's sums alone allow
 
     def _pass(self) -> None:
         place = self._transport.place
@@ -363,7 +412,7 @@ class StepEnd:
 
     def _wait(self) -> None:
         step = self._outstanding
-        if step is None:
+        if step is None:  # in the first step, after `settle`, and in a program that begins again
             return
         if step.everyone is None:
             step.verdict = self._come_back(step)
@@ -389,7 +438,7 @@ class StepEnd:
     # ---- steps
 
     def _allow(self) -> None:
-        """Return True if a step along the chain is taken, given the sums so far."""
+        """Decide whether a step along the chain is taken ahead, given the sums so far; in other forms, do nothing."""
         if self._is_post_validated and self._usual is None:
             is_taken = self._is_right(self._now.sums) and not self._now.is_rehearsal
             self._now.ahead = self._now.touched if is_taken else None
@@ -402,6 +451,8 @@ class StepEnd:
         now = self._now
         assert now.ahead is not None, "a step was guessed"
         if now.ahead != now.touched:
+            # In the order of AHEAD. Each rank of a unit knows the same `touched`, and guessed from the same, so all of
+            # them step it again. It starts where AHEAD did: stepping ahead leaves masters and states as they were.
             for unit in reversed(self._units):
                 if any((name in now.ahead) != (name in now.touched) for name, _ in unit.trained()):
                     if self._optimizer.has_matrices(unit):
@@ -429,6 +480,8 @@ class StepEnd:
     def _conclude(self) -> None:
         """Take the step finally, or refuse it."""
         step, self._outstanding = self._outstanding, None
+        # Before the return: a program that begins again gets here without a step, and TAKE_BACK, which has brought the
+        # parameters back, must not begin it once more.
         self.was_right = True
         if step is None:
             return
@@ -447,6 +500,7 @@ class StepEnd:
         # A rehearsal never steps ahead, so the parameters are right.
         self.was_right = step.is_rehearsal or self._is_right(sums)
         self._usual = step.touched if self._is_post_validated and self._is_right(sums) else None
+        # An overflow is of gradients: the scale multiplies the backward's start, and no loss.
         has_overflowed = not is_finite and self._can_overflow and math.isfinite(sums.loss)
         if step.is_rehearsal or not (is_finite or has_overflowed):
             bad = tuple(at for at, norm in enumerate(sums.norms.tolist()) if not math.isfinite(norm))
@@ -455,18 +509,19 @@ class StepEnd:
             self._optimizer.forget()
             for unit in self._units:
                 unit.clear_gradients()
-                unit.clear_residuals()
+                unit.clear_residuals()  # they may hold what is not finite, and would carry it into the next step
             return
         # The optimizer writes where the way back of an earlier step may still read: p and master can be one storage.
         for unit in self._units:
             unit.settle_parameters()
         if is_finite:
             self._optimizer.step(step.touched, self._scale(sums), step.options)
-            if self._is_post_validated:
+            if self._is_post_validated:  # otherwise the program has COLLECT, TRANSFORM and UPDATE after STEP
                 self._optimizer.commit()
         else:
             self._optimizer.forget()
         self._was_taken = is_finite
+        # Post-validated, the next backward is about to write to these buffers.
         for unit in self._units:
             unit.clear_gradients()
             if not is_finite:

@@ -47,6 +47,23 @@ _FLOATS = {"fp8": (-6, 3), "bf16": (-126, 7)}
 _HALF_A_BIT = 2.0**-25
 """The least random number: with 0, rounding noise around zero would be rounded down to the code below it."""
 
+# [Note: the path of a residual] Error feedback in two steps, of one block that a rank sends to its owner. Gradients are
+# multiples of the loss scale, S in the first step and T in the next; the residual r is stored without it.
+#
+#                       step t, loss scale S           step t + 1, loss scale T
+#     gradients         S * g                          T * g'
+#     + residual        c = S * g + S * r              c' = T * g' + T * r'
+#     message           encode(c) -> m                 encode(c') -> m'
+#     owner adds        decode(m)                      decode(m')
+#     new residual      r' = (c - decode(m)) / S       r'' = (c' - decode(m')) / T
+#
+# Without the scales the owner has added g + r - r' and then g' + r' - r'': what m lacked came with m', and of any
+# number of steps only the last residual is missing. A step with several reductions takes this path with each of them.
+# A residual that was stored times S would count S / T times in the next step: after an overflow T is S / 2.
+# An overflow in g makes c and r' infinite or NaN. Such a step is not taken, and `Segment.clear_residuals` sets r' to 0.
+# The sum that an owner sends back takes the same path, with the residual's own block. So do outer gradients, with scale
+# 1, from one outer step of their fragment to the next.
+
 Encoded = tuple[torch.Tensor | None, torch.Tensor]
 """Scales, [rows, 1] in float32, and payload, [rows, bytes]."""
 
@@ -69,6 +86,8 @@ def noise_seed(seed: int, step: int, unit: int, segment: int, *, what: str, rank
     what: the reduction of a phase, as `I.0`; `sync`, or `gather`; of outer gradients `outer.reduce` or `outer.gather`.
     rank: data-parallel rank.  to: the receiver's position along the axis.
     """
+    # Of the message's place and nothing else: a replayed step, or another schedule with the same order of microbatches,
+    # rounds to the same bits. Python's own hash of a string differs between processes.
     text = f"codec:{seed}:{step}:{unit}:{segment}:{what}:{rank}:{to}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
@@ -82,6 +101,7 @@ def draw(codec: Codec, numel: int, seed: int, device: torch.device) -> torch.Ten
     """Random numbers in (0, 1) for the elements of a message; None if the codec rounds to nearest."""
     if codec.rounding == "nearest":
         return None
+    # A generator for each message: several jobs draw at the same time, in an order that depends on timing.
     generator = torch.Generator(device).manual_seed(seed)
     return torch.rand(numel, generator=generator, device=device).clamp_(min=_HALF_A_BIT)
 
@@ -102,6 +122,8 @@ def encode(
     """
     for rows, scales_at, payload in _parts(codec, values, message):
         chosen = values[rows].to(wide(values.dtype))
+        # The residual is brought to the scale of the values and not the reverse: the owner adds what it decodes to its
+        # own block, which has the loss scale.
         if residual is not None:
             chosen = torch.add(chosen, residual[rows], alpha=scale)
         blocks = chosen.view(-1, _row(codec, len(chosen)))
@@ -140,6 +162,7 @@ def _parts(codec: Codec, values: torch.Tensor, message: torch.Tensor) -> Iterato
     scales, and those of its payload."""
     numel, block = len(values), codec.block
     whole = numel - numel % block
+    # A part has whole blocks, since a block has one scale. With an even block its int4 codes end with a whole byte.
     each = whole if values.is_cuda else max(block, _AT_A_TIME // block * block)
     first = codec.scale_bytes(numel)
     for start in [*range(0, whole, max(each, 1)), *([whole] if whole < numel else [])]:
@@ -153,10 +176,14 @@ def _encode(rows: torch.Tensor, noise: torch.Tensor | None, name: str, *, is_los
     scales, scaled = None, rows
     if name != "bf16":
         scales = (rows.abs().amax(1, keepdim=True) / _LARGEST[name]).float()
+        # The inverse of a subnormal scale can be infinite. NaN is not below anything, and stays: see the next lines.
         scales = torch.where(scales < _SMALLEST, 0.0, scales)
+        # A block with inf or NaN has such a scale. Its codes are arbitrary, but times that scale all of them are NaN or
+        # infinite at the receiver. The norm of the gradients then is too, and the step is not taken.
         inverse = torch.where(scales > 0, 1.0 / scales.to(rows.dtype), 0.0)
         scaled = rows * inverse
     payload = _round(scaled, noise, name)
+    # Decoded from the payload, as the receivers do it, so the residual has the error of the scale, too.
     left = rows - _decode(scales, payload, name, size=rows.shape[1], dtype=rows.dtype) if is_lossy else None
     return scales, payload, left
 
@@ -166,18 +193,24 @@ def _round(scaled: torch.Tensor, noise: torch.Tensor | None, name: str) -> torch
     if name in _FLOATS:
         if noise is not None:
             smallest, bits = _FLOATS[name]
+            # The distance between two codes at each value. frexp's mantissa is in [0.5, 1) and the format's in [1, 2),
+            # so its exponent is one more. Below the smallest exponent codes are subnormal, at a constant distance.
             exponent = torch.frexp(scaled).exponent.clamp(min=smallest + 1) - 1 - bits
             quantum = torch.ldexp(torch.ones_like(scaled), exponent)
             scaled = (scaled / quantum + noise).floor() * quantum
         if name == "bf16":
             return scaled.to(torch.bfloat16).view(torch.uint8)
+        # e4m3 has no infinity: the code above the largest is NaN. Noise can lead to it, as below.
         largest = _LARGEST[name]
         return scaled.clamp(-largest, largest).float().to(torch.float8_e4m3fn).view(torch.uint8)
     largest = _LARGEST[name]
+    # |scaled| is at most `largest`, but for a rounding error that `round` removes. `floor` does not: the largest value
+    # plus a noise just below 1 is rounded up to the next integer.
     codes = scaled.round() if noise is None else (scaled + noise).floor().clamp(-largest, largest)
     if name == "int8":
         return codes.to(torch.int8).view(torch.uint8)
     nibbles = (codes + 8).to(torch.uint8)
+    # Halves of a block and not neighbours share a byte: both are contiguous, and no element is read with a stride.
     half = (nibbles.shape[1] + 1) // 2
     if nibbles.shape[1] % 2:
         nibbles = torch.nn.functional.pad(nibbles, (0, 1))
@@ -237,14 +270,17 @@ def reduce(
     `encode`.
     """
     ranks = len(peers.ranks)
+    # A multiple of four bytes, so that each message begins where its float32 scales may.
     each = codec.nbytes(whole.numel() // ranks)
     sent, received = (torch.empty(ranks * each, dtype=torch.uint8, device=whole.device) for _ in range(2))
     for at, _ in peers.others:
         lost = None if residual is None else peers.block(residual, at)
         encode(codec, peers.block(whole, at), peers.block(sent, at), residual=lost, noise=noise(at), scale=scale)
     transport.all_to_all(sent, received, peers, tag=tag)
+    # In rank order, as gloo's `reduce` adds. The first two have the same sum in either order: the own block, which is
+    # exact, has to wait for its turn only behind them.
     own = peers.own(whole)
-    total = own.to(wide(own.dtype))
+    total = own.to(wide(own.dtype))  # `own` itself if dtypes are equal, and then cleared below
     mine = total.clone() if peers.index > 1 else None
     if mine is not None:
         total.zero_()
@@ -278,5 +314,6 @@ def gather(
     coded = torch.empty(len(peers.ranks) * each, dtype=torch.uint8, device=whole.device)
     encode(codec, own, peers.own(coded), residual=residual, noise=noise, scale=scale)
     transport.gather(coded, peers, tag)
+    # The own block, too: [Note: equal replicas]. `own` may be a view of it, and has been encoded.
     for at in range(len(peers.ranks)):
         decode(codec, peers.block(coded, at), peers.block(whole, at), adds=adds)

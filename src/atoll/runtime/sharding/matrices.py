@@ -74,8 +74,11 @@ class _Batch:
 
     def begin(self) -> Mapping[str, torch.Tensor]:
         """Return a copy of the state that a transform may update."""
+        # Never the state itself: the whole batch is transformed at once, and some of its matrices may have no gradient.
         if not self.ahead:
             return {name: values.clone() for name, values in self.kept.items()}
+        # What a transform ahead computes is needed until the verdict, so its memory is permanent. A second one, with
+        # corrected gradients, begins from `kept` again.
         for name, values in self.ahead.items():
             values.copy_(self.kept[name])
         return self.ahead
@@ -96,12 +99,18 @@ class Exchange:
         self.segment = segment
         sharding, shape, place = segment.sharding, segment.shape, segment.around.transport.place
         holders = sharding.holders(shape)
+        # The dtype in which slices travel and matrices are transformed.
         self.dtype = dtype_of(sharding.transformed)
         self._update = update
+        # World rank of each holder. All of them call each swap, also a rank that owns nothing and sends nothing.
         self._ranks = ranks = tuple(_rank_of(place, holders, at) for at in range(holders.count))
+        # Every rank lists the pieces of all holders, by holder and then by matrix, from the model and the layout alone.
+        # So the sender and the receiver of a message know the order of its slices, and it needs no header.
         every, own = sharding.pieces(shape), holders.own
+        # What rests here, and what of that is of matrices that this rank owns, which needs no message.
         self.mine = tuple(piece for piece in every if piece.holder == own)
         self._kept = [piece for piece in self.mine if shape.owners[piece.matrix] == own]
+        # By the rank at the other end: what leaves with COLLECT, and what arrives with it. The way back is the reverse.
         self._given: dict[int, list[Piece]] = {}
         self._taken: dict[int, list[Piece]] = {}
         for piece in every:
@@ -114,11 +123,16 @@ class Exchange:
         for at, (matrix, owner) in enumerate(zip(segment.matrices, shape.owners, strict=True)):
             if owner == own:
                 batches.setdefault((matrix.rows, matrix.columns, groups[matrix.name]), []).append(at)
+        # This rank's matrices, for the life of the engine: a batch stores the state of its matrices.
         self._batches = [self._batch(places, group) for (_, _, group), places in batches.items()]
+        # What follows is of one exchange, from `collect` to `results`.
         self._is_ahead = False
+        # The swap in flight and what leaves with it, until `_wait`.
         self._job: lanes.Job | None = None
         self._leaving: Mapping[int, torch.Tensor] = {}
+        # This rank's shard: of what is transformed, then of the results, which `transform` and `results` write over it.
         self._slices = torch.empty(0)
+        # By sender: slices of others at an owner, then results at a holder. Read only after `_wait`.
         self._arriving: dict[int, torch.Tensor] = {}
 
     def collect(self, slices: torch.Tensor, *, is_ahead: bool) -> None:
@@ -135,6 +149,7 @@ class Exchange:
         the parameters that have a gradient."""
         self._wait()
         results: dict[int, torch.Tensor] = {}
+        # Views of the buffers that arrived: `arrived` alone keeps them from here on, so its clear below frees them.
         arrived = dict(_each(self._arriving, self._taken))
         arrived |= {piece: _cut(self._slices, piece) for piece in self._kept}
         self._arriving = {}
@@ -152,11 +167,11 @@ class Exchange:
                 matrices.nan_to_num_(0.0, 0.0, 0.0)
             kept = batch.begin()
             transformed = self._update.transform(matrices, options[batch.group], kept).contiguous()
-            del matrices
+            del matrices  # before the next batch's are allocated
             if not self._is_ahead:
                 batch.take(kept, self._rows(batch, touched))
             results.update(zip(batch.places, transformed, strict=True))
-        arrived.clear()
+        arrived.clear()  # before slices of the results are allocated
         out = {
             rank: torch.cat([self._slice(results[piece.matrix], piece) for piece in own])
             for rank, own in self._taken.items()
@@ -207,9 +222,12 @@ class Exchange:
         return found
 
     def _begin(self, out: Mapping[int, torch.Tensor], into: Mapping[int, Sequence[Piece]], channel: Channel) -> None:
+        # Here and not in the job: what arrives outlives it.
         sizes = {rank: sum(piece.numel for piece in own) for rank, own in into.items()}
         self._arriving = {rank: self._slices.new_empty(size) for rank, size in sizes.items()}
         if len(self._ranks) > 1:
+            # A channel for each way: a segment's way back can begin on some ranks while others still receive slices of
+            # its way to the owners. Other segments have other tags.
             swap, tag = self.segment.around.transport.swap, Tag(channel, *self.segment.tag)
             # What leaves and arrives is held until the job is waited for: on a GPU a lane's stream works on it, see
             # [Note: streams and memory] in runtime/lanes.py.
@@ -225,6 +243,8 @@ class Exchange:
         """Fill a matrix from its pieces, those of each tensor-parallel rank to its part."""
         matrix = self.segment.matrices[at]
         for tp in range(matrix.parts):
+            # Pieces are ranges of a tensor-parallel part, flattened. A part with some of the columns is not contiguous
+            # in the matrix, so it is put together beside it.
             place = _part(target, matrix.part(tp))
             flat = place.view(-1) if place.is_contiguous() else target.new_empty(place.numel())
             for piece, values in arrived.items():

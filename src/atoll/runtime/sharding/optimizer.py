@@ -95,6 +95,8 @@ class ShardedOptimizer:
     ) -> None:
         self._units = tuple(units)
         self._device = units[0].around.device if units else torch.device("cpu")
+        # The only tensors that the torch optimizer knows: views of the masters, as long-lived as these. A rank has no
+        # slice of a parameter of which its shard has no element. Between steps none of them has a gradient.
         self.slices: dict[str, ParameterSlice] = {}
         for unit in units:
             for segment in unit.segments:
@@ -108,9 +110,11 @@ class ShardedOptimizer:
                     )
         grouped: dict[str, dict[str, Any]] = {}
         group_of: dict[str, int] = {}
+        # Groups follow from the whole model's parameters and not from this rank's slices: schedules set learning rates
+        # by the index of a group, and checkpoints of any world size store the options of groups in order.
         for name, shape in named_shapes:
             chosen = dict(options(name, shape)) if options is not None else {}
-            if matrices:
+            if matrices:  # a part of the key: the optimizer tells by it which groups it leaves to the engine
                 chosen["whole"] = name in matrices
             key = repr(sorted(chosen.items()))
             group = grouped.setdefault(key, {"params": [], **chosen})
@@ -147,8 +151,11 @@ class ShardedOptimizer:
                 f"{len(taken - given)} other tensors; make {kind} with the groups that the function is given, not with "
                 "model.parameters(). What is not to be trained has requires_grad = False"
             )
+        # The parts of the update that torch's optimizer does not make; None for an elementwise optimizer.
         self._update = factory if isinstance(factory, MatrixUpdate) else None
+        # Parameter -> index of its group, whose options schedules change: they are looked up in each step.
         self._group_of = group_of
+        # Unit -> one exchange for each of its segments of matrices, in their order: empty for a unit without any.
         self._exchanges: dict[int, tuple[Exchange, ...]] = {}
         if self._update is not None:
             self._exchanges = {
@@ -158,8 +165,14 @@ class ShardedOptimizer:
                 for unit in units
             }
         self._matrices = frozenset(matrices)
+        # Unit -> slices to be transformed, one tensor for each exchange: from `step` until `collect` hands them over,
+        # or `commit` finds that they have been transformed already.
         self._directed: dict[int, list[torch.Tensor]] = {}
+        # Unit -> the parameters that it was stepped ahead with, and the results: from `update_ahead` to `commit`. They
+        # are dropped earlier if the gradients turn out to be clipped, or the step is forgotten.
         self._ahead: dict[int, tuple[frozenset[str], list[torch.Tensor]]] = {}
+        # Of the step whose matrices are on their way: `transform` and `update` are instructions of their own and are
+        # given a unit only.
         self._touched: frozenset[str] = frozenset()
         self._chosen: Sequence[Options] = ()
 
@@ -173,12 +186,15 @@ class ShardedOptimizer:
         Of matrices only the elementwise part before their transform: `collect`, `transform` and `update` of each unit
         follow. Those that have been stepped ahead with the same gradients are updated here.
         """
-        # A fused kernel multiplies while it reads: a pass over all gradients less. Nobody reads them after it.
+        # A fused kernel multiplies while it reads: a pass over all gradients less. Nobody reads them after it. With
+        # matrices `_direct` does, and their slices are in no group that the kernel steps.
         is_fused = scale != 1.0 and self._update is None and takes_scale(self.torch)
         for unit in self._units:
             if scale != 1.0 and not is_fused:
                 unit.scale_gradients(scale)
             self._present(unit, touched)
+        # A post-validated step is taken within the next one. A schedule may have set the next learning rate by then, so
+        # the options are those of the step's begin, and the current ones are put back.
         now: list[dict[str, Any]] = []
         self.remember_options(now)
         self._use(options)
@@ -186,28 +202,36 @@ class ShardedOptimizer:
             self.torch.step()
         self._use(now)
         self._touched, self._chosen = frozenset(touched), options
-        if scale != 1.0:
+        if scale != 1.0:  # what was transformed ahead were other gradients
             self._ahead.clear()
+        # The elementwise part of all units at once, while the slices have their gradients. From here on the exchanges
+        # need none, and the segments may free their gradients.
         for unit in self._units:
             if self.has_matrices(unit):
                 self._directed[unit.spec.index] = self._direct(unit, is_ahead=False)
         for own in self.slices.values():
-            own.grad = None
+            own.grad = None  # may be a view of a segment's `final`, whose memory is about to be freed
 
     def step_ahead(self, unit: Unit, touched: Collection[str]) -> None:
         """Bring a unit's step to its parameters and leave masters and states as they were.
 
         See [Note: the lazy commit] in pipeline/step_end.py. Matrices have been through `update_ahead`.
         """
+        # Copies, since a step in floating point has no inverse. One unit at a time, so that a rank never has a second
+        # copy of all masters and states.
         masters = [segment.master for segment in unit.segments if segment.master is not None]
         kept = [master.clone() for master in masters]
+        # States of matrices have not changed: `collect_ahead` has advanced clones.
         names = [name for name, _ in unit.trained() if name in self.slices and name not in self._matrices]
         states = {name: self._copy_state(name) for name in names}
+        # Only this unit's slices have gradients, and torch's optimizers skip parameters without one.
         self._present(unit, touched)
         self.torch.step()
         self._forget_gradients(unit)
         if unit.spec.index in self._ahead:
             self._apply(unit, *self._ahead[unit.spec.index])
+        # Between the update and its undoing. What the sync sends has been copied from the masters when this returns:
+        # post-validated steps store parameters and masters apart.
         unit.sync_parameters(is_ahead=True)
         for master, before in zip(masters, kept, strict=True):
             master.copy_(before)
@@ -231,6 +255,7 @@ class ShardedOptimizer:
 
     def collect_ahead(self, unit: Unit, touched: Collection[str]) -> None:
         """The same ahead of `step`, from the unit's gradients; states stay as they are."""
+        # Nothing changes the groups before this step's program has ended: these are its options.
         self._touched, self._chosen = frozenset(touched), self.torch.param_groups
         self._present(unit, touched)
         self._collect(unit, self._direct(unit, is_ahead=True), is_ahead=True)
@@ -259,6 +284,8 @@ class ShardedOptimizer:
                 continue
             own = {name for name, _ in unit.trained()}
             touched, results = ahead.get(unit.spec.index, (None, []))
+            # `step` has directed the same gradients with the same states, so the slices have the same bits. All holders
+            # come to the same answer: the flags have been added up over them. So nobody waits for a message alone.
             if touched is not None and touched & own == self._touched & own:
                 del self._directed[unit.spec.index]
                 self._apply(unit, touched, results)
@@ -284,13 +311,14 @@ class ShardedOptimizer:
         for exchange in self._exchanges[unit.spec.index]:
             segment = exchange.segment
             held = segment.range(segment.layout.optimizer)
+            # In the dtype that travels, so that `collect` only cuts. Results come back into this buffer.
             slices = torch.zeros(len(held), dtype=exchange.dtype, device=segment.around.device)
             for part in segment.map.slices(held):
                 own = self.slices[part.name]
                 if own.grad is None:
                     continue
                 state = self.torch.state[own]
-                if is_ahead:
+                if is_ahead:  # the dictionary is another one, too: keys that `direct` adds are not kept
                     state = {key: value.clone() for key, value in state.items()}
                 directed = self._update.direct(own.grad, state, self._chosen[self._group_of[part.name]])
                 slices.narrow(0, part.offset, part.stop - part.start).copy_(directed)
@@ -304,6 +332,7 @@ class ShardedOptimizer:
             segment = exchange.segment
             assert segment.master is not None, "matrices are trained"
             for piece in exchange.mine:
+                # A matrix without a gradient is not decayed either, as in one process. Its result was made of zeros.
                 matrix = segment.matrices[piece.matrix]
                 if matrix.name in touched:
                     own, options = (piece.offset, piece.numel), self._chosen[self._group_of[matrix.name]]
@@ -323,6 +352,8 @@ class ShardedOptimizer:
         for segment in unit.segments:
             if segment.final is None or segment.master is None:
                 continue
+            # `final` itself if the dtypes are equal. The slices' gradients then are views of it, and a fused kernel's
+            # scale is multiplied into it.
             gradients = segment.final.to(segment.master.dtype)
             for part in segment.map.slices(segment.range(segment.layout.optimizer)):
                 gradient = gradients.narrow(0, part.offset, part.stop - part.start)
@@ -340,12 +371,12 @@ class ShardedOptimizer:
 
     def _restore_state(self, name: str, before: dict[str, Any] | None) -> None:
         own = self.slices[name]
-        if before is None:
+        if before is None:  # the optimizer makes a state with the first gradient: the step that counts makes it again
             self.torch.state.pop(own, None)
             return
         state = self.torch.state[own]
         for key, value in before.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor):  # step counters on the CPU, too
                 state[key].copy_(value)
             else:
                 state[key] = value
@@ -377,6 +408,7 @@ class ShardedOptimizer:
         """Return the state tensors of slices and of whole matrices, without step counters."""
         found = []
         for name, state in self.states().items():
+            # A counter has no dimension, also where the slice has one element.
             size = self.slices[name].numel()
             found += [t for t in state.values() if isinstance(t, torch.Tensor) and t.dim() and t.numel() == size]
         for exchange in chain.from_iterable(self._exchanges.values()):

@@ -52,9 +52,12 @@ class _Anchor:
         assert segment.master is not None, "an anchor is of trained parameters"
         self.segment = segment
         self._outer, self._transport, self._tag, self._seed = outer, transport, tag, seed
+        # These three live as long as the engine. The job in flight writes to the residual, only the computing thread to
+        # the others.
         self.value = torch.empty_like(self._own)
         self.momentum = torch.zeros_like(self.value) if outer.inertia else None
         self.residual = torch.zeros_like(self.value) if outer.keeps_residual else None
+        # From `leave` to `step`, which comes with the arrival or, before a save, earlier.
         self.flow: tuple[Job, torch.Tensor] | None = None
         self.adopt()
 
@@ -90,11 +93,13 @@ class _Anchor:
 
         Returns its squares and those of the anchor, summed over what this rank accounts for: [2], float64.
         """
+        # Along the mesh's axis. `Surroundings.peers` would find none: a step's layout ends at the island.
         peers = Peers.along("inter", self._transport.place)
         numel, islands = self.value.numel(), len(peers.ranks)
         # Padded to a multiple of the islands: each adds up one block.
         flow = self.value.new_zeros(-(-numel // islands) * islands)
         torch.sub(self.value, self._own, out=flow[:numel])
+        # Before the job begins, which works in the flow itself.
         moved = torch.zeros(2, dtype=torch.float64, device=flow.device)
         if self.segment.spread is Spread.SPLIT or self._transport.place.tp == 0:
             moved = torch.stack([sum_of_squares(flow), sum_of_squares(self.value)])
@@ -106,6 +111,8 @@ class _Anchor:
         return moved
 
     def _average(self, flow: torch.Tensor, peers: Peers) -> None:
+        # The next job with these tags begins after `step` has waited for this one, and channels of their own keep both
+        # moves apart from those of the steps that run meanwhile.
         self._transport.reduce(flow, peers, Tag(Channel.OUTER_REDUCE, *self._tag))
         peers.own(flow).div_(len(peers.ranks))
         self._transport.gather(flow, peers, Tag(Channel.OUTER_GATHER, *self._tag))
@@ -113,6 +120,7 @@ class _Anchor:
     def _code(self, codec: Codec, flow: torch.Tensor, peers: Peers, *, step: int) -> None:
         """Average with a codec: [Note: encoded outer gradients]."""
         own, lost = peers.own(flow), self.residual
+        # Its blocks must be those of the flow. The padding of the residual is zero, as that of the flow is.
         if lost is not None and lost.numel() < flow.numel():
             lost = torch.nn.functional.pad(lost, (0, flow.numel() - lost.numel()))
 
@@ -124,6 +132,7 @@ class _Anchor:
         there, back = (Tag(channel, *self._tag) for channel in (Channel.OUTER_REDUCE, Channel.OUTER_GATHER))
         transport, drawn = self._transport, partial(noise, "outer.reduce")
         coding.reduce(codec, flow, peers, tag=there, transport=transport, noise=drawn, residual=lost)
+        # The sum is encoded and not the mean: `owed` then is in the unit of what the reduction has lost.
         bits, owed = noise("outer.gather", peers.index), None if lost is None else peers.own(lost)
         coding.gather(codec, own, flow, peers=peers, tag=back, transport=transport, noise=bits, residual=owed)
         flow.div_(len(peers.ranks))
@@ -137,6 +146,7 @@ class _Anchor:
         job, flow = self.flow
         job.wait()
         self.flow = None
+        # The mean is a view of the flow, which is freed when this returns: nesterov may add to it in place.
         mean, momentum, outer = flow[: self.value.numel()], self.momentum, self._outer
         if momentum is not None:
             momentum.mul_(outer.inertia).add_(mean)
@@ -152,6 +162,8 @@ class _Anchor:
         """Mix the island's masters with the anchor. share: weight of the masters."""
         segment, level = self.segment, self.segment.layout.optimizer
         assert segment.master is not None, "an anchor is of trained parameters"
+        # The masters have the level of os, the anchor level G. With os at N or I the island gathers the anchor; every
+        # rank of a group then mixes the same values, so replicas stay equal.
         target, source = segment.master.detach(), self.value
         moves = segment.sharding.real(SYNC_PARAMETER[Level.G, level])
         if moves:
@@ -186,6 +198,8 @@ class OuterSteps:
         self._count = count
         self._transport = transport
         self._lane = lane
+        # Fragment -> its units on this rank. Fragments are dealt over the whole model, so a pipeline rank may have no
+        # unit of one; ranks that share parameters have the same.
         self._fragments: dict[int, list[tuple[Unit, list[_Anchor]]]] = {}
         for unit in units:
             own = [
@@ -196,10 +210,31 @@ class OuterSteps:
             if own:
                 fragment = outer.fragment_of(unit.spec.index, count)
                 self._fragments.setdefault(fragment, []).append((unit, own))
+        # Fragments between L and A. In checkpoints: an anchor has been stepped by then, but the masters have not been
+        # mixed with it.
         self._waiting: set[int] = set()
+        # Since the last `take_moved`, on the CPU.
         self._moved = torch.zeros(2, dtype=torch.float64)
 
     # ---- steps
+    #
+    # [Note: fragments in flight] Two fragments with every = 4 and delay = 3, as one rank sees them. After a step, a
+    # fragment leaves (L) or arrives (A):
+    #
+    #     step           1    2    3    4    5    6    7    8    9   10   11
+    #     fragment 0          L==============A    L==============A    L====
+    #     fragment 1                    L==============A    L==============A
+    #     lane                [-- 0 --] [-- 1 --] [-- 0 --] [-- 1 --] [-- 0
+    #
+    #     L    flow = anchor - masters. A job of the outer lane begins: reduce-scatter along inter, division by the
+    #          number of islands, all-gather along inter.
+    #     =    Steps of the island write the masters, and neither the anchor nor the flow. None waits for the job.
+    #     A    Waits for the job. Then anchor <- outer optimizer of anchor and flow, and masters <- share * masters +
+    #          (1 - share) * anchor. What is left of the steps since L is a part of the fragment's next flow.
+    #
+    # Two fragments can be in flight, but none twice, since the delay is less than `every`. `settle`, before a save and
+    # in `anchored`, waits for the job and steps the anchor before A. At A the masters are mixed with it all the same,
+    # so results do not depend on when a run is saved.
 
     def is_due(self, step: int) -> bool:
         """Return True if there is outer work after `step`."""
@@ -229,6 +264,7 @@ class OuterSteps:
     def _arrive(self, fragment: int) -> None:
         self._waiting.discard(fragment)
         own = self._fragments.get(fragment, [])
+        # First everything that waits for other islands, for all units. The wait for readers comes once for all of them.
         for unit, anchors in own:
             for anchor in anchors:
                 anchor.step()
@@ -280,6 +316,7 @@ class OuterSteps:
 
     def forget(self) -> None:
         """Drop what is in flight and the residuals, before a load."""
+        # Waits before it clears: a job in flight still writes to its residual.
         self.settle()
         self._waiting.clear()
         for anchor in self._anchors():

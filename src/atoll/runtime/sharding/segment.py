@@ -64,6 +64,8 @@ from atoll.runtime.sharding.room import Room
 from atoll.runtime.sharding.tensors import Spread, box_of, lay_in, part_of, split_dim, whole_of
 from atoll.runtime.transport import Channel, Peers, Tag, Transport
 
+# One job has at most one move of each kind along each axis, so its own messages differ in the channel. NCCL ignores
+# tags: there messages match by the order of launches, which is the program's, the same on all ranks of a collective.
 _CHANNEL: Mapping[tuple[Kind, Axis], Channel] = {
     (Kind.GATHER, Axis.INTRA): Channel.GATHER_INTRA,
     (Kind.GATHER, Axis.INTER): Channel.GATHER_INTER,
@@ -97,11 +99,13 @@ class State(Enum):
 class _Purpose(IntEnum):
     """Why something travels: two of a unit's may be under way at once, and must not be taken for each other."""
 
-    GATHER = 0
-    REDUCE = 1
-    SYNC_GRADIENT = 2
-    SYNC_PARAMETER = 3
-    READ = 4
+    # A job that runs behind another of its segment begins when this rank has finished the first. Its peers may still
+    # receive messages of that one, so the order on one rank does not keep the two apart.
+    GATHER = 0  # starts behind the SYNC_PARAMETER before it
+    REDUCE = 1  # of both phases: `reduce_gradients` lines them up
+    SYNC_GRADIENT = 2  # starts behind the last REDUCE of the step
+    SYNC_PARAMETER = 3  # one at a time: the next one first waits for it
+    READ = 4  # in no lane: the computing thread runs it
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -127,6 +131,7 @@ def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
         total = torch.stack([torch.dot(chunk, chunk) for chunk in chunks]).sum(dtype=torch.float64)
         if _SAFE[0] < float(total) < _SAFE[1]:
             return total
+        # NaN fails both comparisons, and the sum in float64 returns it.
     room = torch.empty(min(len(values), _AT_A_TIME), dtype=torch.float64)
     total = torch.zeros((), dtype=torch.float64)
     for chunk in chunks:
@@ -165,6 +170,7 @@ class Surroundings:
     def peers(self, axis: Axis) -> Peers:
         """The ranks along a data-parallel axis that share the layout with this one."""
         place = self.transport.place
+        # An island's nest has one group while the mesh has several: along `inter` it has no peers within a step.
         if self.sharding.nest.size(axis) == 1:
             return Peers(axis.value, (place.rank,), 0)
         return Peers.along(axis.value, place)
@@ -190,19 +196,30 @@ class Segment:
         spread: Spread = Spread.SAME,
         is_whole: bool = False,
     ) -> None:
+        # Fixed for the life of the engine, up to `_gathers`.
         self.around = around
         self.sharding, self.layout = around.sharding, around.sharding.layout
+        # In the order of a backward. The buffer of the first one takes the step's sum, its residual serves the sync.
         self.phases = phases
+        # The module's own objects. Gathers and frees change what they show, never the objects, to which modules, ties
+        # between modules and autograd's graphs refer.
         self.parameters = dict(parameters)
         self.spread = spread
+        # Where this rank's part is in the whole parameter, under tensor parallelism. Files and checkpoints have whole
+        # parameters; the map below has parts.
         self.boxes = {name: box_of(parameter) for name, parameter in parameters.items()}
+        # The tensors whose `.data` a gather or a free replaces: the parameter, or the local part of a DTensor.
         self._local = {name: local_part(parameter) for name, parameter in parameters.items()}
         named_shapes = ((name, tuple(p.shape)) for name, p in self._local.items())
+        # From names, shapes and the number of ranks alone, so that all ranks that share the buffer build the same map.
         self.map = FlatMap.build(named_shapes, self.sharding.nest.ranks)
+        # Whole gradients are allocated uninitialized. What no parameter covers must be zeroed: it counts in the norm.
         self._gaps = self.map.gaps
+        # True if a reduction would send nothing: microbatches then accumulate in the stored gradients themselves.
         self._accumulates = self.sharding.accumulates
         whole = self.sharding.whole if is_whole else None
         self.matrices: tuple[Matrix, ...] = ()
+        # Set by assemble/build.py once all units exist, since the matrices of all of them are dealt together.
         self.matrix_owners: tuple[int, ...] = ()
         if whole is not None:
             tensor = around.transport.place.mesh.tensor
@@ -211,14 +228,25 @@ class Segment:
                 for name, parameter in parameters.items()
                 for matrix in whole.matrices_of(name, tuple(parameter.shape), dim=split_dim(parameter), tensor=tensor)
             )
+        # (unit, segment of the unit): places in the model, so they name the same buffer on every rank.
         self.tag = tag
+        # The moves of a gather along axes with peers. Without any, a gather is a copy or a cast on the device.
         self._gathers = self.sharding.real(GATHER_PARAMETER[self.layout.parameters])
+        # What is in flight. A job on a stream keeps none of its buffers once it has been launched. The attributes below
+        # keep them until the computation waits for the job: [Note: streams and memory] in runtime/lanes.py.
+        # Whether a gather has run since the parameters last changed: the blocks of the others are where it found them.
         self._is_known = False
+        # The I-shard between the two moves of a gather, in lent memory: the job sets it, `gather` or `drop` returns it.
         self._staged: torch.Tensor | None = None
+        # From `begin_gather` until `gather` or `drop` has waited.
         self._gathering: lanes.Job | None = None
+        # In the order in which they began, each with the whole gradients that it works on, which live as long.
         self._reducing: deque[tuple[lanes.Job, torch.Tensor]] = deque()
+        # The sync and its buffer, at the coarser level of g and os, until waited for. `final` may keep a view of it.
         self._syncing_gradients: tuple[lanes.Job, torch.Tensor] | None = None
+        # Until the parameters are needed: by a gather, whose job starts behind it, or by `settle_parameters`.
         self._syncing_parameters: lanes.Job | None = None
+        # The master that the job of a copy encodes; a clone for a step ahead. Lives as long as the job.
         self._spreading: torch.Tensor | None = None
         self.compute = dtype_of(self.sharding.precision.compute)
         self._allocate()
@@ -246,15 +274,23 @@ class Segment:
         p, g, os = self.layout.parameters, self.layout.gradients, self.layout.optimizer
         master_dtype = dtype_of(precision.master)
         # What the other ranks of the group read where it rests: before a gather, and before a reduction of gradients.
+        # All of it is allocated here: `Transport.share` maps the memory once, and none that is allocated later.
+        #     p at I, or at G of one group    each gather reads the stored shard
+        #     p at G of several groups        each gather reads what its move along inter has staged
+        #     p at N, os finer                the sync after a step reads each rank's part
+        #     g at N                          the sync before a step reads the gradients
         is_last_part = p is Level.I or (p is Level.G and self.sharding.nest.inter == 1)
         p_is_read, g_is_read = is_last_part or (p is Level.N and os is not p), g is Level.N
+        # p between steps, at its level. Gathers read it, syncs write it. None where p is cast from the master.
         self.rest: torch.Tensor | None = None
+        # At the level of os. The optimizer steps views of it, so it is never moved or replaced. None if frozen.
         self.master: torch.Tensor | None = None
         match self.sharding.stored(self.shape):
             case Stored.ALONE:
                 self.rest = self._zeros(p, self.compute, is_read=is_last_part)
             case Stored.SHARED:
                 coarse = min(p, os)
+                # One of the two views is the whole storage: the optimizer writes p in place, and a sync only sends it.
                 store = self._zeros(coarse, master_dtype, is_read=p_is_read)
                 self.rest = self._part(store, coarse, p)
                 self.master = self._part(store, coarse, os)
@@ -264,30 +300,47 @@ class Segment:
                 self.master = self._zeros(os, master_dtype, is_read=False)
                 self.rest = self._zeros(p, self.compute, is_read=p_is_read)
         self.keeps_copy = self.sharding.keeps_copy(self.shape)
+        # Valid while `_is_ahead`. Adding a decoded difference and subtracting it would not restore the copy's bits.
         self.before: torch.Tensor | None = None
         if self.keeps_copy and self.sharding.keeps_apart:
             assert self.rest is not None, "a copy rests"
             self.before = torch.empty_like(self.rest)
+        # Whether the copy has a step that is neither confirmed nor taken back.
         self._is_ahead = False
+        # phase -> what its messages lacked, without the loss scale. Jobs add it to later messages; no other rank reads
+        # it. A step that is not taken clears it, since gradients that are not finite leave NaN in it.
         self.residuals = {
             phase: self._zeros(Level.I, master_dtype, is_read=False) for phase in self.sharding.owing(self.shape)
         }
+        # Reductions of each phase in this step, so that a codec's random bits differ from microbatch to microbatch.
         self._reductions: Counter[Phase] = Counter()
         self.permanent = self.sharding.rests_whole(self.shape)
+        # One storage object for the life of the segment, whose size alone changes: [Note: stable storage].
         if self.permanent:
             assert self.rest is not None
             self.whole = self.rest
         else:
             self.whole = torch.empty(self.map.padded, dtype=self.compute, device=device)
+        # `_adopt` fills it. The builder frees the unit before the first use, so the first forward gathers.
         self.state = State.WHOLE
+        # Made once, while there is memory behind them. They refer to the storage: each gather makes them valid again.
         self._views = self._views_of(self.whole)
+        # What freed parameters show: [Note: a freed parameter reads NaN].
         self._absent = torch.full((), torch.nan, dtype=self.compute, device=device)
+        # phase -> whole gradients, from the first `room` after a reduction to the next reduction, which takes them.
         self.flows: dict[Phase, torch.Tensor] = {}
+        # Their views, as short-lived; or views of the stored gradients, for good, where nothing is reduced.
         self._flow_views: dict[Phase, dict[str, torch.Tensor]] = {}
+        # Names that `room` was asked for since the last reduction. The memory of all others is uninitialized.
         self._written: dict[Phase, set[str]] = {phase: set() for phase in self.phases}
+        # Phases whose stored gradients are of this step: the first reduction overwrites, later ones add. Only jobs add
+        # to it, one behind the other; it is cleared when none is in flight.
         self._resting: set[Phase] = set()
+        # The step's gradients at the level of os, from the sync to `clear_gradients`: with a post-validated step until
+        # the verdict, in the next program. May be a view of stored gradients, which others may read in place.
         self.final: torch.Tensor | None = None
         dtype = dtype_of(precision.gradient)
+        # phase -> stored gradients, at level g. Between steps they have no memory, unless they are whole.
         self.gradients = {phase: self._zeros(g, dtype, is_read=g_is_read) for phase in self.phases}
         if self._accumulates:
             # Before the storages are freed: views are made of memory that is there, and stay valid.
@@ -314,6 +367,7 @@ class Segment:
     def _zeros(self, level: Level, dtype: torch.dtype, *, is_read: bool) -> torch.Tensor:
         """Allocate zeros for the part stored at `level`."""
         numel = len(self.range(level))
+        # Zeros because nothing ever writes the gaps, and gathers, codecs and comparisons of replicas read them.
         if is_read:
             return self.around.transport.allocate(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=self.around.device)
@@ -333,15 +387,17 @@ class Segment:
         weights = self.around.weights
         with torch.no_grad():
             for name, local in self._local.items():
+                # A file's values are read by `_keep` alone: into `rest`, which is `whole` where it is permanent.
                 if weights is None or name not in weights:
                     self._views[name].copy_(local)
+            # Before the parameters become views: `_local` still has the values at full precision, the views do not.
             if self.master is not None:
                 self._keep(self.master, self.layout.optimizer)
             if self.rest is not None:
                 self._keep(self.rest, self.layout.parameters)
             for name, parameter in self.parameters.items():
                 lay_in(parameter, self._views[name])
-                self._local[name] = local_part(parameter)
+                self._local[name] = local_part(parameter)  # a DTensor has a new one
 
     def _keep(self, target: torch.Tensor, level: Level) -> None:
         """Fill a permanent buffer from the parameters' first values, at their full precision."""
@@ -354,6 +410,22 @@ class Segment:
                 place.copy_(self._local[part.name].detach().reshape(-1)[part.start : part.stop])
 
     # ---- parameters
+    #
+    # [Note: a gather on two streams] What the host launches, from left to right. e0 is the end of the last sync of
+    # parameters, if that is in flight.
+    #
+    #     host      GATHER u     F of t      WHOLE u    F of u      FREE u    GATHER v
+    #     compute   record e1    kernels t   wait e2    kernels u             record e3
+    #     lane      wait e1, e0, all-gather inter, all-gather intra, record e2          wait e3, all-gather inter, ...
+    #     memory    of u taken                                      returned  of v taken
+    #
+    # The memory is the compute stream's: the host takes it from that stream's pool and returns it there.
+    #     e1   the all-gather writes after every kernel that was launched before GATHER u. Some of them may read this
+    #          memory as the copy of a unit that has been freed since.
+    #     e2   kernels u read after the all-gather has written.
+    #     e3   does for v what e1 does for u: v may get the memory of u, which kernels u still read. So FREE waits for
+    #          nothing and records nothing. Without e3 the all-gather of v could overwrite weights that F of u reads.
+    # Where the lane is threads, GATHER queues a job and WHOLE waits for it; on a GPU its stream has the same events.
 
     @property
     def _stages(self) -> bool:
@@ -366,9 +438,12 @@ class Segment:
         if self.permanent:
             return
         assert self.state is State.FREED, "a program gathers what is not there"
+        # With staging the job makes the first move only. `gather` makes the second, into memory that it takes then: it
+        # is a copy on the CPU, which beside the computation would slow that down.
         if not self._stages:
             self._make_room()
-        # Behind the way back of what the last step wrote: until it is over, what rests is out of date.
+        # Behind the way back of what the last step wrote: until it is over, what rests is out of date. A gather may
+        # wait for a sync and never the reverse, so the lanes cannot wait for each other (`KINDS` in runtime/lanes.py).
         self._gathering = self.start("gather", self._bring, after=self._syncing_parameters)
         self.state = State.COMING
 
@@ -382,12 +457,15 @@ class Segment:
                 self._gathering.wait()
                 self._gathering = None
             else:
+                # FETCH: here, on the computing thread and its stream, which wait for the sync and for no other job.
                 self.around.lanes["gather"].do(self._bring, unit=self.tag[0], after=self._syncing_parameters)
             self._syncing_parameters = self._spreading = None  # the gather was behind the job that read it
+            # The peers read this rank's staged shard in place. It is lent again once all of them have set their byte.
             if self._staged is not None:
                 self._fill(GATHER_PARAMETER[Level.I], self._staged)
                 self.around.transport.give_back(self._staged)
                 self._staged = None
+        # Not before the copy is complete: until now a read has shown NaN.
         for name, local in self._local.items():
             local.data = self._views[name]
         self.state = State.WHOLE
@@ -400,12 +478,14 @@ class Segment:
             self._staged = self.around.transport.lend(len(self.range(Level.I)), self.compute)
         if self._staged is not None:
             self._gather(self._staged, self._gathers[0], own=own)
-        else:
+        else:  # one move; or both, if nothing could be lent since others still read what was lent before
             self._fill(self._gathers, own)
 
     def _fill(self, moves: Sequence[Move], own: torch.Tensor) -> None:
         """Make the whole copy by `moves`, from where this rank's part is."""
-        self._make_room()
+        self._make_room()  # on a GPU a job finds it made: see `begin_gather`
+        # The first gather after an update waits for a message of each owner, which says that its block is up to date.
+        # Until the next update, blocks in shared permanent memory are then read without one.
         again, self._is_known = self._is_known, True
         if not moves:
             self._part(self.whole, Level.N, self.layout.parameters).copy_(own)
@@ -433,7 +513,7 @@ class Segment:
     def free(self) -> None:
         """Free the whole copy."""
         if self.permanent or self.state is not State.WHOLE:
-            return
+            return  # a copy that is COMING stays, since a lane writes to it: `drop` waits, and then frees
         # Before the storage goes: who reads a parameter now sees NaN, and not memory that is not there.
         for name, local in self._local.items():
             local.data = self._absent.expand(self._views[name].shape)
@@ -447,7 +527,7 @@ class Segment:
             self._gathering = None
             if self._staged is None:
                 self.whole.untyped_storage().resize_(0)
-            else:
+            else:  # the second move, which tells the peers where to read, has not begun: no byte of theirs is to come
                 self.around.transport.give_back(self._staged, was_read=False)
                 self._staged = None
             self.state = State.FREED
@@ -463,7 +543,7 @@ class Segment:
         """
         self.forget_gathered()
         if self.master is None or self.rest is None:
-            return
+            return  # frozen, or cast from the master by the next gather
         p, os = self.layout.parameters, self.layout.optimizer
         master = self.master
         if self.keeps_copy and not is_exact:
@@ -473,11 +553,12 @@ class Segment:
             self._spreading = master  # kept until the job has been waited for, whose stream reads it
             self._syncing_parameters = self.start("sync", self._follow, after=None)
             return
+        # Here and not in the job: after a step ahead the optimizer puts the old master back as soon as this returns.
         self._is_ahead = False
         with torch.no_grad():
             if self.shares:
                 pass
-            elif p < os:
+            elif p < os:  # this rank's part; the job gathers the others'
                 self._part(self.rest, p, os).copy_(master)
             else:
                 self.rest.copy_(self._part(master, os, p))
@@ -489,9 +570,10 @@ class Segment:
 
         was_taken: whether the optimizer has stepped after all.
         """
-        if not self.keeps_copy:
+        if not self.keeps_copy:  # p is a cast of the master, and the master is right: a step ahead has put it back
             self.sync_parameters()
             return
+        # A copy does not follow from the master alone, but from all differences so far: it has to be put back.
         self.forget_gathered()
         self._go_back()
         if was_taken:
@@ -511,7 +593,7 @@ class Segment:
         """Keep the copy as it is without the step, or return to it if the step was taken ahead before."""
         assert self.rest is not None, "a copy rests"
         assert self.before is not None, "post-validated steps keep the copy before"
-        if self._is_ahead:
+        if self._is_ahead:  # CORRECT steps a unit a second time
             self._go_back()
         self.before.copy_(self.rest)
         self._is_ahead = True
@@ -540,6 +622,7 @@ class Segment:
             if codec is None:
                 self._move(buffer, move, _Purpose.SYNC_PARAMETER)
                 continue
+            # An encoded move goes along inter, so it is the first: the copy's own part is still that of the last step.
             dtype = coding.wide(self._spreading.dtype)
             difference = self._spreading.to(dtype) - self._part(self.rest, p, os).to(dtype)
             nearest = replace(codec, rounding="nearest")
@@ -554,6 +637,25 @@ class Segment:
             self._spreading = None
 
     # ---- gradients
+    #
+    # [Note: a reduction over two levels] The whole gradients of rank (i, j) = (1, 0), of 2 groups of 2 ranks, g at G:
+    #
+    #     blocks of the buffer    0   1   2   3
+    #     written by I or W       a   a   a   a    this rank's; zeros where it has written nothing
+    #     reduce-scatter intra    b   b   .   .    I-shard j: the sums of its group
+    #     reduce-scatter inter    .   c   .   .    G-shard (i, j), block j * 2 + i: the sums of all ranks
+    #     `gradients`                 c            written by the first reduction of a step, added by later ones
+    #
+    # A dot is undefined: both moves work in the buffer itself. While a reduction is in flight, the gradients of the
+    # next unit are computed; its own whole gradients are freed before those of the unit after that are made:
+    #
+    #     compute   I of u   REDUCE u   I of v   REDUCE v   REDUCED u   I of w   REDUCE w   REDUCED v
+    #     lane               |------ intra u, inter u ------|---- intra v, inter v ---------|-- intra w ...
+    #     flows     u        u          u, v     u, v       v           v, w     v, w       w
+    #
+    # REDUCED waits for the job (on a GPU the compute stream waits for its event), so the memory of u can serve w. Where
+    # the lane is two threads, v can go along intra while u still goes along inter. With `prefetch` = 0, REDUCED follows
+    # REDUCE at once.
 
     def room(self, name: str, phase: Phase) -> Room:
         """Return the buffer for the gradient of `name` in a phase. The caller must write to it."""
@@ -573,6 +675,7 @@ class Segment:
             self._resting_gradient(phase)
         elif phase not in self._flow_views:
             resting = self.gradients[phase]
+            # Lent, so that the group reads it in place; None where nothing is shared, or nothing is free in time.
             flow = self.around.transport.lend(self.map.padded, resting.dtype)
             if flow is None:
                 flow = torch.empty(self.map.padded, dtype=resting.dtype, device=resting.device)
@@ -596,7 +699,9 @@ class Segment:
         """Begin to reduce a phase's gradients to where they rest; `end_reduction` gives their whole buffer back."""
         if phase not in self.phases or self._accumulates:
             return
+        # Also if nothing was written: other ranks' microbatches may have used the parameters, and all take part.
         self._open_flow(phase)
+        # From here on the flow is the job's: the next `room` of this phase opens another one.
         flow = self.flows.pop(phase)
         del self._flow_views[phase]
         self._complete(phase, flow)
@@ -610,13 +715,17 @@ class Segment:
 
     def end_reduction(self, phase: Phase) -> None:
         """Wait for the first reduction of a phase that is under way."""
+        # A program waits for reductions in the order in which it began them, so the first one is of this phase.
+        # On a GPU its flow returns to the compute stream's pool just before that stream waits for the job. Nothing is
+        # allocated in between.
         if phase in self.phases and self._reducing:
             self._reducing.popleft()[0].wait()
 
     def _reduce(self, phase: Phase, flow: torch.Tensor) -> None:
         level = self.layout.gradients
-        total = flow.to(dtype_of(self.sharding.precision.reduce))
+        total = flow.to(dtype_of(self.sharding.precision.reduce))  # the flow itself if dtypes are equal
         moves = self.sharding.real(REDUCE_GRADIENT[level])
+        # Counted in the job: those of a segment run in the order of its microbatches, whatever the timing of others is.
         what = f"{phase}.{self._reductions[phase]}"
         self._reductions[phase] += 1
         for move in moves:
@@ -625,11 +734,13 @@ class Segment:
             )
         Room(self.gradients[phase], is_empty=phase not in self._resting).add(self._part(total, Level.N, level))
         self._resting.add(phase)
+        # Lent memory is free once every rank of the group has said so; any other is freed when `_reducing` drops it.
         self.around.transport.give_back(flow, was_read=bool(moves))
 
     def sync_gradients(self) -> None:
         """Begin to turn the accumulated gradients into `final`, the optimizer's, at the level of os."""
         if self.trainable and self._syncing_gradients is None:
+            # On the computing thread, before the job: a phase that no reduction has opened gets its memory here.
             for phase in self.phases:
                 resting = self._resting_gradient(phase)
                 if self._accumulates:
@@ -640,11 +751,13 @@ class Segment:
             coarse = min(g, os)
             wide = resting if self.sharding.nest.is_same(coarse, g) else resting.new_empty(len(self.range(coarse)))
             final = torch.empty_like(self._part(wide, coarse, os)) if self.spread is Spread.SUMMED else None
+            # Behind the last reduction, and so behind all: each runs behind the one before.
             after = self._reducing[-1][0] if self._reducing else None
             self._syncing_gradients = self.start("sync", partial(self._sync, wide, final), after=after), wide
 
     def settle_gradients(self) -> None:
         """Wait until `final` is there."""
+        # Begins what no SYNC has begun. A program calls it once a step: a second call would add the phases up again.
         self.sync_gradients()
         if self._syncing_gradients is not None:
             self._syncing_gradients[0].wait()
@@ -662,6 +775,7 @@ class Segment:
             for phase in self.phases:
                 if phase not in self._resting:
                     self.gradients[phase].zero_()
+        # Phases are added here and not by microbatch, so the sum does not depend on a schedule's order of I and W.
         resting, *others = (self.gradients[phase] for phase in self.phases)
         for other in others:
             resting.add_(other)
@@ -684,6 +798,8 @@ class Segment:
             self._move(buffer, move, purpose)
             return
         peers, nest, residual = self.around.peers(move.axis), self.sharding.nest, self.residuals.get(phase)
+        # Read when the job runs. Scale and step change between programs, and the scale at TAKE_BACK, before a step's
+        # first backward: by then the step before has settled all its gradients.
         scale = self.around.moment.scale
         each = buffer.numel() // nest.size(move.axis)
         rank = nest.i * nest.intra + nest.j
@@ -692,6 +808,8 @@ class Segment:
             seed = coding.noise_seed(self.around.seed, self.around.moment.step, *self.tag, what=what, rank=rank, to=to)
             return coding.draw(codec, each, seed, device=buffer.device)
 
+        # The buffer of a move along inter and the residual are both I-shards, so their blocks match. A reduction
+        # encodes the blocks of other groups, a gather the own block: no element of a residual serves both.
         if move.kind is Kind.REDUCE:
             act = partial(coding.reduce, codec, buffer, scale=scale)
             self._code(act, move, purpose, noise=noise, residual=residual)
@@ -707,6 +825,7 @@ class Segment:
 
     def clear_gradients(self) -> None:
         """Discard the step's gradients: stored ones are overwritten, others are freed."""
+        # The optimizer's slices have dropped their gradients, which may be views of this memory.
         self._resting.clear()
         self._reductions.clear()
         self._give_gradients_back()
@@ -745,6 +864,7 @@ class Segment:
 
     def _read(self, own: torch.Tensor, level: Level) -> dict[str, torch.Tensor]:
         with torch.no_grad():
+            # A buffer of its own, in the dtype of what is read: `whole` has that of the forward, and may be freed.
             whole = torch.empty(self.map.padded, dtype=own.dtype, device=own.device)
             self._part(whole, Level.N, level).copy_(own)
             for move in GATHER_PARAMETER[level]:
@@ -757,7 +877,7 @@ class Segment:
         layout = self.layout
         target, level = (self.rest, layout.parameters) if self.master is None else (self.master, layout.optimizer)
         assert target is not None, "every segment keeps its parameters somewhere"
-        self.settle_parameters()
+        self.settle_parameters()  # a sync in flight may read what is written here
         with torch.no_grad():
             for part in self.map.slices(self.range(level)):
                 if part.name in values:
@@ -783,6 +903,8 @@ class Segment:
         act(peers=peers, tag=tag, transport=self.around.transport, **options)
 
     def _tag_of(self, move: Move, purpose: _Purpose) -> Tag:
+        # Unit, segment and purpose: a segment has one job of a purpose in flight, or several that run one behind the
+        # other. Outer steps gather with the same channel, but their parts count down from `Tag.LAST`.
         index, part = self.tag
         return Tag(_CHANNEL[move.kind, move.axis], index, part * len(_Purpose) + purpose)
 

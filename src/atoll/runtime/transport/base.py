@@ -22,7 +22,7 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar, Protocol
@@ -66,6 +66,23 @@ class Channel(IntEnum):
     BRING_BACK = 26
     OUTER_REDUCE = 29
     OUTER_GATHER = 30
+
+
+_OWN_LINKS = frozenset(
+    {Channel.VERDICT, Channel.LOOKED_UP, Channel.LOOK_UP_GRADIENT, Channel.SCORED, Channel.SCORES, Channel.TOTALS}
+)
+
+
+def link_of(channel: Channel) -> Channel | None:
+    """Return the kind of link between two pipeline ranks that carries a channel where messages match by their order
+    alone: each kind has an order of its own. None is the link of activations, gradients and the sums of the step's end.
+
+    A slice of a vocabulary sends the sums of a microbatch and then its scores, and the last stage receives them in this
+    order. A verdict leaves before the first backward of its sender, on a link on which forwards may travel that its
+    receiver takes later.
+    """
+    channel = Channel.SCORES if channel is Channel.SCORE_SUMS else channel
+    return channel if channel in _OWN_LINKS else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,9 +362,9 @@ class Transport(ABC):
         self.total_ordered(values, ranks, tag)
         self._count(axis, values.nbytes * (len(ranks) - 1))
 
-    def open_vocabulary_links(self, first: int, last: int) -> None:  # noqa: B027 (nothing to do where tags match)
-        """Open links between the slices of a vocabulary and the pipeline ranks of the first and the last stage; all
-        ranks call it together."""
+    def open_links(self, kind: Channel | None, ways: Iterable[tuple[int, int]]) -> None:  # noqa: B027
+        """Open links of a kind (`link_of`) between pipeline positions, each from one to another, where messages match
+        by their order. All ranks call it together; nothing to do where tags match."""
 
     def mesh_along(self, *axes: str) -> DeviceMesh:
         """Return the ranks along `axes` through this one, as one dimension, for torch's DTensor; all ranks call it

@@ -17,6 +17,31 @@ from atoll.runtime.transport import shared_memory
 from atoll.runtime.transport.base import Channel, Later, Message, Peers, Tag, Transport
 from atoll.runtime.transport.shared_memory import HEADERS, Arena, SharedMemory
 
+# [Note: why tags do not collide]
+#
+#     tag   | channel: 5 bits | index: 13 bits | part: 13 bits |
+#
+# Gloo keeps a queue for each pair of ranks and tag: the n-th send of a tag is matched with its n-th receive, whatever
+# else is posted in between. So a tag may be used again, in every step, if both ranks use it in one order.
+#
+#     what may be in flight at the same time           is told apart by
+#     activations, gathers, reductions, sums           channel
+#     the two levels of a gather or a reduction        channel: intra, inter
+#     units; stages                                    index
+#     segments of a unit; microbatches of a stage      part
+#     gather, reduction and syncs of a segment         part, which holds the segment and the purpose (`Segment._tag_of`)
+#     a block, and the message that tells its place    channel (`_PLACES`)
+#     two reductions of a segment                      nothing: the lane runs the second job behind the first, or two
+#                                                      threads could post them in different orders on two ranks
+#
+# [Note: why messages do not deadlock] Gloo moves a message once its receive has been posted. Posting does not wait.
+#
+#     one rank       post receives, post sends | wait for the receives | read, or add | wait for the sends
+#     another                    post receives, post sends | wait for the receives | read, or add | ...
+#
+# Nothing that a rank waits for is behind a wait of its peer, except the receive of a block that is not in shared
+# memory: it is posted when the peer has heard so, in a message that both have posted before any wait.
+
 
 class GlooTransport(Transport):
     """Tagged messages over the world group.
@@ -29,15 +54,26 @@ class GlooTransport(Transport):
 
     def __init__(self, place: Place, device: torch.device, *, has_islands: bool = False) -> None:
         super().__init__(place, device, has_islands=has_islands)
+        # The only ranks that may read each other's memory: what crosses groups has to cross their link.
         self._group = Peers.along("intra", place)
+        # Two claims that begin alike. `_tries` stays, equal on all ranks of the group, so all of them take part in the
+        # messages of `share`; `_may_share` ends on the rank that runs out of memory, and the others hear of it there.
         self._may_share = self._tries = self.shares_memory and bool(self._group.others) and device.type == "cpu"
+        # This rank's file, made by its first allocation. If the group does not share it is dropped, and each tensor
+        # keeps its own mapping.
         self._memory: SharedMemory | None = None
+        # The piece of the file that is lent, from `share` on, if anything is. Computation and lanes use it.
         self._arena: Arena | None = None
+        # World rank -> the bytes of its file. All ranks of the group, this one too, or none: both ends of a swap have
+        # to agree on whether places are told. Written by `share` and `close` alone.
         self._others: dict[int, torch.Tensor] = {}
+        # Tag of a gather -> the peers' permanent blocks, by position, from the last gather that heard their places. Any
+        # lane's thread may write, each its own entry: of one tag there is one gather at a time.
         self._known: dict[Tag, dict[int, torch.Tensor]] = {}
 
     def close(self) -> None:
         super().close()
+        # Views of the peers' files end here, so the memory of a rank that has left can be freed.
         self._memory, self._arena, self._others, self._known = None, None, {}, {}
 
     # ---- memory that a group shares
@@ -54,15 +90,19 @@ class GlooTransport(Transport):
         peers = self._group
         if not self._tries:
             return
+        # Before the file's size is told: the others map it as it is then.
         lent = self.allocate(nbytes + HEADERS, torch.uint8) if nbytes else None
         memory, told = self._memory, torch.zeros(4, dtype=torch.int64)
         if memory is not None:
             told = torch.tensor([shared_memory.host(), os.getpid(), memory.descriptor, memory.nbytes])
         heard = self._hear(peers, told)
+        # A rank without a file says 0, and so does a host without a number: equal zeros are no reason to share.
         if memory is not None and heard[0][0] and len({host for host, *_ in heard}) == 1:
             with suppress(OSError, ValueError):  # another user's process, another container's
                 for rank, (_, process, descriptor, size) in zip(peers.ranks, heard, strict=True):
                     self._others[rank] = shared_memory.mapped(process, descriptor, size)
+        # A vote and a barrier. The others open this rank's descriptor between the two exchanges, so it is closed after
+        # them. One rank that cannot see one file ends sharing for all.
         everyone = self._hear(peers, torch.tensor([len(self._others)]))
         if memory is not None:
             memory.close()
@@ -78,6 +118,8 @@ class GlooTransport(Transport):
         return [part.tolist() for part in exchange.parts]
 
     def wait_for_readers(self) -> None:
+        # Called after the jobs that read from others have been waited for, so a rank's part says that it reads no more.
+        # When all parts have arrived, nobody reads this rank's memory.
         if self._others:
             self.exchange(torch.zeros(1), self._group.ranks, Tag(Channel.MEMORY, 1)).wait()
 
@@ -87,6 +129,8 @@ class GlooTransport(Transport):
     def give_back(self, tensor: torch.Tensor, *, was_read: bool = True) -> None:
         done = None if self._arena is None else self._arena.done(tensor)
         if done is not None:
+            # Readers set their own bytes when they have read (`_swap`). If nobody was told the place, nobody will: then
+            # this rank sets all bytes, or the part would never be lent again.
             done[self._group.index if was_read else slice(None)] = 1
 
     # ---- messages
@@ -98,6 +142,7 @@ class GlooTransport(Transport):
         """Send each peer, by its position, its block of `out`, and yield the received blocks, valid inside the context:
         in shared memory, or in the buffer returned by `into`, which is called only for blocks that are sent. The block
         of `out` for a peer and the one for this rank have equal sizes."""
+        # A message keeps its tensor. All of them are waited for before the blocks of `out` are the caller's again.
         sending: list[Message] = []
         if not self.sees(peers):
             found = {at: into(at) for at, _ in peers.others}
@@ -107,10 +152,13 @@ class GlooTransport(Transport):
                 message.wait()
             yield found
         else:
+            # Two numbers for each block, always: where it is in the sender's file, and where its done bytes are. Only
+            # the sender knows whether it found room to lend; if it did not, the block itself follows.
             where = Tag(_PLACES[tag.channel], tag.index, tag.part)
             heard = {at: torch.empty(2, dtype=torch.int64) for at, _ in peers.others}
             hearing = {at: self.receive(heard[at], rank, where) for at, rank in peers.others}
             for at, rank in peers.others:
+                # Sent after the block was written: whoever has the message reads what was meant.
                 told = torch.tensor(self._place(out[at], peers))
                 sending.append(self.send(told, rank, where))
                 if told[0] < 0:
@@ -119,6 +167,7 @@ class GlooTransport(Transport):
             for at, rank in peers.others:
                 hearing[at].wait()
                 place = int(heard[at][0])
+                # Receives of blocks are posted only now, since each sender decides by itself.
                 if place < 0:
                     found[at] = into(at)
                     self.receive(found[at], rank, tag).wait()
@@ -137,6 +186,7 @@ class GlooTransport(Transport):
         the memory, or stored in it permanently."""
         if self._memory is None or not self.sees(peers):
             return -1, -1
+        # A block of a lent part has two offsets: its part is released by the bytes at the second one.
         done = None if self._arena is None else self._arena.done(block)
         return self._memory.place(block), -1 if done is None else self._memory.place(done)
 
@@ -159,15 +209,19 @@ class GlooTransport(Transport):
         if own is None:
             own = place
         else:
+            # The whole copy needs the block in any case; here it is cast, too.
             place.copy_(own)
         into = {at: peers.block(whole, at) for at, _ in peers.others}
         if not into:
             return
+        # Without a message: since the last one nobody has written to a block, as the caller promises.
         known = self._known.get(tag) if again else None
         if known is not None:
             for at, part in known.items():
                 into[at].copy_(part)
         else:
+            # Where it rests, the others read it in the dtype in which it rests, equal on all ranks, and cast it. Else
+            # they get the copy in `whole`, in its dtype.
             at_rest, lent = self._place(own, peers)
             given = dict.fromkeys(into, own if at_rest >= 0 else place)
             with self._swap(given, peers, tag, into=into.__getitem__) as parts:
@@ -186,6 +240,8 @@ class GlooTransport(Transport):
             if out is not None:
                 out.copy_(own)
             return
+        # While this rank adds, its peers may still read `whole` in place: each the block at its own position. So none
+        # reads `own`, where the sum may be made, and nothing is written to the other blocks.
         with self._swap(blocks, peers, tag, into=lambda at: torch.empty_like(own)) as parts:
             # Ranks are added in the same order everywhere, for the same bits. If the sum is made in `own`, a rank
             # beyond the first two keeps its part until its turn.
@@ -196,6 +252,7 @@ class GlooTransport(Transport):
         self._count(peers.axis, own.nbytes * len(peers.others))
 
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, peers: Peers, tag: Tag) -> None:
+        # Never by places: encoded blocks cross groups, where nothing is read in place.
         messages = [self.receive(peers.block(received, at), rank, tag) for at, rank in peers.others]
         messages += [self.send(peers.block(sent, at), rank, tag) for at, rank in peers.others]
         for message in messages:
@@ -203,6 +260,8 @@ class GlooTransport(Transport):
         self._count(peers.axis, peers.own(sent).nbytes * len(peers.others))
 
 
+# Channels of the places of blocks, for the two moves inside a group. A place has the tag of its block but for this, so
+# that neither is received as the other.
 _PLACES: Mapping[Channel, Channel] = {
     Channel.GATHER_INTRA: Channel.PLACE_GATHER,
     Channel.REDUCE_INTRA: Channel.PLACE_REDUCE,
@@ -222,6 +281,7 @@ class _Leaving:
     """A send from a copy on the host."""
 
     message: Message
+    # Lives as long as the message: in the outbox, or until `_swap` has waited for its sends.
     host: torch.Tensor
 
     def wait(self) -> object:
@@ -234,9 +294,12 @@ class _Arriving:
 
     message: Message
     host: torch.Tensor
+    # Written by `wait` alone, on the stream that is current there: a receive posted early touches nothing on the
+    # device.
     target: torch.Tensor
 
     def wait(self) -> object:
+        # The host waits for gloo; the copy is then in the order of the stream, as is what reads the target.
         self.message.wait()
         return self.target.copy_(self.host, non_blocking=True)
 
@@ -255,6 +318,8 @@ class StagedTransport(GlooTransport):
         if not self.is_far(tensor):
             return super().send(tensor, peer, tag)
         host = _host_copy_of(tensor).copy_(tensor, non_blocking=True)
+        # Gloo's thread reads the host's copy as soon as a receive is posted, and knows nothing of streams. In a lane
+        # this is the stream of its thread, so the computation does not wait.
         if tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()
         return _Leaving(super().send(host, peer, tag), host)

@@ -19,6 +19,26 @@ from pathlib import Path
 
 import torch
 
+# [Note: who writes, who reads]
+#
+# A lent part, from its owner to two readers. Data is written by the owner alone; a reader writes its byte alone, in the
+# owner's file. The message is sent behind the writes, and a byte is set behind the reads.
+#
+#     bytes      0 0 0                                                  0 1 0    1 1 0    1 1 1
+#     owner      lend   write   message: place   add to its own block            done     lend again
+#     reader 1                         receive   read in place          done
+#     reader 2                         receive   read in place ........................   done
+#
+# The owner may write to its own block meanwhile: nobody else reads that one. It must not write to the others' blocks,
+# and cannot have the part again, before the last byte.
+#
+# Permanent memory has no bytes. What a rank reads there changes after that rank has said that it reads no more: in the
+# agreement at the end of a step, or by a later message of its own. Until then it may read again without a message.
+#
+#     owner      write   message                              agreement   write   message
+#     reader                 receive   read   read   read     agreement               receive   read
+
+# Parts begin at a multiple of a cache line: so readers' bytes share none with a part, and any dtype can be viewed.
 _ALIGN = 64
 
 HEADERS = 1 << 14
@@ -34,15 +54,23 @@ class SharedMemory:
     def __init__(self) -> None:
         if not hasattr(os, "memfd_create"):
             raise OSError("this system has no memory files")
+        # The others open it by this process's number in /proc, so it stays open until all have tried:
+        # `GlooTransport.share`.
         self.descriptor = os.memfd_create("atoll")
+        # Runs once, by `close` or when this object goes: a second time the number may be that of another file.
         self._closing = weakref.finalize(self, os.close, self.descriptor)
+        # Size of the file so far, where the next piece begins. Fixed once others have mapped it.
         self.nbytes = 0
+        # Address of a piece -> where it begins in the file. Pieces are permanent: if one were freed, a tensor that
+        # later has its address would be taken for it.
         self._starts: dict[int, int] = {}
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return zeros in a new piece."""
+        # The system maps a file only from such a multiple on. New bytes of a file are zero.
         start, size = self.nbytes, _rounded(numel * dtype.itemsize, mmap.ALLOCATIONGRANULARITY)
         os.posix_fallocate(self.descriptor, start, size)  # or a write to missing memory would kill the process
+        # The tensor keeps the mapping, and the mapping the memory, also when this object is gone.
         tensor = torch.frombuffer(mmap.mmap(self.descriptor, size, offset=start), dtype=dtype, count=numel)
         self.nbytes += size
         self._starts[tensor.untyped_storage().data_ptr()] = start
@@ -60,6 +88,7 @@ class SharedMemory:
 
 def mapped(process: int, descriptor: int, nbytes: int) -> torch.Tensor:
     """Return the bytes of another rank's file. Raises OSError if it cannot be opened."""
+    # For writing, too: a reader sets its done bytes in the owner's file.
     own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
     try:
         return torch.frombuffer(mmap.mmap(own, nbytes), dtype=torch.uint8)
@@ -82,6 +111,7 @@ class _Region:
 
     start: int
     stop: int
+    # A view of the file: the others set their bytes through their own mappings, at any time, and take no lock.
     done: torch.Tensor
 
 
@@ -92,9 +122,15 @@ class Arena:
     """
 
     def __init__(self, piece: torch.Tensor, ranks: int) -> None:
+        # Permanent. An engine makes it as large as what a step lends at most (`WorkingMemory.lent`), and HEADERS.
         self._piece = piece
+        # Ranks of the group: a part has a done byte for each.
         self._ranks = ranks
+        # Parts that may be in use, by their start, so that gaps lie between neighbours. Those that all are done with
+        # stay until the next search for a gap: nobody tells that they are.
         self._regions: list[_Region] = []
+        # Guards the list against this process's own threads: the computation and those of lanes. Never held while
+        # waiting.
         self._lock = threading.Lock()
 
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
@@ -106,6 +142,8 @@ class Arena:
         size = header + _rounded(nbytes, _ALIGN)
         if size > self._piece.nbytes:
             return None
+        # None is no error: the caller takes private memory, which it sends. So a byte that is set late costs time, and
+        # nothing else.
         until = time.monotonic() + _PATIENCE
         while (start := self._take(size)) is None:
             if time.monotonic() > until:
@@ -128,6 +166,8 @@ class Arena:
 
     def done(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the bytes in which ranks report that they are done with the part that contains a tensor."""
+        # No other part can be at this address as long as this rank has not set its own byte. Afterwards this must not
+        # be asked: the part may be lent again.
         at = tensor.data_ptr() - self._piece.data_ptr()
         with self._lock:
             return next((region.done for region in self._regions if region.start <= at < region.stop), None)
@@ -136,6 +176,7 @@ class Arena:
 def host() -> int:
     """Return a number that is equal on ranks that can share memory: the running kernel, and the namespace of
     processes."""
+    # Containers of one kernel have one boot id, but may number processes apart: /proc/N would be somebody else there.
     boot, processes = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     if not boot.exists() or not processes.exists():
         return 0

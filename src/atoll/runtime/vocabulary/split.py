@@ -11,7 +11,7 @@ Shapes are determined by batch and model, so no headers are sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -37,6 +37,25 @@ class _Row:
     totals: dict[int, torch.Tensor] = field(default_factory=dict)
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     received: dict[int, list[tuple[torch.Tensor, Wire]]] = field(default_factory=dict)
+
+
+_WAYS = (
+    (Channel.LOOKED_UP, 0, False),
+    (Channel.LOOK_UP_GRADIENT, 0, True),
+    (Channel.SCORED, -1, True),
+    (Channel.SCORES, -1, False),
+    (Channel.TOTALS, -1, True),
+)
+"""Kinds of messages to or from the slices: whether their hub is the rank of the first stage or of the last, and whether
+it sends them."""
+
+
+def ways_of(rank_of_stage: Sequence[int], ranks: int) -> Iterator[tuple[Channel, list[tuple[int, int]]]]:
+    """Yield the kinds of messages, with the pipeline ranks that each goes from and to."""
+    for kind, end, leaves in _WAYS:
+        hub = rank_of_stage[end]
+        others = [rank for rank in range(ranks) if rank != hub]
+        yield kind, [(hub, other) if leaves else (other, hub) for other in others]
 
 
 class SplitVocabulary:
