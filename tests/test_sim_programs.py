@@ -9,7 +9,7 @@ import pytest
 from atoll import schedules
 from atoll.errors import ConfigError, ScheduleError
 from atoll.ir import Op, Schedule, insert_vocabulary, lower
-from atoll.program import Do, Ending, Program, Programs, lower_row
+from atoll.program import Do, Ending, Program, Programs, lower_row, named
 from atoll.sim import Costs, Rates, Speed, simulate
 from tests.program.shapes import RETURNED, shapes_of
 

@@ -13,10 +13,9 @@ from typer.testing import CliRunner
 
 from atoll.cli.main import app
 from atoll.cost import Cluster
-from atoll.cost.breakdown import part_of
 from atoll.cost.comparison import Difference, Taken, by_part, compare, taken
 from atoll.errors import ConfigError
-from atoll.program import Do
+from atoll.program import Do, Row
 from atoll.testing import progress
 from atoll.training.folder import RunFolder, read_records, typical_seconds
 from atoll.training.measurements import read_rows, read_run
@@ -240,7 +239,7 @@ def test_what_is_predicted_differs_from_itself_by_nothing(run: Path) -> None:
         (Do.FREE, Taken(4, 0.0, 0.0), Taken(4, 0.1, 0.0), "the host, or kernels that have no predicted seconds"),
     ],
 )
-def test_causes(do: Do, predicted: Taken, measured: Taken, words: str) -> None:
+def test_causes(do: Row, predicted: Taken, measured: Taken, words: str) -> None:
     assert words in Difference(0, do, -1, predicted, measured).cause
 
 
@@ -254,7 +253,7 @@ def test_the_timeline_of_a_run_is_its_timing(run: Path) -> None:
     for rank, timed in enumerate(found.timed):
         expected: dict[str, float] = {}
         for (do, _), each in timed.items():
-            expected[part_of(do)] = expected.get(part_of(do), 0.0) + each.seconds
+            expected[do.cause] = expected.get(do.cause, 0.0) + each.seconds
         parts = measured.parts(rank)
         # A wait for a message is drawn as bubble and message.
         parts["messages"] = parts.get("messages", 0.0) + parts.pop("bubble", 0.0)

@@ -12,7 +12,7 @@ from atoll.cost import Cluster, Efficiency, Kernel, Prediction, Product, Transfo
 from atoll.cost.calibration import Step, calibrate
 from atoll.layouts import Layout, Precision
 from atoll.plans import MeshShape, Plan
-from atoll.program import Sliced
+from atoll.program import Do, Sliced
 
 MODEL = Transformer.llama(layers=8, hidden=1024, heads=16, ffn=2816, vocabulary=256_000)
 USE = Use(samples=1, sequence=2048)

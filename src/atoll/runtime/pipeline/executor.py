@@ -13,7 +13,7 @@ docs/program.md, a stage of three blocks that are gathered and freed one by one:
     _at   instruction   executed by
       4   GATHER 1      _advance
       5   0F0.0         _advance -> _forward -> the model's forward -> block 0 -> _block_forward
-      6   FREE 0          the same _block_forward, before it returns: FREE neither computes nor waits (BEGINS)
+      6   FREE 0          the same _block_forward, before it returns: FREE neither computes nor waits
                           operations of the model between its blocks
       7   WHOLE 1         the model calls block 1 -> _block_forward: all that precedes 0F0.1, here with a wait,
       8   GATHER 2
