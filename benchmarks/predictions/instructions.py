@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from atoll.cost.prediction import Held
-from atoll.program import Do, Row
+from atoll.program import Do, Operation
 from atoll.runtime.engine import Engine
 from benchmarks.islands.allocations import Allocations
 
@@ -24,7 +24,7 @@ Key = tuple[int, bool]
 class Watch(Protocol):
     """Calls an instruction, and gives what it gives."""
 
-    def __call__(self, do: Row, of: int, call: Callable[[], Any]) -> Any:
+    def __call__(self, do: Operation, of: int, call: Callable[[], Any]) -> Any:
         """of: the index of a block or a unit; -1 for neither."""
 
 
@@ -64,10 +64,10 @@ def _forward(watch: Watch, index: int, forward: Callable[..., Any], *given: Any)
 class Sleep:
     """The emulated device: an instruction takes the seconds that it is given, what it really computes among them."""
 
-    def __init__(self, seconds: Mapping[tuple[Row, int], float]) -> None:
+    def __init__(self, seconds: Mapping[tuple[Operation, int], float]) -> None:
         self.seconds = seconds
 
-    def __call__(self, do: Row, of: int, call: Callable[[], Any]) -> Any:
+    def __call__(self, do: Operation, of: int, call: Callable[[], Any]) -> Any:
         """See `Watch`."""
         until = time.monotonic() + self.seconds.get((do, of), 0.0)
         given = call()
@@ -89,10 +89,10 @@ class Count:
         self.engine, self.base = engine, base
         self.allocations = Allocations()
         self.held, self.most = Held(), Held()
-        self.at: tuple[Row, int] | None = None
+        self.at: tuple[Operation, int] | None = None
         self._arriving = 0
 
-    def __call__(self, do: Row, of: int, call: Callable[[], Any]) -> Any:
+    def __call__(self, do: Operation, of: int, call: Callable[[], Any]) -> Any:
         """See `Watch`."""
         self.allocations.forget()
         given = call()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from atoll.cost.prediction import Held
-from atoll.program import Row
+from atoll.program import Operation
 from atoll.runtime.engine import Engine
 from atoll.training.build import build_engine, build_model
 from atoll.training.prediction import expected_vocabulary
@@ -74,7 +74,7 @@ def count(rank: Rank) -> Bytes:
     return Bytes(counted.held, counted.most)
 
 
-def take(rank: Rank, steps: int, sleeps: Sequence[Mapping[tuple[Row, int], float]] = ()) -> list[float]:
+def take(rank: Rank, steps: int, sleeps: Sequence[Mapping[tuple[Operation, int], float]] = ()) -> list[float]:
     """All ranks: seconds of steps that follow each other.
 
     sleeps: what instructions take on the emulated device, by pipeline rank; () where they take what they take.

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from atoll.ir import Op
-from atoll.program import Program, Row
+from atoll.program import Operation, Program
 from atoll.runtime.allocator import keep_freed_memory
 from atoll.testing.parity import difference
 from atoll.trace import Span
@@ -124,7 +124,7 @@ class Timed:
     """
 
     program: Program
-    seconds: dict[tuple[Row, int], float]
+    seconds: dict[tuple[Operation, int], float]
     spans: tuple[Span, ...]
     across: float
     rate: float

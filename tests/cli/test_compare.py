@@ -15,7 +15,7 @@ from atoll.cli.main import app
 from atoll.cost import Cluster
 from atoll.cost.comparison import Difference, Taken, by_part, compare, taken
 from atoll.errors import ConfigError
-from atoll.program import Do, Row
+from atoll.program import Do, Operation
 from atoll.testing import progress
 from atoll.training.folder import RunFolder, read_records, typical_seconds
 from atoll.training.measurements import read_rows, read_run
@@ -239,7 +239,7 @@ def test_what_is_predicted_differs_from_itself_by_nothing(run: Path) -> None:
         (Do.FREE, Taken(4, 0.0, 0.0), Taken(4, 0.1, 0.0), "the host, or kernels that have no predicted seconds"),
     ],
 )
-def test_causes(do: Row, predicted: Taken, measured: Taken, words: str) -> None:
+def test_causes(do: Operation, predicted: Taken, measured: Taken, words: str) -> None:
     assert words in Difference(0, do, -1, predicted, measured).cause
 
 

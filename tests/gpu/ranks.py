@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 
 from atoll.layouts import NO_CODECS
-from atoll.program.table import ROWS
+from atoll.program.table import OPERATIONS
 from atoll.runtime.lanes import Job, Lane
 from atoll.runtime.pipeline.executor import Executor
 from atoll.testing import run_ranks
@@ -122,7 +122,7 @@ def _late_computation(device: str) -> Iterator[None]:
     run = Executor.run
 
     def slow(executor: Executor, *args: Any, **kwargs: Any) -> Any:
-        executor.before = dict.fromkeys(ROWS.values(), lambda: _wait(device))
+        executor.before = dict.fromkeys(OPERATIONS.values(), lambda: _wait(device))
         return run(executor, *args, **kwargs)
 
     with patch.object(Executor, "run", slow):

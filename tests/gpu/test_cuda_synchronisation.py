@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from atoll.program import Do
-from atoll.program.table import ROWS
+from atoll.program.table import OPERATIONS
 from atoll.runtime.engine import Engine
 from tests.gpu import decoders
 
@@ -33,7 +33,7 @@ def watch(engine: Engine, mode: str) -> list[str]:
         seen.append("ended")
         report(engine.device.type, "default")
 
-    engine._executor.before = {**dict.fromkeys(ROWS.values(), begin), Do.DRAIN: end}
+    engine._executor.before = {**dict.fromkeys(OPERATIONS.values(), begin), Do.DRAIN: end}
     return seen
 
 

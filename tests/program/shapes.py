@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from atoll.ir import Placement
-from atoll.program import BlockShape, Do, Phase, RankShape, Row, StageShape, UnitShape
+from atoll.program import BlockShape, Do, Operation, Phase, RankShape, StageShape, UnitShape
 
 WHOLE = 100
 """Bytes of a unit."""
@@ -48,7 +48,7 @@ def shapes_of(
         if users and users[-1] < frozen:
             flows = {}
         whole = 0 if rests else WHOLE
-        travel: dict[tuple[Row, Phase | None], tuple[tuple[str, int], ...]] = {}
+        travel: dict[tuple[Operation, Phase | None], tuple[tuple[str, int], ...]] = {}
         if not rests:
             travel = {(Do.GATHER, None): LEVELS, **{(Do.REDUCE, phase): LEVELS[::-1] for phase in flows}}
         if flows:

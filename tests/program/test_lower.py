@@ -12,7 +12,7 @@ from atoll import schedules
 from atoll.errors import ScheduleError
 from atoll.ir import Op, Schedule, insert_vocabulary, lower
 from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, counts
-from atoll.program import Bytes, Do, Ending, Instruction, Program, Row, lower_row
+from atoll.program import Bytes, Do, Ending, Instruction, Operation, Program, lower_row
 from atoll.program.memory import held_after
 from tests.drawn import drawn, example
 from tests.program.shapes import RETURNED, WHOLE, shapes_of
@@ -248,7 +248,7 @@ BREAKS = {
 }
 
 
-def _twice(step: Instruction, do: Row) -> list[Instruction]:
+def _twice(step: Instruction, do: Operation) -> list[Instruction]:
     return [step, step] if step.do is do else [step]
 
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from atoll.program import Row
+from atoll.program import Operation
 from atoll.sim import Played, Rates
 
 
@@ -63,7 +63,7 @@ _WAITS = frozenset({"gathers", "reductions", "messages", "sums"})
 
 _FROM_OTHERS = frozenset({"messages", "sums"})
 
-Seconds = Mapping[tuple[Row, int], float]
+Seconds = Mapping[tuple[Operation, int], float]
 """Seconds by operation, and block or unit."""
 
 

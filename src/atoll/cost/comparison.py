@@ -13,7 +13,7 @@ from typing import NamedTuple
 from atoll.cost.breakdown import Breakdown
 from atoll.cost.prediction import Prediction
 from atoll.errors import ConfigError
-from atoll.program import Row
+from atoll.program import Operation
 
 LATE = 0.5
 """The link, not the sender, is the likely cause if the shortest wait explains more than this share of the extra time of
@@ -38,7 +38,7 @@ class Taken(NamedTuple):
         return Taken(len(each), sum(each), min(each))
 
 
-Timed = Mapping[tuple[Row, int], Taken]
+Timed = Mapping[tuple[Operation, int], Taken]
 """Durations by operation, and block or unit (-1: neither)."""
 
 _NONE = Taken(0, 0.0, 0.0)
@@ -49,7 +49,7 @@ class Difference:
     """An instruction of a pipeline rank, as predicted and as measured. of: a block or a unit; -1 for neither."""
 
     rank: int
-    do: Row
+    do: Operation
     of: int
     predicted: Taken
     measured: Taken
@@ -91,10 +91,10 @@ class Difference:
         return "the host, or kernels that have no predicted seconds"
 
 
-def taken(prediction: Prediction, rank: int) -> dict[tuple[Row, int], Taken]:
+def taken(prediction: Prediction, rank: int) -> dict[tuple[Operation, int], Taken]:
     """Return the durations of a pipeline rank's instructions in the predicted step."""
     timing, program = prediction.played.timings[rank], prediction.played.programs.ranks[rank]
-    found: dict[tuple[Row, int], list[float]] = {}
+    found: dict[tuple[Operation, int], list[float]] = {}
     before = timing.begin
     for instruction, end in zip(program.instructions, timing.ends, strict=True):
         found.setdefault((instruction.do, instruction.of), []).append(end - before)

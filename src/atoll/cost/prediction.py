@@ -19,7 +19,7 @@ from atoll.cost.work import Use, Work, Workload
 from atoll.errors import ConfigError
 from atoll.layouts import ITEM_BYTES, Level, Stored
 from atoll.plans import Plan
-from atoll.program import Do, Instruction, Row, Sliced, makes
+from atoll.program import Do, Instruction, Operation, Sliced, makes
 from atoll.program.memory import held_after
 from atoll.schedules import Link, Links
 from atoll.sim import Played, Rates, Speed, play
@@ -200,7 +200,7 @@ class Prediction:
         own = self._update_seconds((one - none) / item, (all_kept - none) / item) * update
         return max(0.0, own - cast / (self.device.bandwidth * self.device.efficiency.memory))
 
-    def _copies(self, rank: int) -> dict[tuple[Row, int], float]:
+    def _copies(self, rank: int) -> dict[tuple[Operation, int], float]:
         """Seconds of gathers that send nothing: casts of masters, and copies."""
         sharding = self.plan.sharding(self.ranks.place(rank))
         rate = self.device.bandwidth * self.device.efficiency.memory
@@ -211,7 +211,7 @@ class Prediction:
                 found[Do.GATHER, unit] = found[Do.FETCH, unit] = copied / rate
         return found
 
-    def _transforms(self, rank: int) -> dict[tuple[Row, int], float]:
+    def _transforms(self, rank: int) -> dict[tuple[Operation, int], float]:
         """Seconds in which a pipeline rank transforms its matrices, by unit."""
         whole, found = self.plan.whole, {}
         if whole is None:
@@ -238,9 +238,9 @@ class Prediction:
         link = {"link": self.given.along(self.plan.mesh, "tp")} if tensor > 1 else {}
         return Clock(self.device, self.use.compute, self.use.item, tensor, **link)
 
-    def _by_instruction(self, rank: int, of_work: Callable[[Work], Parts]) -> dict[tuple[Row, int], float]:
+    def _by_instruction(self, rank: int, of_work: Callable[[Work], Parts]) -> dict[tuple[Operation, int], float]:
         """Return the seconds of a rank's blocks and slices, given F, I and W of each, by instruction."""
-        found: defaultdict[tuple[Row, int], float] = defaultdict(float)
+        found: defaultdict[tuple[Operation, int], float] = defaultdict(float)
         is_split = len(self.ranks.runs) > 1
         for at in self.ranks.blocks_of(rank):
             forward, backward, weights = of_work(self.ranks.works[at])
@@ -310,7 +310,7 @@ class Prediction:
         inside = [self.tensor_seconds(rank) for rank in range(self.plan.mesh.pipeline)]
         return break_down(self.played, self.rates, inside)
 
-    def tensor_seconds(self, rank: int) -> dict[tuple[Row, int], float]:
+    def tensor_seconds(self, rank: int) -> dict[tuple[Operation, int], float]:
         """Return the seconds that tensor-parallel collectives add to a pipeline rank's instructions."""
         return self._by_instruction(rank, self._collectives) if self.plan.mesh.tensor > 1 else {}
 
@@ -352,7 +352,7 @@ class Prediction:
         sliced = self.ranks.slices.held(rank)
         after = held_after(program.instructions, program.shape)
         messages = self._messages(rank)
-        moving: Counter[Row] = Counter()
+        moving: Counter[Operation] = Counter()
         for instruction, whole, idle in zip(program.instructions, after, messages, strict=True):
             passing = self._change(kept, instruction)
             if (more := sliced.get((instruction.do, instruction.action.stage))) is not None:

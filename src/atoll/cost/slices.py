@@ -14,9 +14,9 @@ from atoll.ir.residency import Slices as SliceBytes
 from atoll.ir.residency import slices_freed
 from atoll.layouts import ITEM_BYTES, Box
 from atoll.plans import Plan
-from atoll.program import Do, Row, Sliced
+from atoll.program import Do, Operation, Sliced
 
-At = tuple[Row, int]
+At = tuple[Operation, int]
 """An instruction of one stage; those of a slice have its pipeline rank as their stage."""
 
 

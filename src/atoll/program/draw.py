@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
@@ -75,7 +75,8 @@ def draw_program(program: Program, *, width: int = 1200, title: str = "") -> str
     """
     bars = list(_bars(program.instructions, program.shape))
     places = _rows(bars)
-    lanes = [lane for lane in _ORDER if any(bar.lane == lane for bar in bars)]
+    shown = {bar.lane for bar in bars}
+    lanes = [lane for lane in _ORDER if lane in shown] + sorted(shown.difference(_ORDER))
     rows = [
         (lane, nth) for lane in lanes for nth in range(1 + max(at for bar, at in places.items() if bar.lane == lane))
     ]
@@ -106,10 +107,11 @@ def draw_program(program: Program, *, width: int = 1200, title: str = "") -> str
         name = (
             f'<text class="name" x="{x + wide / 2:.2f}" y="{y + 13}" text-anchor="middle">{text}</text>' if text else ""
         )
-        box = f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{_BAR}" rx="2" fill="{_COLOURS[bar.kind]}"/>'
+        fill = _COLOURS.get(bar.kind, bar.kind)
+        box = f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{_BAR}" rx="2" fill="{fill}"/>'
         parts.append(f"<g><title>{escape(bar.text)}</title>{box}{name}</g>")
     parts += _memory(program, scale, memory_top)
-    parts += _legend({bar.kind for bar in bars}, height - 12)
+    parts += _legend({bar.kind: _NAMES.get(bar.kind, bar.lane) for bar in bars}, height - 12)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -194,10 +196,12 @@ def _memory(program: Program, scale: float, top: int) -> list[str]:
     return parts
 
 
-def _legend(kinds: set[str], y: float) -> list[str]:
+def _legend(names: Mapping[str, str], y: float) -> list[str]:
     parts, x = [], float(_LEFT)
-    for kind in (kind for kind in _COLOURS if kind in kinds):
-        parts.append(f'<rect x="{x:g}" y="{y - 11:g}" width="14" height="14" rx="2" fill="{_COLOURS[kind]}"/>')
-        parts.append(f'<text x="{x + 20:g}" y="{y:g}">{_NAMES[kind]}</text>')
-        x += 46 + 7.5 * len(_NAMES[kind])
+    for kind in [kind for kind in _COLOURS if kind in names] + sorted(set(names).difference(_COLOURS)):
+        parts.append(
+            f'<rect x="{x:g}" y="{y - 11:g}" width="14" height="14" rx="2" fill="{_COLOURS.get(kind, kind)}"/>'
+        )
+        parts.append(f'<text x="{x + 20:g}" y="{y:g}">{names[kind]}</text>')
+        x += 46 + 7.5 * len(names[kind])
     return parts

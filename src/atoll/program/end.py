@@ -23,7 +23,7 @@ from enum import StrEnum
 from atoll.ir import Action, Op
 from atoll.program.instruction import Instruction
 from atoll.program.shape import RankShape, UnitShape
-from atoll.program.table import PHASES, Do, Row
+from atoll.program.table import PHASES, Do, Operation
 
 
 class Ending(StrEnum):
@@ -67,10 +67,10 @@ def _posts(each: Instruction) -> bool:
 
 
 def _end(instructions: Sequence[Instruction], shape: RankShape, end: Ending, action: Action) -> Iterator[Instruction]:
-    def of_all(do: Row) -> Instruction:
+    def of_all(do: Operation) -> Instruction:
         return Instruction(do, action)
 
-    def of(do: Row, unit: UnitShape) -> Instruction:
+    def of(do: Operation, unit: UnitShape) -> Instruction:
         return Instruction(do, action, unit.index)
 
     synced = {(each.of, each.phase) for each in instructions if each.do is Do.SYNC}
@@ -108,13 +108,13 @@ def _end(instructions: Sequence[Instruction], shape: RankShape, end: Ending, act
 
 
 def _stepped(
-    action: Action, units: Sequence[UnitShape], first: Sequence[Sequence[Row]], last: Row
+    action: Action, units: Sequence[UnitShape], first: Sequence[Sequence[Operation]], last: Operation
 ) -> Iterator[Instruction]:
     """Each unit's `first`, the exchange of its matrices, and `last`; those of a unit without matrices keep their place
     among the others."""
     behind = 1 if any(unit.matrices for unit in units) else 0
 
-    def of(turn: int, *dos: Row) -> Iterator[Instruction]:
+    def of(turn: int, *dos: Operation) -> Iterator[Instruction]:
         if 0 <= turn < len(units):
             unit = units[turn]
             yield from (Instruction(do, action, unit.index) for do in dos if unit.matrices or do not in _EXCHANGE)

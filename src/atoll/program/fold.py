@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from atoll.program.instruction import Instruction
 from atoll.program.shape import RankShape
-from atoll.program.table import PHASES, Fact, Over, Per, Phase, Row
+from atoll.program.table import PHASES, Fact, Operation, Over, Per, Phase
 
 Key = tuple[int, Phase | None]
 """A unit, or a phase of its gradients; `OF_STEP` is the whole step."""
@@ -26,7 +26,7 @@ class Place:
     units: those that it works on.  phases: of the gradients that it is about; both where the row does not say it.
     """
 
-    row: Row
+    row: Operation
     units: tuple[int, ...]
     phases: tuple[Phase, ...]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from atoll.ir import Action
-from atoll.program.table import Phase, Row, Scope
+from atoll.program.table import Operation, Phase, Scope
 
 
 class Instruction(NamedTuple):
     """One instruction. action: the schedule's action that it belongs to.  of: a block or a unit; -1 for neither."""
 
-    do: Row
+    do: Operation
     action: Action
     of: int = -1
     phase: Phase | None = None

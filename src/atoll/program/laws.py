@@ -20,7 +20,7 @@ from atoll.errors import ScheduleError
 from atoll.program.fold import OF_STEP, Key, Place
 from atoll.program.instruction import Instruction
 from atoll.program.shape import RankShape
-from atoll.program.table import Fact, Per, Phase, Row, facts
+from atoll.program.table import Fact, Operation, Per, Phase, facts
 
 SHOWN = 3
 """Number of instructions around a wrong one, and of wrong ones, in an error."""
@@ -44,7 +44,7 @@ def _around(instructions: Sequence[Instruction], at: int) -> str:
 
 def _broken(instructions: Sequence[Instruction], shape: RankShape) -> list[tuple[int, str]]:
     state = _State(shape)
-    known: dict[tuple[Row, int, Phase | None], _Meaning] = {}
+    known: dict[tuple[Operation, int, Phase | None], _Meaning] = {}
     wrong: list[tuple[int, str]] = []
     for at, step in enumerate(instructions):
         do, action, of, phase = step

@@ -25,7 +25,7 @@ from atoll.program.fold import makes, reads
 from atoll.program.instruction import Instruction
 from atoll.program.program import Program
 from atoll.program.shape import RankShape
-from atoll.program.table import PHASES, ROWS, Do, Phase, Scope, named
+from atoll.program.table import OPERATIONS, PHASES, Do, Phase, Scope, named
 
 POSTED = 2
 """Number of receives that are posted beyond the next one."""
@@ -190,7 +190,7 @@ def insert_reductions(
 
 def _sliced(action: Action, shape: RankShape) -> int | None:
     """Return the slice whose gradients an action computes, if it is one of a slice."""
-    do = ROWS.get(action.op.name)
+    do = OPERATIONS.get(action.op.name)
     if do is None or do.scope is not Scope.MICROBATCH or do.phase is None:
         return None
     return shape.slices.get(do.over)
@@ -407,7 +407,7 @@ class _Ahead:
 
 def insert_posts(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
     """Post each receive `POSTED` receives before its wait, in the order of the actions, which is the sender's."""
-    post_of = {row.posts: row for row in ROWS.values() if row.posts}
+    post_of = {row.posts: row for row in OPERATIONS.values() if row.posts}
     receives = [each for each in instructions if each.do.receives]
     posts = iter([Instruction(post_of[each.do.receives], each.action) for each in receives])
     yield from islice(posts, POSTED)

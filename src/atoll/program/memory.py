@@ -8,7 +8,7 @@ from typing import NamedTuple
 from atoll.program.fold import Key, Place
 from atoll.program.instruction import Instruction
 from atoll.program.shape import RankShape
-from atoll.program.table import Buffer, Phase, Row, Use
+from atoll.program.table import Buffer, Operation, Phase, Use
 
 
 class Bytes(NamedTuple):
@@ -33,7 +33,7 @@ def held_after(instructions: Iterable[Instruction], shape: RankShape) -> Iterato
     """Yield the working memory after each instruction, and within those that take more than they leave."""
     parts = [0] * len(Bytes._fields)
     held: dict[tuple[Buffer, Key], int] = {}
-    known: dict[tuple[Row, int, Phase | None], tuple[list[_Step], ...]] = {}
+    known: dict[tuple[Operation, int, Phase | None], tuple[list[_Step], ...]] = {}
     for step in instructions:
         do, _, of, phase = step
         found = known.get((do, of, phase))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from atoll.program.table import Phase, Row
+from atoll.program.table import Operation, Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class UnitShape:
     ahead: int = 0
     flows: Mapping[Phase, int] = field(default_factory=dict)
     is_left_alone: bool = False
-    travel: Mapping[tuple[Row, Phase | None], tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    travel: Mapping[tuple[Operation, Phase | None], tuple[tuple[str, int], ...]] = field(default_factory=dict)
     copies: int = 1
     matrices: int = 0
     exchanged: int = 0

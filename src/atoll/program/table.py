@@ -172,12 +172,12 @@ class Use:
 
 # ---- rows
 
-ROWS: dict[str, Row] = {}
+OPERATIONS: dict[str, Operation] = {}
 """Every instruction by its name."""
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class Row:
+class Operation:
     """All that is known of an instruction. As an attribute of a class it is registered under the attribute's name.
 
     lane: the resource that it uses.  scope: what `Instruction.of` is.
@@ -219,7 +219,7 @@ class Row:
     frees: tuple[Use, ...] = ()
     within: tuple[Use, ...] = ()
     moves: bool = False
-    moves_as: Row | None = None
+    moves_as: Operation | None = None
     carries: str = ""
     sends: str = ""
     to: End | None = None
@@ -236,10 +236,10 @@ class Row:
 
     def __set_name__(self, owner: type, name: str) -> None:
         """Register the row. Raises TypeError if there is another one of this name."""
-        if name in ROWS:
+        if name in OPERATIONS:
             raise TypeError(f"{owner.__name__}.{name}: there is an instruction of this name already")
         object.__setattr__(self, "name", name)
-        ROWS[name] = self
+        OPERATIONS[name] = self
 
     def __str__(self) -> str:
         """The name."""
@@ -248,7 +248,7 @@ class Row:
     def __repr__(self) -> str:
         return f"<{self.name}>"
 
-    def __reduce__(self) -> tuple[Callable[[str], Row], tuple[str]]:
+    def __reduce__(self) -> tuple[Callable[[str], Operation], tuple[str]]:
         """In another process it is the row of that name."""
         return named, (self.name,)
 
@@ -272,20 +272,22 @@ class Row:
         return fact.is_in_order and any(need.fact is fact for need in self.needs)
 
     @property
-    def sent(self) -> Row | None:
+    def sent(self) -> Operation | None:
         """The row by which `UnitShape.travel` has the bytes that it sends; None if it sends none."""
         return self.moves_as or (self if self.moves else None)
 
 
 def facts() -> tuple[Fact, ...]:
     """Return the facts of all rows, each once."""
-    found = (fact for row in ROWS.values() for fact in (*row.gives, *row.ends, *(need.fact for need in row.needs)))
+    found = (
+        fact for row in OPERATIONS.values() for fact in (*row.gives, *row.ends, *(need.fact for need in row.needs))
+    )
     return tuple(dict.fromkeys(found))
 
 
-def named(name: str) -> Row:
+def named(name: str) -> Operation:
     """Return the row of an instruction. Raises ValueError for a name that none has."""
-    found = ROWS.get(name)
+    found = OPERATIONS.get(name)
     if found is None:
         raise ValueError(f"{name!r} is no instruction")
     return found
@@ -379,37 +381,37 @@ _UPDATED = Need(Facts.UPDATED, "unit {unit} goes back before its matrices are up
 _TURN = "the matrices of unit {unit} come to {do} in another order than they are exchanged in"
 
 
-def sends(kind: str, **rest: Any) -> Row:
+def sends(kind: str, **rest: Any) -> Operation:
     """Return the row of a message's send."""
     given = {"peers": Peers.NEIGHBOUR, "bar": ("send", "SEND", "{step}"), "carries": "activations", **rest}
-    return Row(lane=Lane.PIPELINE, scope=Scope.MICROBATCH, over=Over.NONE, sends=kind, **given)
+    return Operation(lane=Lane.PIPELINE, scope=Scope.MICROBATCH, over=Over.NONE, sends=kind, **given)
 
 
-def posts(kind: str) -> Row:
+def posts(kind: str) -> Operation:
     """Return the row that begins to receive messages of a kind."""
-    return Row(
+    return Operation(
         lane=Lane.PIPELINE, scope=Scope.MICROBATCH, over=Over.NONE, posts=kind, is_aside=True, gives=(Facts.POSTED,)
     )
 
 
-def receives(kind: str, source: tuple[str, End]) -> Row:
+def receives(kind: str, source: tuple[str, End]) -> Operation:
     """Return the row that waits for a message. source: its kind where it is sent, and the rank."""
-    return Row(
+    return Operation(
         lane=Lane.PIPELINE, scope=Scope.MICROBATCH, over=Over.NONE, waits=True, peers=Peers.NEIGHBOUR, receives=kind,
         needs=(Need(Facts.POSTED, "{step} is waited for in another order than it was posted"),),
         ends=(Facts.POSTED,), source=source, cause="messages",
     )  # fmt: skip
 
 
-def computes(**rest: Any) -> Row:
+def computes(**rest: Any) -> Operation:
     """Return the row of a microbatch's computation."""
     given = {"scope": Scope.MICROBATCH, "over": Over.NONE, **rest}
-    return Row(peers=Peers.TENSOR, **given)
+    return Operation(peers=Peers.TENSOR, **given)
 
 
-def _of_step(**rest: Any) -> Row:
+def _of_step(**rest: Any) -> Operation:
     given = {"over": Over.NONE, **rest}
-    return Row(scope=Scope.STEP, **given)
+    return Operation(scope=Scope.STEP, **given)
 
 
 class Do:
@@ -473,7 +475,7 @@ class Do:
     RECV_B = receives("B", ("B", End.NEXT))
 
     # Only parameters that are stored sharded are gathered; of others WHOLE waits for their sync alone.
-    GATHER = Row(
+    GATHER = Operation(
         lane=Lane.DATA, begins=True, is_aside=True, moves=True, carries="gathers",
         needs=(
             Need(Facts.UNSHARDED, "unit {unit} is gathered twice", holds=False),
@@ -482,7 +484,7 @@ class Do:
         gives=(Facts.GATHERING,), ends=(Facts.RETURNING,),
         takes=(Use(Buffers.STAGED, _staged), Use(Buffers.UNSHARDED, _copied_early)), cause="gathers",
     )  # fmt: skip
-    WHOLE = Row(
+    WHOLE = Operation(
         lane=Lane.DATA, waits=True,
         needs=(
             Need(Facts.UNSHARDED, "unit {unit} is waited for, and is unsharded already", holds=False),
@@ -491,7 +493,7 @@ class Do:
         ends=(Facts.GATHERING, Facts.RETURNING), gives=(Facts.UNSHARDED,),
         frees=(Use(Buffers.STAGED),), takes=(Use(Buffers.UNSHARDED, _whole),), cause="gathers",
     )  # fmt: skip
-    FETCH = Row(
+    FETCH = Operation(
         lane=Lane.DATA, waits=True, moves_as=GATHER, carries="gathers",
         needs=(
             Need(Facts.UNSHARDED, "unit {unit} is gathered twice", holds=False),
@@ -500,25 +502,25 @@ class Do:
         ends=(Facts.RETURNING,), gives=(Facts.UNSHARDED,), takes=(Use(Buffers.UNSHARDED, _whole),),
         cause="gathers", bar=("gather", "GATHER", "gather {unit}"),
     )  # fmt: skip
-    FREE = Row(
+    FREE = Operation(
         begins=True, is_aside=True,
         needs=(Need(Facts.UNSHARDED, "unit {unit} is freed, and is not unsharded", of_all=True),),
         ends=(Facts.UNSHARDED,), frees=(Use(Buffers.UNSHARDED),),
     )  # fmt: skip
 
-    REDUCE = Row(
+    REDUCE = Operation(
         lane=Lane.DATA, scope=Scope.PHASE, begins=True, is_aside=True, moves=True, carries="reductions",
         needs=(WORKS, Need(Facts.SYNCING, "unit {unit} is reduced after its sync", holds=False)),
         ends=(Facts.MADE,), gives=(Facts.REDUCING, Facts.SETTLING),
         # The next microbatch's gradients go to another buffer; where none was made, zeros are reduced.
         frees=(Use(Buffers.GRADIENT),), takes=(Use(Buffers.REDUCING, _flow),),
     )  # fmt: skip
-    REDUCED = Row(
+    REDUCED = Operation(
         lane=Lane.DATA, scope=Scope.PHASE, is_aside=True, waits=True,
         needs=(Need(Facts.REDUCING, "unit {unit} is waited for before what was reduced earlier"),),
         ends=(Facts.REDUCING,), frees=(Use(Buffers.REDUCING, _flow),), cause="reductions",
     )  # fmt: skip
-    SYNC = Row(
+    SYNC = Operation(
         lane=Lane.DATA, scope=Scope.PHASE, begins=True, is_aside=True, moves=True, carries="sync",
         needs=(
             Need(Facts.SYNCING, "unit {unit} is synced twice", holds=False),
@@ -534,7 +536,7 @@ class Do:
             Need(Facts.CONCLUDED, "a verdict is waited for, then made good, then perhaps taken back", holds=False),
         ),
     )  # fmt: skip
-    SYNCED = Row(
+    SYNCED = Operation(
         lane=Lane.DATA, waits=True,
         needs=(
             Need(Facts.SYNCED, "unit {unit} is waited for twice", holds=False),
@@ -543,9 +545,9 @@ class Do:
         ends=(Facts.REDUCING, Facts.SETTLING), gives=(Facts.SYNCED, Facts.UNSTEPPED), frees=(Use(Buffers.REDUCING),),
         cause="reductions",
     )  # fmt: skip
-    UNSCALE = Row(needs=(_UNREAD,))
-    COPIES = Row(lane=Lane.PIPELINE, waits=True, peers=Peers.PIPELINE, needs=(_UNREAD,))
-    COLLECT = Row(
+    UNSCALE = Operation(needs=(_UNREAD,))
+    COPIES = Operation(lane=Lane.PIPELINE, waits=True, peers=Peers.PIPELINE, needs=(_UNREAD,))
+    COLLECT = Operation(
         lane=Lane.DATA, moves=True, carries="matrices",
         needs=(
             Need(Facts.SYNCED, "unit {unit} is collected before its gradients are there"),
@@ -553,20 +555,20 @@ class Do:
         ),
         gives=(Facts.COLLECTING,), takes=(Use(Buffers.MATRICES, _exchanged),), cause="optimizer",
     )  # fmt: skip
-    TRANSFORM = Row(
+    TRANSFORM = Operation(
         moves=True, carries="matrices", needs=(Need(Facts.COLLECTING, _TURN),),
         ends=(Facts.COLLECTING,), gives=(Facts.SENDING,), within=(Use(Buffers.MATRICES, _transformed),),
         cause="optimizer", column="STEP",
     )  # fmt: skip
-    UPDATE = Row(
+    UPDATE = Operation(
         lane=Lane.DATA, waits=True, needs=(Need(Facts.SENDING, _TURN),),
         ends=(Facts.SENDING,), gives=(Facts.UPDATED,), frees=(Use(Buffers.MATRICES, _exchanged),), cause="optimizer",
     )  # fmt: skip
-    RETURN = Row(
+    RETURN = Operation(
         lane=Lane.DATA, moves=True, carries="return", bar=("return", "RETURN", "{step}"),
         needs=(Need(Facts.CONCLUDED, "{do} comes before STEP"), _UPDATED), gives=(Facts.RETURNING,),
     )  # fmt: skip
-    AHEAD = Row(
+    AHEAD = Operation(
         moves_as=RETURN, carries="return", column="STEP",
         needs=(Need(Facts.SYNCED, "unit {unit} is stepped before its gradients are there"), _UPDATED),
         ends=(Facts.UNSTEPPED,), gives=(Facts.RETURNING,),

@@ -15,9 +15,9 @@ from atoll.layouts import (
     Stored,
 )
 from atoll.program.shape import UnitShape
-from atoll.program.table import PHASES, Do, Phase, Row
+from atoll.program.table import PHASES, Do, Operation, Phase
 
-Travel = dict[tuple[Row, Phase | None], tuple[tuple[str, int], ...]]
+Travel = dict[tuple[Operation, Phase | None], tuple[tuple[str, int], ...]]
 
 
 def unit_shape(

@@ -119,7 +119,7 @@ def _played(prediction: Prediction, rank: int, origin: float) -> Iterator[Bar]:
         yield Bar(part, name, start - origin, end - origin, action.stage, microbatch, of, _received(prediction, do))
 
 
-def _received(prediction: Prediction, do: table.Row) -> float:
+def _received(prediction: Prediction, do: table.Operation) -> float:
     return float(prediction.message_bytes) if do in (Do.RECV_F, Do.RECV_B) else 0.0
 
 

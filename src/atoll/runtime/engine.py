@@ -42,7 +42,7 @@ from atoll.models.batch import IGNORED_LABEL
 from atoll.models.buffers import buffers_outside, first_names, persistent_buffers, transient_buffers
 from atoll.models.sums import check_sum
 from atoll.plans import Plan
-from atoll.program import Instruction, Program, Row
+from atoll.program import Instruction, Operation, Program
 from atoll.runtime import checkpoint
 from atoll.runtime.agreement import Agreement
 from atoll.runtime.allocator import keep_freed_memory
@@ -677,7 +677,7 @@ class Engine:
         return Trace(self._outcome.spans, ranks=placement.ranks, chunks=placement.chunks)
 
     @contextmanager
-    def timing(self) -> Iterator[dict[tuple[Row, int], float]]:
+    def timing(self) -> Iterator[dict[tuple[Operation, int], float]]:
         """Time the instructions of the steps inside the context.
 
         Yields a dictionary that is filled when the context ends: the seconds of each instruction in the last step, by
@@ -685,7 +685,7 @@ class Engine:
         `atoll.sim.Rates`. For instructions that wait for a message or for other ranks it is the shortest of its kind;
         instructions that wait once a step are left out.
         """
-        found: dict[tuple[Row, int], float] = {}
+        found: dict[tuple[Operation, int], float] = {}
         self._executor.is_timed = True
         try:
             yield found
@@ -693,7 +693,7 @@ class Engine:
             self._executor.is_timed = False
         if self._outcome is not None:
             taken = self.taken()
-            waits: dict[Row, list[float]] = {}
+            waits: dict[Operation, list[float]] = {}
             for (do, _), each in taken.items():
                 if do.waits:
                     waits.setdefault(do, []).extend(each)
@@ -704,7 +704,7 @@ class Engine:
                 elif key[0] in shortest:
                     found[key] = shortest[key[0]]
 
-    def taken(self) -> dict[tuple[Row, int], list[float]]:
+    def taken(self) -> dict[tuple[Operation, int], list[float]]:
         """Return the seconds of each execution of the instructions of the last step, including waits.
 
         By instruction and index of its block or unit, as in `timing`; empty unless the step ran in that context. The

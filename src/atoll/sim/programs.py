@@ -23,10 +23,10 @@ from heapq import heappop, heappush
 from atoll.errors import ConfigError
 from atoll.ir.action import Action, Op
 from atoll.ir.placement import Placement
-from atoll.program import Instruction, Peers, Phase, Program, Programs, Row, way_of
+from atoll.program import Instruction, Operation, Peers, Phase, Program, Programs, way_of
 from atoll.program.fold import Key, Place
 from atoll.program.parts import parts_of
-from atoll.program.table import ROWS, End, Fact, Lane
+from atoll.program.table import OPERATIONS, End, Fact, Lane
 from atoll.trace import Span, Trace, lane_of
 
 PIPELINE = "pp"
@@ -84,10 +84,10 @@ class Rates:
     to: links to single pipeline ranks, for messages to a neighbouring stage there, instead of that of "pp".
     """
 
-    compute: Mapping[tuple[Row, int], float] = field(default_factory=dict)
+    compute: Mapping[tuple[Operation, int], float] = field(default_factory=dict)
     message: float = 0.0
     links: Mapping[str, Speed] = field(default_factory=dict)
-    messages: Mapping[tuple[Row, int], float] = field(default_factory=dict)
+    messages: Mapping[tuple[Operation, int], float] = field(default_factory=dict)
     to: Mapping[int, Speed] = field(default_factory=dict)
 
     def link(self, axis: str) -> Speed:
@@ -231,7 +231,7 @@ class _Messages:
             sender = stage + _OFFSET[source]
         if 0 <= sender <= self.last:
             return [(kind, sender, microbatch, step)]
-        others = next((row.sends for row in ROWS.values() if row.stands_for == do.name), "")
+        others = next((row.sends for row in OPERATIONS.values() if row.stands_for == do.name), "")
         return [(others, rank, microbatch, step) for rank in self.senders.get((others, microbatch), ())]
 
 
@@ -285,13 +285,13 @@ class _Rank:
         }
         self._pooled = {name for name, link in rates.every if link.pool in shared}
         self._flights: defaultdict[tuple[Fact, Key], list[float]] = defaultdict(list)
-        self._known: dict[tuple[Row, int, Phase | None], _Flights] = {}
+        self._known: dict[tuple[Operation, int, Phase | None], _Flights] = {}
         self._told: dict[str, int] = {}
-        self._ways: dict[tuple[Row, int, Phase | None], tuple[tuple[str, float], ...]] = {}
+        self._ways: dict[tuple[Operation, int, Phase | None], tuple[tuple[str, float], ...]] = {}
         self._arrived: dict[Message, tuple[float, float]] = {}
         self._acts = {do: self._act_of(do) for do in {each.do for each in self.instructions}}
 
-    def _act_of(self, do: Row) -> Callable[[Instruction, float], float] | None:
+    def _act_of(self, do: Operation) -> Callable[[Instruction, float], float] | None:
         """Return what an instruction does to other times than its own rank's; None if nothing."""
         if do.sends:
             return self._send

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 
 from atoll.ir import Action, Op
-from atoll.program import Instruction, Row
+from atoll.program import Instruction, Operation
 from atoll.runtime.lanes import Kind
 from atoll.trace import Span, lane_of
 
@@ -47,11 +47,11 @@ class Clock:
         """Record the end of an instruction that began at `start`."""
         self._taken.append((instruction, start, self.now()))
 
-    def seconds(self) -> dict[tuple[Row, int], list[float]]:
+    def seconds(self) -> dict[tuple[Operation, int], list[float]]:
         """Return the seconds of each recorded instruction, by what it does and with what, less those of instructions
         nested in it: the forward of a stage contains those of its blocks, and is recorded around the first of them."""
-        found: dict[tuple[Row, int], list[float]] = {}
-        around: list[tuple[float, tuple[Row, int], int]] = []
+        found: dict[tuple[Operation, int], list[float]] = {}
+        around: list[tuple[float, tuple[Operation, int], int]] = []
         for (do, _, of, _), start, end in self.instructions():
             while around and around[-1][0] <= start:
                 around.pop()

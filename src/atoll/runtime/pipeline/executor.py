@@ -60,8 +60,8 @@ from atoll.faults import Made
 from atoll.ir import Action, Op
 from atoll.models import Batch, Loss
 from atoll.models.adapter import sum_and_count
-from atoll.program import BACKWARD, Do, Ending, Instruction, Part, Peers, Phase, Program, RankShape, Row, parts_of
-from atoll.program.table import ROWS
+from atoll.program import BACKWARD, Do, Ending, Instruction, Operation, Part, Peers, Phase, Program, RankShape, parts_of
+from atoll.program.table import OPERATIONS
 from atoll.runtime.failure import Doing
 from atoll.runtime.lanes import Lane
 from atoll.runtime.mail import Mail, Wire
@@ -231,7 +231,7 @@ class Executor:
         self._step = _Step((), is_training=False)
         # Read while a program runs: set these three between programs.
         self.is_timed = False
-        self.before: Mapping[Row, Callable[[], None]] = {}
+        self.before: Mapping[Operation, Callable[[], None]] = {}
         self.probe: Probe | None = None
         self._scale: Callable[[], float] | None = None  # of the running program; TAKE_BACK calls it once more
         # The running program. `_calls` are those of the score, or wrapped for `is_timed` and `before`. TAKE_BACK may
@@ -837,7 +837,7 @@ PLAYS.update(
         Do.DRAIN: lambda on, _: on._drain,
         Do.SUMS: lambda on, _: on._add_up,
         Do.TAKE_BACK: lambda on, _: on._take_back,
-        **dict.fromkeys((row for row in ROWS.values() if row.posts), _post),
+        **dict.fromkeys((row for row in OPERATIONS.values() if row.posts), _post),
         **{row: of_end(act) for row, act in OF_UNIT.items()},
         **{row: of_all(act) for row, act in OF_ALL.items()},
     }

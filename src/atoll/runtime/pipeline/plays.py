@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from atoll.program import ROWS, Instruction, Phase, Row
+from atoll.program import OPERATIONS, Instruction, Operation, Phase
 
 if TYPE_CHECKING:
     from atoll.runtime.pipeline.executor import Executor
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 Play = Callable[["Executor", Instruction], Callable[[], None]]
 """Returns the call that executes an instruction. It is made once for a program, and called in each step."""
 
-PLAYS: dict[Row, Play] = {}
+PLAYS: dict[Operation, Play] = {}
 """The call of each instruction."""
 
 
 def check_complete() -> None:
     """Raise TypeError if an instruction has no call."""
-    missing = [name for name, row in ROWS.items() if row not in PLAYS]
+    missing = [name for name, row in OPERATIONS.items() if row not in PLAYS]
     if missing:
         raise TypeError(f"instructions that nothing executes: {', '.join(missing)}; add them to PLAYS")
 

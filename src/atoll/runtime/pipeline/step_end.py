@@ -45,7 +45,7 @@ from typing import Any
 import torch
 
 from atoll.faults import Fault, Rollback
-from atoll.program import Do, Ending, Row
+from atoll.program import Do, Ending, Operation
 from atoll.runtime.sharding.optimizer import ShardedOptimizer
 from atoll.runtime.sharding.unit import Unit, UnitSpec
 from atoll.runtime.transport import Channel, Exchange, Later, Tag, Transport
@@ -559,7 +559,7 @@ def _is_finite(sums: _Sums) -> bool:
     return math.isfinite(sums.loss) and math.isfinite(sums.norm)
 
 
-OF_UNIT: Mapping[Row, Callable[[StepEnd, Unit], None]] = {
+OF_UNIT: Mapping[Operation, Callable[[StepEnd, Unit], None]] = {
     Do.SYNCED: StepEnd._settle,
     Do.UNSCALE: StepEnd._unscale,
     Do.COPIES: lambda _, unit: unit.sum_copies(),
@@ -571,7 +571,7 @@ OF_UNIT: Mapping[Row, Callable[[StepEnd, Unit], None]] = {
 }
 """What executes the instructions of the step's end on a unit."""
 
-OF_ALL: Mapping[Row, Callable[[StepEnd], None]] = {
+OF_ALL: Mapping[Operation, Callable[[StepEnd], None]] = {
     Do.QUIET: lambda end: end._transport.wait_for_readers(),
     Do.CORRECT: StepEnd._correct,
     Do.JOIN: StepEnd._join,
