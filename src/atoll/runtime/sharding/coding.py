@@ -11,7 +11,7 @@ A message of `Codec.nbytes(n)` bytes holds a float32 scale for each block of ele
 A block whose scale is not a normal float32 is zero. A value that is not finite makes its block so, except in bf16.
 
 [Note: equal replicas] A rank never uses a value that it has encoded: it decodes its own message, as all others do, so
-all ranks hold the same bits.
+all ranks hold the same bits. Gradients that a tensor-parallel group sums are encoded before that sum, by each rank.
 
 The moves allocate messages and sums, and free them: they run in jobs of lanes, and nothing that they allocate outlives
 them ([Note: streams and memory] in runtime/lanes.py). What a caller gives is the caller's to keep.
