@@ -493,7 +493,8 @@ ALL_CLAIMS = (
     ),
     Claim(
         what="Hugging Face models match the unsplit model that transformers and torch run alone",
-        how="{families} families of tiny random models, pipeline 2 × IIG and, but for one, pipeline 2 × tensor 2, in "
+        how="{families} families of tiny random models, pipeline 2 × IIG and, but for one, pipeline 2 × tensor 2 (one "
+        "of the two in `make test-all`, both in `make matrix`), in "
         "float64: logits, gradients, loss, norm, parameters",
         result="within 1e-10; 5e-5 where a model computes in fp32",
         figures=lambda _: {"families": len(CAUSAL) + len(MASKED)},

@@ -29,7 +29,7 @@ MINUTES: Mapping[str, float] = {
     "outer": 11.0,
     "paired": 28.0,
     "precision": 30.0,
-    "predictions": 16.0,
+    "predictions": 75.0,
     "quality": 120.0,
     "sharded_pipeline": 24.0,
     "two_islands": 43.0,

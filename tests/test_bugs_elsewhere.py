@@ -21,7 +21,7 @@ ROWS = {
 }
 SPOILED = {"deepspeed_pipeline.py": "stage 0", "deepspeed_zero2.py": "rank", "split_backward.py": "stage 1",
            "shared_weight.py": "stage 1"}  # fmt: skip
-"""What the lines have in common that may be wrong; those of the others are right."""
+"""Script -> text of the output lines that may report wrong gradients; all other lines must report right ones."""
 LAYOUTS = re.search(r"under ([A-Z, and]+)\.", PAGE)
 
 

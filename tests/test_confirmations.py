@@ -183,7 +183,7 @@ def test_a_drawn_twentieth_of_the_matrix_has_to_be_right(monkeypatch: pytest.Mon
     monkeypatch.setattr(matrix, "whole", lambda: iter(range(100)))
     monkeypatch.setattr(matrix, "name_of", str)
     found = matrix.confirm(argparse.Namespace(quick=False, seed=7), {"cases": 90, "right": 90})
-    assert (found["cases"], found["of"], found["seed"]) == (5, 100, 7)
+    assert (found["cases"], found["drawn_from"], found["seed"]) == (5, 100, 7)
     assert found["how"] == "5 of 100 cases, drawn with seed 7"
     assert [Check(**each).holds for each in found["checks"]] == [not wrong]
     assert len(found["problems"]) == wrong

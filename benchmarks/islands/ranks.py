@@ -13,7 +13,6 @@ import faulthandler
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -95,11 +94,15 @@ class Ranks:
         self._lifeline = os.pipe()
         islands = self.where.islands
         address = LOOPBACK if islands is None else islands.addresses[0]
-        port = _free_port()
+        everyone = range(self.where.ranks)
         try:
-            for number in range(self.where.ranks):
-                self._start(number, address, port)
-            self._collect(range(self.where.ranks), 120.0)
+            for number in everyone:
+                self._start(number, address)
+            # The first rank listens at a port that the kernel chooses: no other process can take it in between.
+            (port,) = self._collect([0], 120.0)
+            for number in everyone[1:]:
+                self._connections[number].send(port)
+            self._collect(everyone, 120.0)
         except BaseException:
             self.close()
             raise
@@ -108,7 +111,7 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self, number: int, address: str, port: int) -> None:
+    def _start(self, number: int, address: str) -> None:
         assert self._lifeline is not None
         ours, theirs = Pipe()
         descriptor, log = tempfile.mkstemp(prefix="atoll-bench-", suffix=".log")
@@ -121,7 +124,6 @@ class Ranks:
             "WORLD_SIZE": str(self.where.ranks),
             "LOCAL_RANK": str(number % self.where.intra),
             "MASTER_ADDR": address,
-            "MASTER_PORT": str(port),
             "DS_ACCELERATOR": "cpu",
             LIFELINE: str(self._lifeline[0]),
         }
@@ -192,13 +194,6 @@ class Ranks:
         self._processes, self._connections, self._logs, self._lifeline = [], [], [], None
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def serve() -> None:
     """A rank: answers until its parent closes the connection."""
     watch_parent()
@@ -209,7 +204,7 @@ def serve() -> None:
     rank: Rank = connection.recv()
     problem = ""
     try:
-        _join(rank)
+        _join(rank, connection)
     except Exception:
         problem = traceback.format_exc()
     connection.send((None, problem))
@@ -223,13 +218,18 @@ def serve() -> None:
             connection.send_bytes(answer)
 
 
-def _join(rank: Rank) -> None:
+def _join(rank: Rank, connection: Connection) -> None:
+    """Join the group of all ranks. The first one answers with the port of its store, the others are sent it."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     limit = timedelta(seconds=GROUP_SECONDS)
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(host, port, rank.world, is_master=rank.number == 0, timeout=limit)
+    host, first = os.environ["MASTER_ADDR"], rank.number == 0
+    port = 0 if first else connection.recv()
+    store = dist.TCPStore(host, port, rank.world, is_master=first, timeout=limit, wait_for_workers=False)
+    if first:
+        connection.send((store.port, ""))
+    os.environ["MASTER_PORT"] = str(store.port)  # for systems that ask the environment
     dist.init_process_group("gloo", store=store, rank=rank.number, world_size=rank.world, timeout=limit)
     dist.barrier()

@@ -69,7 +69,7 @@ def confirm(arguments: argparse.Namespace, result: Mapping[str, Any]) -> dict[st
         "checks": [Check("cases within the tolerance", was, now).to_json()],
         "seed": arguments.seed,
         "cases": len(rows),
-        "of": len(choices),
+        "drawn_from": len(choices),
         "worst": max(row["worst"] for row in rows),
         "problems": problems,
     }

@@ -53,6 +53,7 @@ def check(cluster: Cluster, folder: Path) -> Cluster:
     return read
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_two_ranks_of_a_node(tmp_path: Path) -> None:
     cluster = check(measured(2, local=2), tmp_path)
@@ -72,6 +73,7 @@ def test_two_ranks_of_a_node(tmp_path: Path) -> None:
     assert prediction.fits
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_two_nodes_of_two_ranks(tmp_path: Path) -> None:
     cluster = check(measured(4, local=2, cards=4), tmp_path)
@@ -83,6 +85,7 @@ def test_two_nodes_of_two_ranks(tmp_path: Path) -> None:
     assert along.rate == pytest.approx(2 * cluster.network.goodput)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_two_nodes_of_one_rank_have_a_network_only(tmp_path: Path) -> None:
     cluster = check(measured(2, local=1), tmp_path)
@@ -92,6 +95,7 @@ def test_two_nodes_of_one_rank_have_a_network_only(tmp_path: Path) -> None:
     assert "network card" in describe(cluster)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_rank_alone_has_no_link(tmp_path: Path) -> None:
     cluster = check(measured(1, local=1), tmp_path)

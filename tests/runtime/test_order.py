@@ -55,7 +55,7 @@ def test_a_split_vocabulary(schedule: str) -> None:
     assert_ordered(replace(BASE, schedule=schedule, vocabulary_parallel=True))
 
 
-def test_copies_of_a_parameter_on_ranks_that_are_no_neighbours() -> None:
+def test_copies_of_a_parameter_on_the_first_and_the_last_rank() -> None:
     model = TinyConfig(layers=6, tied=True)
     assert_ordered(replace(BASE, model=model, pipeline=3, schedule="interleaved"))
 

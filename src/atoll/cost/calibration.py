@@ -1,5 +1,8 @@
 """Fitting of a cluster's constants to measured steps.
 
+Whole steps are fitted and not instructions: the time of an instruction depends on what runs at the same time, and the
+prediction is of the step.
+
 A step's seconds are a sum over the instructions on its critical path. Simulating each kind of instruction a little
 slower gives the share of each kind in the step; the sum as a function of the constants then needs no simulation.
 Fitting and simulating alternate until the path no longer changes.

@@ -6,7 +6,8 @@
 
 A document of n tokens fills n - 1 places of a row: each token but the last is an input, and each but the first a
 label. Rows are padded with tokens of id 0 whose labels are ignored; in a packed row the padding is a document of its
-own. The documents of a row depend on their lengths alone, never on ranks or batches.
+own. The documents of a row depend on their lengths alone, never on ranks or batches. Best-fit packing reads all lengths
+at each start.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@
 
 [Note: special tokens] A document begins and ends with what the file's post-processor adds to a text, and otherwise ends
 with the end of text. Which tokens have a role is what the files beside a tokenizer.json say, as `transformers` reads
-them. Where they say nothing, the special tokens of the file are searched for a known name.
+them. They are read here, since `transformers` is an extra; a test compares both. Where they say nothing, the special
+tokens of the file are searched for a known name.
 
 With the first two, decode(encode(text)) == text for every text that UTF-8 can hold.
 """

@@ -4,8 +4,9 @@ Under residency `action` a stage is open for one action, inside which each block
 `step` an open stage stays gathered from UNSHARD to RESHARD: while it fits in memory, or for the step.
 
 Eviction knows all actions of the rank: the stage whose next use is furthest away is evicted, and a stage that would
-only evict one with an earlier next use is opened for its action alone (Belady, IBM Systems Journal 5(2), 1966). W needs
-no weights: a stage is closed right after its last F, I or B.
+only evict one with an earlier next use is opened for its action alone (Belady, IBM Systems Journal 5(2), 1966). For
+stages of one size this gives the fewest gathers; for stages of different sizes it is good but not always optimal. W
+needs no weights: a stage is closed right after its last F, I or B.
 """
 
 from __future__ import annotations

@@ -7,12 +7,14 @@ Rows of embedding and head are split over the pipeline ranks, so that neither en
     T   the slice's own gradient of S, some time after
     G   the slice's own gradient of L, after the backward of stage 0
 
-The order of F, I, W and B is unchanged. It is simulated with the times of the ops, and the actions of slices are
-inserted when they become ready: S as soon as there is something to score, since the last stage waits for it; L ahead of
-its use; G when its gradient has arrived; T when the rank would wait, and before anything else once `PENDING` are left.
-An op that would keep the rank busy when the next S becomes ready lets other ready ones go first.
+The order of F, I, W and B is unchanged, so no additional microbatch is in flight, unlike in the paper. It is simulated
+with the times of the ops, and the actions of slices are inserted when they become ready: S as soon as there is
+something to score, since the last stage waits for it; L ahead of its use; G when its gradient has arrived; T when the
+rank would wait, and before anything else once `PENDING` are left. An op that would keep the rank busy when the next S
+becomes ready lets other ready ones go first.
 
-The result is an order in which all actions were simulated, so it cannot deadlock; like any schedule it is validated.
+The result is an order in which all actions were simulated, so it cannot deadlock; like any schedule it is validated. It
+can be lowered if the last stage's backward processes microbatches in the order of its forward.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Optimizer state rests in ranges of flat buffers. An optimizer that needs a whole matrix gets it from the ranks that
 shard it, the holders: each sends its slices to the matrix's owner, one of them, which transforms it and sends every
-holder the slice of the result that belongs to it.
+holder the slice of the result that belongs to it. Slices are sent as messages, also where the group could read them in
+place.
 
     level of os    holders                              what crosses the slow link
     N              the rank itself                      nothing

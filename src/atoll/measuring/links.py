@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from atoll.cost import Link
+from atoll.errors import RunError
 from atoll.measuring.fits import fit_line, goodput_of
 from atoll.measuring.stopwatch import typical
 from atoll.plans import MeshShape
@@ -27,6 +28,8 @@ SHORTEST_BUFFER, LONGEST_BUFFER = 2**20, 2**28
 """Bytes that are gathered and reduced."""
 BLOCKS = 5
 """Number of repetitions of a timing."""
+ATTEMPTS, LONGER = 4, 4
+"""Attempts at a line through the times of messages, and how many times longer each is than the one before."""
 TAG = Tag(Channel.FORWARD, 0)
 
 
@@ -92,7 +95,24 @@ class _Ranks:
 
     def exchange_messages(self, peer: int | None) -> Wire:
         """Exchange messages between pairs of ranks, all pairs at the same time. peer: of this rank, None if it only
-        waits."""
+        waits.
+
+        Where noise is larger than what a message takes, measures again, for longer. Raises RunError if that does not
+        help.
+        """
+        for attempt in range(ATTEMPTS):
+            timings = self._message_seconds(peer, self.budget * LONGER**attempt)
+            try:
+                line = fit_line(timings)
+            except RunError:  # on all ranks, since they agree on the timings
+                if attempt == ATTEMPTS - 1:
+                    raise
+            else:
+                break
+        return Wire(line.start, 1.0 / line.each)
+
+    def _message_seconds(self, peer: int | None, budget: float) -> dict[float, float]:
+        """Return the seconds of a message by its bytes. budget: seconds for each size."""
         timings: dict[float, float] = {}
         for nbytes in MESSAGES:
             tensor = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
@@ -101,11 +121,10 @@ class _Ranks:
                 if peer is not None:
                     self._to_and_fro(tensor, peer)
 
-            timings[nbytes] = self._seconds(call, takes_part=peer is not None) / 2
-            if timings[nbytes] * GROWTH * 2 * BLOCKS > self.budget and len(timings) >= LEAST_SIZES:
+            timings[nbytes] = self._seconds(call, budget, takes_part=peer is not None) / 2
+            if timings[nbytes] * GROWTH * 2 * BLOCKS > budget and len(timings) >= LEAST_SIZES:
                 break
-        line = fit_line(timings)
-        return Wire(line.start, 1.0 / line.each)
+        return timings
 
     def gather(self, axis: str, wire: Wire) -> float:
         """Return the bytes a second with which `collective` gives gathers and reductions along an axis their
@@ -129,8 +148,8 @@ class _Ranks:
             if lent is not None:
                 transport.give_back(lent)
 
-        gathered = self._seconds(lambda: transport.gather(whole, peers, tags[0], own=own))
-        reduced = self._seconds(reduce)
+        gathered = self._seconds(lambda: transport.gather(whole, peers, tags[0], own=own), self.budget)
+        reduced = self._seconds(reduce, self.budget)
         return goodput_of(whole.nbytes, (gathered + reduced) / 2, ranks=ranks, latency=wire.latency)
 
     def _to_and_fro(self, tensor: torch.Tensor, peer: int) -> None:
@@ -140,11 +159,11 @@ class _Ranks:
         for move in (first, then):
             move(tensor, peer, TAG).wait()
 
-    def _seconds(self, call: Callable[[], None], *, takes_part: bool = True) -> float:
+    def _seconds(self, call: Callable[[], None], budget: float, *, takes_part: bool = True) -> float:
         """Return the seconds of a call: `typical` of blocks of calls, mean over the participating ranks."""
         call()
         once = self._agree(self._block(call, 1), takes_part=takes_part)
-        count = max(1, math.floor(self.budget / BLOCKS / once))
+        count = max(1, math.floor(budget / BLOCKS / once))
         blocks = [self._block(call, count) / count for _ in range(BLOCKS)]
         return self._agree(typical(blocks), takes_part=takes_part)
 

@@ -38,7 +38,8 @@ def measure(
     """Measure the devices and links of all ranks. Each rank calls it after torch.distributed is initialized.
 
     local: ranks of each node, with consecutive numbers.  seconds: for each quantity.  cards: network cards of a node.
-    dtypes: of products, besides that of all other quantities.
+    dtypes: of products, besides that of all other quantities. One `depth`, `attention` and `memory` serve all dtypes;
+    only `memory` has a factor for elements of two bytes.
 
     A time is the lower quartile of its samples. Where the threads of a node's ranks are more than its cores, it is the
     mean: a sample that is shorter than a slice of the scheduler has a core of its own or waits for one.

@@ -93,8 +93,9 @@ def construct_buffers(model: Any) -> str:
     """Give the buffers on `meta` of a model of `transformers` the values of a new model of its class and config.
 
     The class is constructed once more, on the CPU and in the model's dtype; its parameters stay on `meta` and are not
-    initialized. Buffers that this leaves without values stay on `meta`. Random values do not depend on the rank. What
-    `from_pretrained` keeps in fp32, such as the biases of routers, is in fp32.
+    initialized. Buffers that this leaves without values stay on `meta`. Buffers that the constructor draws at random
+    have the same values on every rank, and under any seed of the run. What `from_pretrained` keeps in fp32, such as the
+    biases of routers, is in fp32.
 
     Returns why the class cannot be constructed, or an empty text.
     """

@@ -102,6 +102,8 @@ def document_mask(positions: Tensor) -> Tensor:
     """Return the attention mask, bool [B, 1, S, S]: causal, inside each document.
 
     positions: [B, S]. A document begins at each position that does not follow the previous one.
+
+    With a mask CUDA has no flash kernel.
     """
     begins = torch.ones_like(positions, dtype=torch.bool)
     begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1

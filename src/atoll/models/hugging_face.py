@@ -13,7 +13,8 @@ values, layers or memory (see probe.py), finds the modules that run before, in a
 
 In a model with an encoder and a decoder, a stage that begins in the decoder receives the encoder's output and the
 decoder's hidden state, concatenated along the sequence, and returns both. Its forward gets the former as
-`encoder_outputs`, and so skips the encoder.
+`encoder_outputs`, and so skips the encoder. The encoder's output is sent over every link of the decoder, including the
+one to the head.
 
 [Note: one tensor for several blocks]
 Each block has a graph of its own, and the layers of a decoder all take the encoder's output. The first layer of a stage
@@ -586,7 +587,8 @@ class _Stub(nn.Module):
 
 def _share_position_bias(model: nn.Module) -> None:
     """Give each layer the bias table that in T5 and similar models only the first one has. The first layer computes the
-    bias and passes it to the others; if a stage begins with another layer, that one computes it."""
+    bias and passes it to the others; if a stage begins with another layer, that one computes it. The table is then a
+    shared parameter of all layers."""
     for layers in [each for each in model.modules() if isinstance(each, nn.ModuleList)]:
         if len({type(layer) for layer in layers}) != 1:
             continue

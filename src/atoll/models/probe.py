@@ -275,7 +275,8 @@ def _run(model: nn.Module, stacks: Sequence[Stack], primes: tuple[int, int, int]
 
 
 def _trained_through(output: Any) -> Any:
-    """Run the same with a mark on its tensors that autograd propagates, even if nothing is trained."""
+    """Run the same with a mark on its tensors that autograd propagates, even if nothing is trained. So a second path
+    from an embedding into the layers is detected, and refused."""
     if isinstance(output, Tensor) and output.is_floating_point() and not output.requires_grad:
         return output.detach().requires_grad_()
     return tuple(_trained_through(each) for each in output) if type(output) is tuple else output

@@ -97,7 +97,8 @@ class RankShape:
     def completes(self) -> Mapping[int, tuple[int, ...]]:
         """For each block, the units whose gradients are complete after its backward.
 
-        They are reduced in one order on every rank, that of the model's backward, so each waits for those before it.
+        They are reduced in one order on every rank, that of the model's backward, so each waits for those before it. A
+        unit that several blocks share is complete after the backward of the first of them.
         """
         return {block: units for stage in self.stages.values() for block, units in self._completed(stage)}
 

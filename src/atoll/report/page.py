@@ -2,6 +2,9 @@
 
 Text, tables and pictures of a fixed size are written here, and need no scripts. Timelines, memory and metrics are drawn
 by `page.js` with d3 from columns in the page.
+
+d3 is one file that draws nothing by itself and works with a canvas; Perfetto's viewer is too large to embed, and
+charting libraries have no timeline of bars. d3 adds 280 kB to each page.
 """
 
 from __future__ import annotations

@@ -16,7 +16,10 @@ LARGEST_KEPT = 32 << 20
 
 
 def keep_freed_memory() -> bool:
-    """Make the process keep freed blocks of up to `LARGEST_KEPT` bytes. Return False if the C library cannot."""
+    """Make the process keep freed blocks of up to `LARGEST_KEPT` bytes. Return False if the C library cannot.
+
+    Memory that other code of the process frees stays with it as well.
+    """
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallopt"):
         return False

@@ -967,7 +967,7 @@ class Engine:
         """Raise PlanError on every rank if the forward has changed buffers in a way that one process would not.
 
         Running statistics, such as those of BatchNorm, cover only a rank's own samples, and a recomputed forward
-        updates them twice.
+        updates them twice. The check runs once, after the first step, and misses a buffer that starts to change later.
         """
         with self._agreement.guard("comparing buffers"):
             after = self._digests_of_buffers()

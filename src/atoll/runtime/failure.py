@@ -3,7 +3,8 @@
 Every rank has a `Watch`: a connection to the run's monitor (`atoll.runtime.monitor`), and a thread that sends the
 rank's heartbeats and receives the reason why the run ended. The thread gives its rank a moment to exit with that error
 by itself (a closed connection usually ends its wait), and ends the process if it still waits then: gloo cannot
-interrupt a wait. A rank that cannot reach the monitor for the time that a rank may be silent ends as well.
+interrupt a wait. A rank that cannot reach the monitor for the time that a rank may be silent ends as well. A rank that
+is ended this way runs no clean-up; nothing relies on it.
 """
 
 from __future__ import annotations

@@ -131,7 +131,8 @@ def is_template() -> bool:
 def become() -> list[int]:
     """Answer requests until the parent ends. Return in each new process, with the descriptors that the request had.
 
-    A new process has a session of its own, and the template's environment with the variables of the request. The
+    A new process has a session of its own, and the template's environment with the variables of the request. Its
+    `/proc/PID/environ` lacks these variables; a rank's number is in the name of its process, `atoll rank 1`. The
     template itself exits: with 1 if it cannot be forked, because an import has started a thread.
     """
     requests = socket.socket(fileno=int(os.environ.pop(TEMPLATE)))

@@ -6,7 +6,8 @@ heartbeat, and the time since which it has reported the same. Nothing here reads
 [Note: whom to blame] A silent rank comes first: it is stopped, or its machine or network has failed, and it may be the
 cause of all waits. Otherwise, start at the rank that has waited longest and follow the ranks waited for. The walk ends
 at a rank that waits for nobody, which is busy or stuck in code outside Atoll, or at a rank visited before: those ranks
-wait for each other, so a message between them was lost.
+wait for each other, so a message between them was lost. In a collective that waits for all its ranks, a message lost in
+one direction may be blamed on the wrong sender.
 """
 
 from __future__ import annotations

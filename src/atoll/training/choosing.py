@@ -1,4 +1,8 @@
-"""The planner's search for a model or a config, and its answer as a runnable config."""
+"""The planner's search for a model or a config, and its answer as a runnable config.
+
+Ranks that plan for themselves need numba on all or on none, since it allows more tries; the digest of their programs
+reveals a difference.
+"""
 
 from __future__ import annotations
 

@@ -9,8 +9,9 @@
 once per step before they act on it, so that no rank leaves the others waiting.
 
 [Note: steps of islands] With outer steps, islands exchange losses and signals only after steps where they wait for each
-other anyway: those after which a fragment is applied, and those with an evaluation, a save or a comparison. Steps in
-between are recorded then, as means over the islands, and a signal is heard then.
+other anyway: those after which a fragment is applied, and those with an evaluation, a save or a comparison. A sum over
+the world in each step would stall islands behind the outer gradients, which use the same connections. Steps in between
+are recorded when islands wait, as means over the islands, and a signal is heard then.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@
     the same rank fails in the same step, twice in a row             never: the cause is in the step
     anything else: a rank killed, silent, stopped or cut off         `most` times without a new checkpoint
 
-A start waits only if the attempts before it took no step: their ranks lack something that may return, such as a
-device, a mount or a peer. Ranks that took a step restart immediately.
+A restart starts new processes: the process groups, threads and allocators of a process that has lost a peer cannot be
+trusted. A start waits only if the attempts before it took no step: their ranks lack something that may return, such as
+a device, a mount or a peer. Ranks that took a step restart immediately.
 
 [Note: the step of a failure] is the one after the last step recorded by this attempt. An earlier failure has no step:
 the folder's records are then those of the previous attempt.

@@ -1,5 +1,7 @@
 """Saves in the background. The caller waits for the plan and for a copy to host memory; a thread writes the files.
 
+Distributed Checkpoint's `async_save` is not used: it needs one collective of pickled plans per save.
+
 [Note: two threads that agree] The thread's rounds use a process group of their own, on gloo, separate from training's.
 The caller's thread agrees on the plan over the same group, which is idle then, because a save waits for the previous
 one.

@@ -6,7 +6,8 @@
                       "digest": that of the content}
 
 The ranges of a `.distcp` file are its boxes; `.metadata` and `state.json` are one range each. Ranges follow one another
-without gaps, so a file's length is known too. No torch here.
+without gaps, so a file's length is known too. The manifest grows with the number of boxes, and every rank parses it. No
+torch here.
 """
 
 from __future__ import annotations

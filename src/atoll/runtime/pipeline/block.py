@@ -5,7 +5,11 @@
                complete, parameters without gradient were not used, and the gradient of its input is in a leaf that an
                earlier block passed on
 
-Operations between two blocks belong to the graph of the later one, since they start from the earlier block's leaves.
+Hooks cannot tell when a block's backward is complete: with frozen weights the last gradient arrives before the last
+use, and hooks of unused parameters never fire.
+
+Operations between two blocks belong to the graph of the later one, since they start from the earlier block's leaves. A
+tensor that two later blocks use must be an output of a block.
 
 [Note: where control comes back] A model's own forward calls its blocks. Each block's module has a `forward` that passes
 the call to the driver of the stage. While a stage runs forward, these calls are the only way back to the driver.

@@ -12,6 +12,9 @@ gradient, and it is added in W.
 Inside a compiled block the operation is a registered custom operator; outside, the same as a plain autograd function,
 since calling an operator from Python costs about a tenth of a millisecond.
 
+Without a pipeline nothing is deferred: the backward adds the weight's gradient to its buffer in the same operation,
+without a temporary of the weight's size; on a CPU only that of a weight of `LEAST_ADDED` elements or more.
+
 [Note: what waits for W] The tensors of one call of a linear layer in one microbatch, and who holds them. With recompute
 of whole blocks, the graph of F is built in I, just before its backward:
 

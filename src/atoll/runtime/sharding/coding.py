@@ -11,7 +11,7 @@ A message of `Codec.nbytes(n)` bytes holds a float32 scale for each block of ele
 A block whose scale is not a normal float32 is zero. A value that is not finite makes its block so, except in bf16.
 
 [Note: equal replicas] A rank never uses a value that it has encoded: it decodes its own message, as all others do, so
-all ranks hold the same bits.
+all ranks hold the same bits. Gradients that a tensor-parallel group sums are encoded before that sum, by each rank.
 
 The moves allocate messages and sums, and free them: they run in jobs of lanes, and nothing that they allocate outlives
 them ([Note: streams and memory] in runtime/lanes.py). What a caller gives is the caller's to keep.
@@ -57,7 +57,7 @@ _HALF_A_BIT = 2.0**-25
 #     owner adds        decode(m)                      decode(m')
 #     new residual      r' = (c - decode(m)) / S       r'' = (c' - decode(m')) / T
 #
-# Without the scales the owner has added g + r - r' and then g' + r' - r'': what m lacked came with m', and of any
+# Without the scales the owner has added g + r - r' and then g' + r' - r'': m' carries the error of m, so after any
 # number of steps only the last residual is missing. A step with several reductions takes this path with each of them.
 # A residual that was stored times S would count S / T times in the next step: after an overflow T is S / 2.
 # An overflow in g makes c and r' infinite or NaN. Such a step is not taken, and `Segment.clear_residuals` sets r' to 0.

@@ -36,7 +36,8 @@ class MatrixUpdate(Protocol):
 
     whole: which parameters it needs whole, and what that costs in time and memory.  keys: names of the state of a
     slice, which `direct` updates: tensors of the slice's size. State of a whole matrix, such as a preconditioner, is
-    stored by the matrix's owner: see `atoll.layouts.Transform.kept`.
+    stored by the matrix's owner: see `atoll.layouts.Transform.kept`. Momentum that the result changes, as Dion's, is
+    state of the whole matrix, not of slices.
     """
 
     whole: Whole
@@ -110,7 +111,7 @@ class Exchange:
         # What rests here, and what of that is of matrices that this rank owns, which needs no message.
         self.mine = tuple(piece for piece in every if piece.holder == own)
         self._kept = [piece for piece in self.mine if shape.owners[piece.matrix] == own]
-        # By the rank at the other end: what leaves with COLLECT, and what arrives with it. The way back is the reverse.
+        # By the rank at the other end: what COLLECT sends, and what it receives. TRANSFORM sends the reverse.
         self._given: dict[int, list[Piece]] = {}
         self._taken: dict[int, list[Piece]] = {}
         for piece in every:
@@ -226,8 +227,8 @@ class Exchange:
         sizes = {rank: sum(piece.numel for piece in own) for rank, own in into.items()}
         self._arriving = {rank: self._slices.new_empty(size) for rank, size in sizes.items()}
         if len(self._ranks) > 1:
-            # A channel for each way: a segment's way back can begin on some ranks while others still receive slices of
-            # its way to the owners. Other segments have other tags.
+            # A channel for each direction: some ranks may send updates back while others still receive slices on the
+            # way to the owners. Other segments have other tags.
             swap, tag = self.segment.around.transport.swap, Tag(channel, *self.segment.tag)
             # What leaves and arrives is held until the job is waited for: on a GPU a lane's stream works on it, see
             # [Note: streams and memory] in runtime/lanes.py.

@@ -1,6 +1,7 @@
 """Outer steps of this rank: anchors, outer gradients in flight, and parameters that are mixed with the anchor.
 
-`atoll.outer` gives the algorithm and the steps after which fragments are sent and applied.
+`atoll.outer` gives the algorithm and the steps after which fragments are sent and applied. Applying a fragment does not
+overlap with the end of the step.
 
 [Note: anchors] A rank stores the part of each trained parameter's anchor, and of its outer momentum, that it has at
 level G of its island. Nothing of them is sharded over islands, so a lost island takes nothing with it. One rank for

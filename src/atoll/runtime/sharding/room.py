@@ -23,8 +23,11 @@ class Room(NamedTuple):
             self.view.add_(gradient)
 
     def add_product(self, hidden: Tensor, gradient: Tensor) -> None:
-        """To a gradient [out, in] add gradient [..., out].T @ hidden [..., in], in one operation where dtypes allow
-        it."""
+        """To a gradient [out, in] add gradient [..., out].T @ hidden [..., in], in one operation where dtypes allow it.
+
+        On CUDA the product is added in the dtype of the gradient. Rounding it to bf16 first, as autograd does, would
+        lose bits of each microbatch, and schedules with a split backward would differ from the others.
+        """
         rows = gradient.reshape(-1, gradient.shape[-1]).t()
         columns = hidden.reshape(-1, hidden.shape[-1])
         if self.view.dtype == rows.dtype:

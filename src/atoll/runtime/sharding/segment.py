@@ -307,8 +307,8 @@ class Segment:
             self.before = torch.empty_like(self.rest)
         # Whether the copy has a step that is neither confirmed nor taken back.
         self._is_ahead = False
-        # phase -> what its messages lacked, without the loss scale. Jobs add it to later messages; no other rank reads
-        # it. A step that is not taken clears it, since gradients that are not finite leave NaN in it.
+        # phase -> residual of its encoded messages, without the loss scale. Jobs add it to later messages; no other
+        # rank reads it. A step that is not taken clears it, since gradients that are not finite leave NaN in it.
         self.residuals = {
             phase: self._zeros(Level.I, master_dtype, is_read=False) for phase in self.sharding.owing(self.shape)
         }
@@ -442,7 +442,7 @@ class Segment:
         # is a copy on the CPU, which beside the computation would slow that down.
         if not self._stages:
             self._make_room()
-        # Behind the way back of what the last step wrote: until it is over, what rests is out of date. A gather may
+        # After the previous step's parameter sync: until it ends, the sharded parameters are stale. A gather may
         # wait for a sync and never the reverse, so the lanes cannot wait for each other (`KINDS` in runtime/lanes.py).
         self._gathering = self.start("gather", self._bring, after=self._syncing_parameters)
         self.state = State.COMING

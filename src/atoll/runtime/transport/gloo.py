@@ -220,8 +220,8 @@ class GlooTransport(Transport):
             for at, part in known.items():
                 into[at].copy_(part)
         else:
-            # Where it rests, the others read it in the dtype in which it rests, equal on all ranks, and cast it. Else
-            # they get the copy in `whole`, in its dtype.
+            # If the stored shard is in shared memory, the others read it there in its dtype, equal on all ranks, and
+            # cast it. Otherwise they get the copy in `whole`, in its dtype.
             at_rest, lent = self._place(own, peers)
             given = dict.fromkeys(into, own if at_rest >= 0 else place)
             with self._swap(given, peers, tag, into=into.__getitem__) as parts:

@@ -213,8 +213,8 @@ class NcclTransport(Transport):
         self, whole: torch.Tensor, peers: Peers, tag: Tag, *, own: torch.Tensor | None = None, again: bool = False
     ) -> None:
         place = peers.own(whole)
-        # A block of the same dtype is sent from where it rests, without a copy. Any other is cast into its place, from
-        # where NCCL gathers in place. `again` makes no difference: nobody reads another rank's memory.
+        # A shard of the same dtype is sent from its storage, without a copy. Any other is cast into its block of the
+        # output, which NCCL gathers in place. `again` makes no difference: nobody reads another rank's memory.
         if own is not None and (own.dtype != whole.dtype or not peers.others):
             place.copy_(own)
             own = None

@@ -9,7 +9,9 @@
 W) - W[label]. A slice does not know the sum of all exponentials, but the mean of its rows under the softmax of its own
 logits needs no other slice; only one factor per token is missing, the slice's share of the sum. So a slice sends that
 mean, the row of the label if it has it, its largest logit, its sum and the label's logit. The receiver of these from
-all slices computes loss and gradient, and returns the factors, which the slices need for their own gradients. No rank
+all slices computes loss and gradient, and returns the factors, which the slices need for their own gradients. Sums
+first and gradients afterwards would take two round trips between the last stage's F and its backward, and every
+schedule would wait for them. The price is the rows of the labels, in total as much as one more hidden state. No rank
 ever has the logits of more than a slice. Softmax and sums are in fp32 (fp64 for fp64), as in `token_cross_entropy`.
 
 [Note: beside tensor parallelism] A pipeline rank's slice is split once more over the ranks of its tensor-parallel
