@@ -102,8 +102,8 @@ def draw_program(program: Program, *, width: int = 1200, title: str = "") -> str
     for bar in bars:
         y = top + rows.index((bar.lane, places[bar])) * _PITCH
         x, wide = _LEFT + bar.start * scale, max((bar.stop - bar.start) * scale - 1, 0.5)
-        shown = (bar.text, bar.text.partition(" ")[2])  # its lane says the rest
-        text = next((each for each in shown if each and wide > 7.5 * len(each)), "")
+        texts = (bar.text, bar.text.partition(" ")[2])  # its lane says the rest
+        text = next((each for each in texts if each and wide > 7.5 * len(each)), "")
         name = (
             f'<text class="name" x="{x + wide / 2:.2f}" y="{y + 13}" text-anchor="middle">{text}</text>' if text else ""
         )

@@ -54,18 +54,18 @@ def _broken(instructions: Sequence[Instruction], shape: RankShape) -> list[tuple
         for holding, key, holds, words in meaning.needs:
             if (key in holding) is not holds:
                 wrong.append((at, _said(words, key, step)))
-        for queue, key, words in meaning.first:
-            own = key or (do.receives, action)
+        for queue, about, words in meaning.first:
+            own = about or (do.receives, action)
             if not queue or queue.pop(0)[0] != own:
-                wrong.append((at, _said(words, key or OF_STEP, step)))
+                wrong.append((at, _said(words, about or OF_STEP, step)))
         for holding, key in meaning.ends:
             holding.pop(key, None)
         for queue, key in meaning.drops:
             queue[:] = [each for each in queue if each[0] != key]
         for holding, key in meaning.gives:
             holding[key] = step
-        for queue, key in meaning.queues:
-            queue.append((key or (do.posts, action), step))
+        for queue, about in meaning.queues:
+            queue.append((about or (do.posts, action), step))
         for fact in meaning.limited:
             wrong += ((at, words) for words in state.above(fact))
     return wrong + [(len(instructions) - 1, words) for words in state.left()]

@@ -47,7 +47,12 @@ def of_unit(act: Callable[[Unit], None]) -> Play:
 
 def of_phase(act: Callable[[Unit, Phase], None]) -> Play:
     """Return the play of an instruction of a phase of a unit's gradients."""
-    return lambda on, step: partial(act, on.units[step.of], step.phase)
+
+    def play(on: Executor, step: Instruction) -> Callable[[], None]:
+        assert step.phase is not None, "it has the scope of a phase"
+        return partial(act, on.units[step.of], step.phase)
+
+    return play
 
 
 def of_end(act: Callable[[StepEnd, Unit], None]) -> Play:
