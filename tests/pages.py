@@ -14,7 +14,7 @@ FOLDERS = ("docs", "examples", "deploy", "benchmarks", "configs")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in ROOT.glob(f"{folder}/**/*.md"))])
 
 FENCE = re.compile(r"(?P<indent> *)(?P<marks>`{3,}|~{3,})(?P<language>.*)")
-PART = re.compile(r"<!-- (?P<kind>generated|planned): (?P<name>[\w-]+) -->")
+PART = re.compile(r"<!-- (?P<kind>generated|planned|tested): (?P<name>[\w./-]+) -->")
 
 
 @dataclass(frozen=True, slots=True)

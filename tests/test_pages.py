@@ -58,6 +58,7 @@ def said(block: Block) -> str:
 
 RULES: Mapping[str, Callable[[Block], bool]] = {
     "python: run": lambda block: block.language == "python" and not block.part,
+    "python: lines of a test": lambda block: block.language == "python" and block.part == "tested",
     "toml: read as a config, a cluster or links": lambda block: block.language == "toml" and not block.part,
     "json: read as rows of steps": lambda block: block.language == "json" and not block.part,
     "jsonl: read as conversations (tests/data/test_conversations.py)": lambda block: (
@@ -123,7 +124,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.syspath_prepend(tmp_path)
     names: dict[str, Any] = {"__name__": name_of(page)}
     for block in fenced(page):
-        if block.language != "python":
+        if block.language != "python" or block.part:
             continue
         if not (tests := re.findall(r"^def (test_\w+)", block.text, flags=re.MULTILINE)):
             exec(compile(block.text, block.place, "exec"), names)
@@ -133,6 +134,26 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
         module = importlib.import_module(name)
         for test in tests:
             getattr(module, test)()
+
+
+def test_blocks_of_a_test_are_its_lines() -> None:
+    """But for indentation, and marks of the formatter."""
+
+    def lines_of(text: str) -> str:
+        return "\n".join(line.partition("  # fmt:")[0].strip() for line in text.splitlines() if line.strip())
+
+    found = [(block.text, ROOT / name) for block, name in blocks_of_tests()]
+    assert found
+    assert [text for text, path in found if lines_of(text) not in lines_of(path.read_text(encoding="utf-8"))] == []
+
+
+def blocks_of_tests() -> list[tuple[Block, str]]:
+    """The blocks between `<!-- tested: PATH -->` and `<!-- end -->`, each with the path of the test."""
+    found = []
+    for page in PAGES:
+        paths = re.findall(r"<!-- tested: (\S+) -->\n", page.read_text(encoding="utf-8"))
+        found += zip([each for each in fenced(page) if each.part == "tested"], paths, strict=True)
+    return found
 
 
 # ---- settings

@@ -45,6 +45,17 @@ def test_where_nothing_travels_a_program_takes_what_its_schedule_takes(name: str
         assert [start for _, start, _ in computed] == pytest.approx([start for _, start, _ in expected])
 
 
+def test_durations_may_name_their_instructions() -> None:
+    schedule = schedules.build("1f1b", ranks=1, microbatches=2)
+    own = Rates({("F", 0): 1.0, ("I", 0): 2.0, (Do.W, 1): 0.5})
+    assert own.compute == {(Do.F, 0): 1.0, (Do.I, 0): 2.0, (Do.W, 1): 0.5}
+    assert simulate(programs(schedule, blocks=1, rests=True), own).makespan == 7
+    with pytest.raises(ConfigError, match="'FORWARD' is not an instruction; there are F, FINISH_F"):
+        Rates({("FORWARD", 0): 1.0})
+    with pytest.raises(ConfigError, match="'SEND' is not an instruction"):
+        Rates(messages={("SEND", 0): 1.0})
+
+
 def seconds(*, limit: int, inter: float, intra: float = 1e9, blocks: int = 4, busy: float = 0.0) -> float:
     """Of one rank whose blocks compute for a second; `inter`, `intra`: bytes a second; busy: of `inter`."""
     schedule = schedules.build("1f1b", ranks=1, microbatches=1)

@@ -24,9 +24,13 @@ from atoll.testing.parity import Case
 from tests.program.test_lower import programs
 
 PINGING = Fact(
-    per=Per.UNIT, is_flight=True, left="the ping of unit {unit} is not waited for",
-    lane="ping", colour="#aa3377", bar="ping {unit}",
-)  # fmt: skip
+    per=Per.UNIT,
+    is_flight=True,
+    left="the ping of unit {unit} is not waited for",
+    lane="ping",
+    colour="#aa3377",
+    bar="ping {unit}",
+)
 PINGED = Buffer("gradients", Per.UNIT)
 FEW = 8
 """Bytes of a ping."""
@@ -38,14 +42,23 @@ def made() -> Iterator[Any]:
 
     class Made:
         PING = Operation(
-            lane=Lane.DATA, begins=True, is_aside=True, moves=True, carries="reductions",
-            needs=(Need(PINGING, "unit {unit} is pinged twice", holds=False),), gives=(PINGING,),
+            lane=Lane.DATA,
+            begins=True,
+            is_aside=True,
+            moves=True,
+            carries="reductions",
+            needs=(Need(PINGING, "unit {unit} is pinged twice", holds=False),),
+            gives=(PINGING,),
             takes=(Use(PINGED, lambda unit, phase: FEW),),
-        )  # fmt: skip
+        )
         PONG = Operation(
-            lane=Lane.DATA, waits=True, needs=(Need(PINGING, "unit {unit} was not pinged"),), ends=(PINGING,),
-            frees=(Use(PINGED),), cause="reductions",
-        )  # fmt: skip
+            lane=Lane.DATA,
+            waits=True,
+            needs=(Need(PINGING, "unit {unit} was not pinged"),),
+            ends=(PINGING,),
+            frees=(Use(PINGED),),
+            cause="reductions",
+        )
 
     yield Made
     for name in ("PING", "PONG"):

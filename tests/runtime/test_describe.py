@@ -94,7 +94,7 @@ def test_slices_of_a_vocabulary_stay_where_there_is_room() -> None:
     def gathers(resident: int | None, residency: Residency) -> int:
         plan = replace(case.plan, resident=resident, residency=residency)
         program = describe(lambda: meta_model(case), plan, 1).program
-        slices = {program.shape.embedding, program.shape.head}
+        slices = set(program.shape.slices.values())
         return sum(each.do in (Do.WHOLE, Do.FETCH) and each.of in slices for each in program.instructions)
 
     # 8 microbatches on a rank, looked up and scored; where a row turns round a slice stays anyway.

@@ -21,6 +21,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
+from atoll.errors import ConfigError
+
 if TYPE_CHECKING:
     from atoll.program.shape import RankShape, UnitShape
 
@@ -286,10 +288,10 @@ def facts() -> tuple[Fact, ...]:
 
 
 def named(name: str) -> Operation:
-    """Return the row of an instruction. Raises ValueError for a name that none has."""
+    """Return the row of an instruction. Raises ConfigError for a name that none has."""
     found = OPERATIONS.get(name)
     if found is None:
-        raise ValueError(f"{name!r} is no instruction")
+        raise ConfigError(f"{name!r} is not an instruction; there are {', '.join(OPERATIONS)}")
     return found
 
 

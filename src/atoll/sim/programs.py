@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
+from typing import Any
 
 from atoll.errors import ConfigError
 from atoll.ir.action import Action, Op
@@ -26,7 +27,7 @@ from atoll.ir.placement import Placement
 from atoll.program import Instruction, Operation, Peers, Phase, Program, Programs, way_of
 from atoll.program.fold import Key, Place
 from atoll.program.parts import parts_of
-from atoll.program.table import OPERATIONS, End, Fact, Lane
+from atoll.program.table import OPERATIONS, End, Fact, Lane, named
 from atoll.trace import Span, Trace, lane_of
 
 PIPELINE = "pp"
@@ -76,19 +77,28 @@ class Speed:
 class Rates:
     """The durations of one rank's instructions, and the speeds of its links.
 
-    compute: seconds by operation and block or unit (-1: the stage's own, such as FINISH_F). Missing ones take no time;
-    for waiting instructions it is the part that nothing hides. `Engine.timing` measures them.
+    compute: seconds by operation, or its name, and block or unit (-1: the stage's own, such as FINISH_F). Missing ones
+    take no time; for waiting instructions it is the part that nothing hides. `Engine.timing` measures them.
     message: bytes that a stage sends for a microbatch, forward or backward.  messages: bytes of sends that differ from
     it, by operation and stage, such as those of a split vocabulary; the total of all copies if several ranks get one.
     links: by axis ("pp", "inter", "intra"); a missing one takes no time.
     to: links to single pipeline ranks, for messages to a neighbouring stage there, instead of that of "pp".
+
+    Raises ConfigError for a name that no operation has.
     """
 
-    compute: Mapping[tuple[Operation, int], float] = field(default_factory=dict)
+    compute: Mapping[tuple[Any, int], float] = field(default_factory=dict)
     message: float = 0.0
     links: Mapping[str, Speed] = field(default_factory=dict)
-    messages: Mapping[tuple[Operation, int], float] = field(default_factory=dict)
+    messages: Mapping[tuple[Any, int], float] = field(default_factory=dict)
     to: Mapping[int, Speed] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "messages"):
+            given = getattr(self, name)
+            if any(isinstance(do, str) for do, _ in given):
+                rows = {(named(do) if isinstance(do, str) else do, of): value for (do, of), value in given.items()}
+                object.__setattr__(self, name, rows)
 
     def link(self, axis: str) -> Speed:
         """Return a link by its axis."""
