@@ -49,7 +49,7 @@ def test_durations_may_name_their_instructions() -> None:
     schedule = schedules.build("1f1b", ranks=1, microbatches=2)
     own = Rates({("F", 0): 1.0, ("I", 0): 2.0, (Do.W, 1): 0.5})
     assert own.compute == {(Do.F, 0): 1.0, (Do.I, 0): 2.0, (Do.W, 1): 0.5}
-    assert simulate(programs(schedule, blocks=1, rests=True), own).makespan == 7
+    assert simulate(programs(schedule, blocks=1, rests=True), own).makespan == 6
     with pytest.raises(ConfigError, match="'FORWARD' is not an instruction; there are F, FINISH_F"):
         Rates({("FORWARD", 0): 1.0})
     with pytest.raises(ConfigError, match="'SEND' is not an instruction"):
