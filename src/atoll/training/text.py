@@ -37,7 +37,7 @@ def generate(engine: Engine, tokenizer: Tokenizer, prompt: str, *, tokens: int, 
         if token in stops:
             break
         ids.append(token)
-    return tokenizer.decode(ids[len(opening):])
+    return tokenizer.decode(ids[len(opening) :])
 
 
 def _draw(logits: torch.Tensor, generator: torch.Generator) -> int:
