@@ -86,5 +86,6 @@ def test_restraint_waits_for_a_gradient_in_place_of_a_forward() -> None:
 
 
 def test_patience_waits_for_what_arrives_in_place_of_a_weight_gradient() -> None:
-    assert order_of(patience=1.1) == "F0 F1 F2 I0 I1 W0 W1 I2 W2"
+    assert order_of(patience=0.1) == "F0 F1 F2 I0 I1 W0 W1 I2 W2"
+    assert order_of(patience=1.1) == "F0 F1 F2 I0 I1 W0 I2 W1 W2"
     assert order_of(patience=1.3) == "F0 F1 F2 I0 I1 I2 W0 W1 W2"
