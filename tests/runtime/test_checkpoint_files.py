@@ -50,6 +50,7 @@ from atoll.runtime.checkpoint import (
     step_folder,
 )
 from atoll.runtime.checkpoint.meeting import listing
+from atoll.runtime.checkpoint.opcodes import LARGEST_TUPLE, check_opcodes
 from atoll.runtime.checkpoint.saving import without_crc32
 from atoll.runtime.checkpoint.verify import verify
 from atoll.testing.progress import run, wait_until
@@ -512,6 +513,17 @@ def test_any_other_byte_of_a_json_file_or_the_metadata_is_damage(saved: Path, na
             load_all(saved)
         flip(saved / name, at)
     assert_equal(load_all(saved), example())
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("other", [1, [1], [1, 2], {1: 2}, {1: 2, 3: 4}, (), (1,)], ids=repr)
+def test_tuples_are_counted_with_all_that_is_in_them(other: Any, protocol: int) -> None:
+    """Beside a tuple of as many objects as may be, less 2, one more fits and two do not; a list or dict is one."""
+    most = tuple([None] * (LARGEST_TUPLE - 3))
+    weight = 1 + len(other) if isinstance(other, tuple) else 1
+    check_opcodes(pickle.dumps((most, other) if weight == 1 else (most,), protocol))
+    with pytest.raises(DamageError, match="a tuple of more than"):
+        check_opcodes(pickle.dumps((most, other, None), protocol))
 
 
 def test_of_a_checkpoint_that_cannot_be_opened_no_byte_is_verified(saved: Path) -> None:

@@ -1,7 +1,8 @@
-"""What the loop of a run says of saves that fail."""
+"""What a run says of its data, and of saves that fail."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,19 @@ from atoll.training.session import run
 from atoll.training.signals import StopRequest
 
 
-def train(folder: Path, **saving: Any) -> list[str]:
+def train(folder: Path, *, data: Mapping[str, Any] | None = None, **saving: Any) -> list[str]:
     """Train four steps; the checkpoints that are left."""
     source = folder.parent / "text.txt"
     source.write_text("".join(f"the {number} brown foxes jump over {number} lazy dogs\n" for number in range(60)))
-    data = {"source": str(source), "tokenizer": "bytes", "sequence": 8, "cache": str(folder.parent)}
     values = {
         "model": {"layers": 1, "hidden": 8, "heads": 2},
-        "data": data,
+        "data": {
+            "source": str(source),
+            "tokenizer": "bytes",
+            "sequence": 8,
+            "cache": str(folder.parent),
+            **(data or {}),
+        },
         "train": {"steps": 4, "global_batch": 4, "microbatch": 2, "warmup": 0, "eval_every": 0, "sample_tokens": 0},
         "parallel": {"ranks": 1, "device": "cpu"},
         "run": {"folder": str(folder), "tensorboard": False},
@@ -72,3 +78,15 @@ def test_a_run_says_that_old_checkpoints_could_not_be_deleted_and_goes_on(
 def test_a_run_keeps_as_many_checkpoints_as_its_config_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert train(tmp_path / "run", keep=1) == ["step-000004"]
     assert "note: " not in capfd.readouterr().err
+
+
+def test_a_run_says_how_often_it_takes_each_weighted_source(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    sources = [tmp_path / "few.txt", tmp_path / "many.txt"]
+    for source, lines in zip(sources, (40, 160), strict=True):
+        source.write_text("a line of text\n" * lines)
+    train(tmp_path / "run", data={"source": list(map(str, sources)), "weights": [1, 1]})
+    notes = [line for line in capfd.readouterr().err.splitlines() if line.startswith("note: ")]
+    (said,) = [note for note in notes if "epochs" in note]
+    assert "epochs that the run's 4 steps take: " in said
+    assert "few" in said
+    assert "many" in said
