@@ -42,6 +42,7 @@ BESIDE: Mapping[str, tuple[str, ...]] = {
     "sim/": ("tests/test_sim.py", "tests/test_sim_programs.py"),
     "testing/families.py": ("tests/runtime/test_families.py",),
     "testing/loggers.py": ("tests/training/test_loggers.py",),
+    "testing/template.py": ("tests/testing/test_pool.py",),
     "testing/tasks.py": ("tests/runtime/test_tasks.py", "tests/models/test_tasks.py"),
     "schedules/forms.py": ("tests/schedules/test_catalogue.py",),
     "schedules/controllable_memory.py": ("tests/schedules/test_orders.py",),
