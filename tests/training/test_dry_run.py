@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from atoll.config import from_dict
-from atoll.config.load import Request
 from atoll.errors import ConfigError
 from atoll.training.dry_run import check_run
+from atoll.training.process import Request
 
 
 def written(folder: Path, **train: Any) -> Request:
@@ -32,10 +32,8 @@ def written(folder: Path, **train: Any) -> Request:
 
 
 def test_a_run_that_can_begin_leaves_no_folder(tmp_path: Path) -> None:
-    said: list[str] = []
-    assert check_run(written(tmp_path), say=said.append).config.train.steps == 4
+    assert check_run(written(tmp_path), say=lambda line: None).config.train.steps == 4
     assert not (tmp_path / "run").exists()
-    assert any("the corpus is not prepared yet" in line for line in said)
 
 
 @pytest.mark.parametrize("schedule", ["nowhere:rates", "math:no_such_rates"])
