@@ -42,7 +42,12 @@ BESIDE: Mapping[str, tuple[str, ...]] = {
     "sim/": ("tests/test_sim.py", "tests/test_sim_programs.py"),
     "testing/families.py": ("tests/runtime/test_families.py",),
     "testing/loggers.py": ("tests/training/test_loggers.py",),
+    "testing/template.py": ("tests/testing/test_pool.py",),
     "testing/tasks.py": ("tests/runtime/test_tasks.py", "tests/models/test_tasks.py"),
+    "schedules/forms.py": ("tests/schedules/test_catalogue.py",),
+    "schedules/controllable_memory.py": ("tests/schedules/test_orders.py",),
+    "schedules/exact.py": ("tests/schedules/test_automatic.py",),
+    "schedules/problem.py": ("tests/schedules/test_automatic.py",),
     "training/process.py": ("tests/cli/test_train.py",),
     "training/signals.py": ("tests/cli/test_train.py",),
 }

@@ -12,7 +12,7 @@ from atoll import schedules
 from atoll.errors import ScheduleError
 from atoll.ir import Op, Schedule, insert_vocabulary, lower
 from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, counts
-from atoll.program import Bytes, Do, Ending, Instruction, Operation, Program, lower_row
+from atoll.program import Bytes, Do, Ending, Instruction, Operation, Program, lower_row, makes
 from atoll.program.memory import held_after
 from tests.drawn import drawn, example
 from tests.program.shapes import RETURNED, WHOLE, shapes_of
@@ -110,6 +110,20 @@ def test_units_are_gathered_as_often_as_the_row_says(name: str) -> None:
             for stage in program.shape.stages.values():
                 for unit in stage.units:
                     assert (done[unit], reduced[unit]) == said[stage.index], (residency, reduction)
+
+
+@pytest.mark.parametrize("options", [{}, {"frozen": 2}, {"is_tied": True}, {"rests": True}], ids=str)
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_instructions_write_the_gradients_of_every_trained_unit(name: str, options: dict[str, Any]) -> None:
+    """In each phase that it has one of, and before it is reduced."""
+    schedule = schedules.build(name, ranks=2, microbatches=3)
+    for program in programs(schedule, **options):
+        written: set[tuple[int, str]] = set()
+        for instruction in program.instructions:
+            if instruction.do is Do.REDUCE:
+                assert (instruction.of, instruction.phase) in written
+            written.update(makes(instruction, program.shape))
+        assert written == {(index, phase) for index, unit in program.shape.units.items() for phase in unit.flows}
 
 
 @pytest.mark.parametrize("residency", RESIDENCIES)

@@ -31,6 +31,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from atoll._torch import CHECKPOINT_RECORDS, TORCH
 from atoll.errors import AtollError, CheckpointError, DamageError, RankError, UnverifiedWarning
@@ -49,6 +50,9 @@ from atoll.runtime.checkpoint import (
     step_folder,
 )
 from atoll.runtime.checkpoint.meeting import listing
+from atoll.runtime.checkpoint.opcodes import LARGEST_TUPLE, check_opcodes
+from atoll.runtime.checkpoint.saving import without_crc32
+from atoll.runtime.checkpoint.verify import verify
 from atoll.testing.progress import run, wait_until
 
 Path_ = tuple[str, ...]
@@ -509,6 +513,50 @@ def test_any_other_byte_of_a_json_file_or_the_metadata_is_damage(saved: Path, na
             load_all(saved)
         flip(saved / name, at)
     assert_equal(load_all(saved), example())
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("other", [1, [1], [1, 2], {1: 2}, {1: 2, 3: 4}, (), (1,)], ids=repr)
+def test_tuples_are_counted_with_all_that_is_in_them(other: Any, protocol: int) -> None:
+    """Beside a tuple of as many objects as may be, less 2, one more fits and two do not; a list or dict is one."""
+    most = tuple([None] * (LARGEST_TUPLE - 3))
+    weight = 1 + len(other) if isinstance(other, tuple) else 1
+    check_opcodes(pickle.dumps((most, other) if weight == 1 else (most,), protocol))
+    with pytest.raises(DamageError, match="a tuple of more than"):
+        check_opcodes(pickle.dumps((most, other, None), protocol))
+
+
+def test_of_a_checkpoint_that_cannot_be_opened_no_byte_is_verified(saved: Path) -> None:
+    whole = verify(saved)
+    assert whole.nbytes >= sum(tensor.nbytes for tensor in example().values())
+    assert (whole.has_digests, whole.problems) == (True, ())
+    for name in ("state.json", ".metadata"):
+        flip(saved / name, 40)
+        found = verify(saved)
+        assert found.nbytes == 0
+        (problem,) = found.problems
+        assert name in problem
+        flip(saved / name, 40)
+    assert verify(saved) == whole
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_zip_records_have_no_checksum_of_torch_beside_the_digest(before: bool) -> None:
+    """Only while a checkpoint is written, also if that fails: a user's own files are as the user has set them."""
+
+    def write() -> None:
+        with without_crc32():
+            assert not get_crc32_options()
+            raise OSError("full")
+
+    was = get_crc32_options()
+    set_crc32_options(before)
+    try:
+        with pytest.raises(OSError, match="full"):
+            write()
+        assert get_crc32_options() == before
+    finally:
+        set_crc32_options(was)
 
 
 def test_files_of_another_checkpoint_are_damage(saved: Path) -> None:

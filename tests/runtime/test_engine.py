@@ -19,6 +19,7 @@ from atoll import Engine
 from atoll.errors import PlanError, RankError, RunError
 from atoll.ir import Op, lower
 from atoll.models import adapter_for, initialise_model
+from atoll.runtime.pipeline.step_end import StepResult
 from atoll.testing import run_ranks
 from atoll.testing.parity import (
     Case,
@@ -32,6 +33,7 @@ from atoll.testing.parity import (
 )
 from atoll.testing.reference import token_loss
 from atoll.testing.tiny import TinyConfig, tiny_batch, tiny_model
+from tests.runtime.test_bad_steps import Poisoned, engine_of
 
 EVERYTHING = TinyConfig.everything()
 
@@ -444,6 +446,25 @@ def test_a_loss_that_is_not_finite_updates_nothing() -> None:
     for said, unchanged in run_ranks(explode, 2, Case(layout="NNG", intra=2)):
         assert "not finite" in said
         assert unchanged
+
+
+def skip_late(case: Case) -> list[StepResult]:
+    """The results of steps of which each is submitted before the verdict on the one before it."""
+    with engine_of(case, "skip") as engine:
+        found = [engine.submit(case.share(engine, step)) for step in range(case.steps)]
+        return [result for result in (*found, engine.settle()) if result is not None]
+
+
+def test_a_bad_step_is_traced_although_the_next_one_has_run() -> None:
+    """The batch of the step before is kept for that. Sample 5 of the second step is bad, of two samples in each."""
+    case = Case(layout="NNN", pipeline=2, post_validation=True, model=Poisoned(), steps=4, clip=None)
+    for results in run_ranks(skip_late, 2, case):
+        assert [result.step for result in results] == [1, 2, 3, 4]
+        assert [result.skipped for result in results] == [False, True, False, False]
+        fault = results[1].fault
+        assert fault is not None
+        assert fault.samples is not None
+        assert 5 in fault.samples
 
 
 def no_tokens(case: Case) -> str:

@@ -19,6 +19,7 @@ from atoll.models.adapter import SequentialAdapter
 from atoll.plans import MeshShape, Plan
 from atoll.program import Do, Ending
 from atoll.runtime.engine import Engine
+from atoll.runtime.failure import Doing
 from atoll.runtime.pipeline.executor import Executor
 from atoll.runtime.transport import world_store
 from atoll.testing import run_ranks
@@ -171,3 +172,34 @@ def hold_the_last_action_until_the_next_step_has_begun(steps: int) -> int:
 def test_a_post_validated_step_begins_before_the_one_before_has_ended() -> None:
     """The first rank's next forwards run while the last rank still works: no barrier between steps."""
     assert run_ranks(hold_the_last_action_until_the_next_step_has_begun, 2, 5, timeout=180.0) == [0, 4]
+
+
+def positions() -> list[list[Doing | None]]:
+    """What a rank says that it is doing, before each instruction of two steps and an evaluation, and after them."""
+    engine = wide_engine("zb-h1")
+    executor = engine._executor
+    found: list[list[Doing | None]] = []
+    executor.before = dict.fromkeys(Do, lambda: found[-1].append(executor.doing()))
+    for run in (engine.step, engine.step, engine.evaluate):
+        found.append([])
+        run(wide_batch())
+    found.append([executor.doing()])
+    engine.close()
+    return found
+
+
+def test_a_rank_that_gets_on_says_so() -> None:
+    """Marks rise through a program and from step to step, so the rank that is behind is the one with the lowest."""
+    for first, second, evaluation, after in run_ranks(positions, 2, timeout=60.0):
+        assert after == [None]
+        steps = [each for each in (*first, *second) if each is not None]
+        assert len(steps) == len(first) + len(second)
+        marks = [each.mark for each in steps]
+        assert marks == sorted(set(marks))
+        assert {each.program for each in steps} == {steps[0].program} != {0}
+        assert all(each.what.startswith("step 1, ") for each in steps[: len(first)])
+        assert all(each.what.startswith("step 2, ") for each in steps[len(first) :])
+        others = [each for each in evaluation if each is not None]
+        marks = [each.mark for each in others]
+        assert marks == sorted(set(marks))
+        assert not any(each.what.startswith("step") or each.program == steps[0].program for each in others)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from atoll.errors import RankError
 from atoll.testing import run_ranks
-from atoll.testing.families import CAUSAL, MASKED, Family
+from atoll.testing.families import CAUSAL, IN_FOLDERS, MASKED, Family, family_config
 from atoll.testing.parity import (
     Case,
     History,
@@ -164,6 +164,16 @@ def assert_the_model_itself(model: Recipe, check: Check, *, starts_alike: bool =
 def by_turns(models: Sequence[T], ways: Callable[[T], Sequence[str]]) -> list[tuple[T, str]]:
     """Every model in each of two ways; every other case is a model each, with one way after the other."""
     return [(model, way) for at, model in enumerate(models) for way in list(ways(model))[:: -1 if at % 2 else 1]]
+
+
+@pytest.mark.parametrize("names", [list(CAUSAL), list(MASKED), IN_FOLDERS], ids=["causal", "masked", "in folders"])
+def test_every_family_is_tiny(names: Sequence[str]) -> None:
+    """Each config class has its own names of the four sizes; one that is not known leaves a model of gigabytes."""
+    sizes = {"num_hidden_layers": 4, "hidden_size": 16, "vocab_size": 48, "num_attention_heads": 4}
+    for name in names:
+        config = family_config(name)
+        wanted = sizes if hasattr(config, "num_attention_heads") else {**sizes, "num_attention_heads": None}
+        assert {key: getattr(config, key, None) for key in sizes} == wanted, name
 
 
 @pytest.mark.wide(len(FAMILIES))

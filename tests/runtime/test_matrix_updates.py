@@ -180,6 +180,15 @@ def test_a_post_validated_step_advances_it_once(clip: float | None, model: TinyC
     assert_parity(Matrices(layout="GGG", post_validation=True, clip=clip, model=model, steps=4, **spread))
 
 
+@pytest.mark.parametrize("optimizer", ["Shampoo", "Dion"])
+def test_a_step_ahead_that_is_right_advances_it_once(optimizer: str) -> None:
+    """Nothing is clipped, so every step but the first is taken ahead, and its state for good."""
+    spread = {"pipeline": 2, "microbatches": 2, "steps": 4}
+    assert_parity(
+        Matrices(layout="NNN", optimizer=optimizer, post_validation=True, clip=None, model=MODELS[0], **spread)
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["NNN", "IIG"])
 def test_tensor_parallel_parts_have_one_state(layout: str) -> None:

@@ -324,6 +324,21 @@ def test_wrong_options_are_refused(options: dict[str, Any], says: str) -> None:
     assert isinstance(caught.value.__cause__, PlanError)
 
 
+def refusal(case: Case) -> str:
+    try:
+        case.engine().close()
+    except PlanError as error:
+        return str(error)
+    return "it did not raise"
+
+
+def test_every_rank_refuses_a_split_for_itself() -> None:
+    """Also the stage that does not have the matrix: each can say what is wrong, whichever rank a user looks at."""
+    case = muon(pipeline=2, microbatches=2, options=(("split", (("1.up.weight", 5),)),))
+    for said in run_ranks(refusal, 2, case):
+        assert "'1.up.weight' = 5 does not divide the 12 rows of 1.up.weight" in said
+
+
 def test_a_model_without_hidden_matrices_is_refused() -> None:
     with pytest.raises(RankError, match="no trained parameter is a hidden matrix"):
         run_ranks(build, 1, muon(model=TinyConfig(trained=(0,))))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +14,7 @@ from atoll.layouts import Layout
 from atoll.models import Adapter
 from atoll.models.adapter import SequentialAdapter
 from atoll.plans import MeshShape, Plan
-from atoll.runtime.randomness import block_seed
+from atoll.runtime.randomness import block_seed, draw_alike, draw_apart, seed_block
 from atoll.testing import run_ranks
 
 SAMPLES, SEQUENCE, WIDTH = 2, 32, 32
@@ -159,3 +161,72 @@ def test_seeds_of_neighbours_differ() -> None:
     }
     assert len(seeds) == 3 * 13**3
     assert all(0 <= seed < 1 << 63 for seed in seeds)
+
+
+# ---- heads of their own
+
+
+def numbers(count: int = 4) -> list[float]:
+    return torch.rand(count).tolist()
+
+
+@pytest.fixture
+def common() -> Iterator[list[float]]:
+    """Seeds the shared generator, and gives its first numbers: eight."""
+    with torch.random.fork_rng(devices=[]):
+        seed_block(0, 1, 2, 3)
+        yield numbers(8)
+        draw_alike()
+
+
+def test_ranks_draw_apart_in_a_region_and_alike_around_it(common: list[float]) -> None:
+    """What all draw after it is what they would have drawn without it, however much each has drawn."""
+    apart = []
+    for rank in range(3):
+        seed_block(0, 1, 2, 3)
+        assert numbers() == common[:4]
+        draw_apart(rank, "attention")
+        apart.append(numbers(4 + rank)[:4])
+        draw_alike()
+        assert numbers() == common[4:]
+    assert len({value for each in [*apart, common] for value in each}) == 3 * 4 + 8
+
+
+def test_a_region_depends_on_where_it_is_and_not_on_the_time(common: list[float]) -> None:
+    """A forward that is run again from its random state draws the same; another place or another state does not."""
+
+    def region(name: str, *, before: int = 0) -> tuple[float, ...]:
+        seed_block(0, 1, 2, 3)
+        numbers(before)
+        draw_apart(1, name)
+        found = numbers()
+        draw_alike()
+        return tuple(found)
+
+    first = region("attention")
+    assert region("attention") == first
+    assert len({first, region("feed_forward"), region("attention", before=1)}) == 3
+
+
+def test_a_region_in_a_region_is_the_outer_one(common: list[float]) -> None:
+    seed_block(0, 1, 2, 3)
+    draw_apart(0, "attention")
+    whole = numbers(8)
+    draw_alike()
+    seed_block(0, 1, 2, 3)
+    draw_apart(0, "attention")
+    first = numbers()
+    draw_apart(0, "heads")
+    assert first + numbers() == whole
+
+
+def test_no_region_is_open_before_the_first_and_after_a_new_seed(common: list[float]) -> None:
+    """A block that raised in its region has not ended it: the seed of the next block does."""
+    seed_block(0, 1, 2, 3)
+    draw_alike()
+    assert numbers() == common[:4]
+    draw_apart(0, "attention")
+    seed_block(0, 1, 2, 3)
+    assert numbers() == common[:4]
+    draw_alike()
+    assert numbers() == common[4:]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from atoll import schedules
 from atoll.errors import CheckpointError, DamageError, RankError, RunError
-from atoll.layouts import Layout
+from atoll.layouts import Codec, Codecs, Layout
 from atoll.models import Adapter
 from atoll.models.adapter import SequentialAdapter
 from atoll.plans import MeshShape, Plan
@@ -93,6 +93,18 @@ def test_a_bf16_checkpoint_keeps_the_master(tmp_path: Path) -> None:
         assert resumed.losses == straight.losses[SAVED_AT:]
         for name, value in resumed.parameters.items():
             assert torch.equal(value, straight.parameters[name]), name
+
+
+def test_what_codecs_owe_is_the_same_beside_a_loss_scale(tmp_path: Path) -> None:
+    """Their residuals are saved as gradients, without the factor that the loss has in fp16."""
+    codecs = Codecs(Codec("int8", 8), Codec("int4", 4))
+    case = Case(layout="NNG", inter=2, precision="fp16", steps=6, model=TinyConfig(), codecs=codecs)
+    folder = str(tmp_path / "owed")
+    uninterrupted = run_ranks(train_here, 2, case)
+    run_ranks(train_and_save, 2, case, folder)
+    for resumed, straight in zip(run_ranks(load_and_train, 2, case, folder), uninterrupted, strict=True):
+        assert resumed.losses == straight.losses[SAVED_AT:]
+        assert all(torch.equal(value, straight.parameters[name]) for name, value in resumed.parameters.items())
 
 
 def train_here(case: Case) -> History:

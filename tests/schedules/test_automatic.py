@@ -214,6 +214,14 @@ def test_impossible_limits_name_the_rank_and_the_bytes() -> None:
         build("auto", ranks=2, microbatches=4, objective="speed")
 
 
+def test_a_limit_that_one_microbatch_just_fits_is_enough() -> None:
+    """Also where the sum of its bytes is rounded up: 0.1 + 0.2 > 0.3."""
+    for static, activation, limit in ((10, 2, 12), (0.2, 0.1, 0.3)):
+        bytes_of = {"static_bytes": static, "activation_bytes": activation, "weight_grad_bytes": 0.0}
+        schedule = build("auto", ranks=2, microbatches=3, memory_limit=limit, **bytes_of)
+        assert schedule.microbatches == 3
+
+
 SMALL = [
     (Placement("line", 3), 4, Costs(1, 1.2, 0.7, hop=0.1), Memory(1.0, 0.5, 0.0, 2.0)),
     (Placement("line", 3), 5, Costs((1, 1.3, 0.9), 1, 0.5), Memory(1.0, 1.0, 0.0, (2.0, 3.0, 3.0))),
@@ -249,6 +257,15 @@ def test_the_solver_proves_a_small_step() -> None:
     assert optimum.gap == pytest.approx(0, abs=1e-5)
     assert isinstance(optimum.schedule, Schedule)
     assert optimum.bound > lower_bound(problem)
+
+
+def test_the_solver_proves_a_step_whose_inputs_of_w_are_large() -> None:
+    """They take more than the activation that they replace, unless W follows its I immediately."""
+    pytest.importorskip("ortools")
+    memory = Memory(1.0, 2.0, 0.0, (2.0, 2.0, 3.0))
+    optimum = solve(Problem.of(Placement("line", 3), 3, costs=Costs(1, 1, 2), memory=memory))
+    assert optimum.is_proven
+    assert optimum.cost == pytest.approx(17.0)
 
 
 def test_the_solver_orders_what_takes_no_time() -> None:

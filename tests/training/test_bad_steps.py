@@ -13,10 +13,8 @@ import torch
 from atoll.config.load import from_dict
 from atoll.errors import BadStepError, ConfigError
 from atoll.models import decoder
-from atoll.plans import MeshShape
 from atoll.testing import run_ranks
 from atoll.training.folder import RunFolder, Start, read_records
-from atoll.training.oddities import LEAST, Spikes, straggler
 from atoll.training.samples import Samples
 from atoll.training.session import run
 from atoll.training.signals import StopRequest
@@ -152,26 +150,3 @@ def test_a_rollback_beyond_what_is_kept_is_refused(tmp_path: Path) -> None:
 def test_another_word_is_no_policy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="bad_steps"):
         from_dict(settings(tmp_path / "run", "ignore"))
-
-
-# ---- oddities
-
-
-def test_a_spike_stands_out_of_the_steps_before() -> None:
-    spikes = Spikes(2.0)
-    assert not any(spikes.ratio(1.0 + 0.01 * (step % 5)) for step in range(100))
-    assert spikes.ratio(5.1) == pytest.approx(5.0, rel=0.01)
-    assert spikes.ratio(1.5) is None
-
-
-def test_nothing_is_a_spike_at_the_start() -> None:
-    spikes = Spikes(2.0)
-    assert [spikes.ratio(10.0**-step) for step in range(LEAST)] == [None] * LEAST
-
-
-def test_a_straggler_is_slower_than_its_peers() -> None:
-    """Pipeline ranks have unequal work; ranks of one position have the same."""
-    mesh = MeshShape(2, 1, 3)
-    assert straggler([1.0, 1.0, 1.0, 2.0, 2.0, 2.0], mesh) == (0, 1.0)
-    assert straggler([1.0, 1.0, 1.0, 2.0, 5.0, 2.0], mesh) == (4, 2.5)
-    assert straggler([1.0, 9.0], MeshShape(2))[1] == 1.0

@@ -1,4 +1,4 @@
-"""What a run says of itself when it is over, and how its sample is drawn."""
+"""What a run says of itself when it is over."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from atoll.training.folder import RunFolder, append
 from atoll.training.record import perplexity
 from atoll.training.session import RunResult
-from atoll.training.text import CANDIDATES, TEMPERATURE, _draw
 
 
 def ending(folder: Path, losses: list[float]) -> RunResult:
@@ -97,22 +95,3 @@ def test_perplexity_is_the_largest_power_that_is_a_number() -> None:
     assert perplexity(2.0) == math.exp(2.0)
     assert perplexity(1e9) == math.exp(709.0)
     assert math.isfinite(perplexity(math.inf))
-
-
-def test_samples_are_drawn_of_the_likeliest_at_the_temperature() -> None:
-    """Of two candidates a nat apart, and forty that are out of the question, as often as the temperature says."""
-    logits = torch.full((CANDIDATES + 2,), -1e4)
-    logits[7], logits[3] = 1.0, 0.0
-    generator = torch.Generator().manual_seed(0)
-    drawn = [_draw(logits, generator) for _ in range(2000)]
-    assert set(drawn) == {3, 7}
-    wanted = 1 / (1 + math.exp(-1 / TEMPERATURE))
-    assert drawn.count(7) / 2000 == pytest.approx(wanted, abs=4 * math.sqrt(wanted * (1 - wanted) / 2000))
-
-
-def test_no_more_candidates_than_there_are() -> None:
-    flat = torch.zeros(500)
-    flat[:CANDIDATES] = 0.5
-    generator = torch.Generator().manual_seed(0)
-    assert {_draw(flat, generator) for _ in range(1000)} == set(range(CANDIDATES))
-    assert _draw(torch.zeros(1), generator) == 0

@@ -29,11 +29,11 @@ class UnitShape:
     """
 
     index: int
-    blocks: tuple[int, ...] = ()
-    is_shared: bool = False
-    whole: int = 0
-    ahead: int = 0
-    flows: Mapping[Phase, int] = field(default_factory=dict)
+    blocks: tuple[int, ...]
+    is_shared: bool
+    whole: int
+    ahead: int
+    flows: Mapping[Phase, int]
     is_left_alone: bool = False
     travel: Mapping[tuple[Operation, Phase | None], tuple[tuple[str, int], ...]] = field(default_factory=dict)
     copies: int = 1

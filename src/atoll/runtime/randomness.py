@@ -38,9 +38,9 @@ def _seed(value: int) -> None:
 @dataclass(slots=True)
 class _Region:
     """A region in which tensor-parallel ranks use different random numbers: its seed, and the shared generator states.
-    It ends when the default generator has another seed."""
+    It ends when the default generator has another seed. Before the first one, `seed` is None."""
 
-    seed: int = -1
+    seed: int | None = None
     common: list[torch.Tensor] = field(default_factory=list)
 
     @property
@@ -64,8 +64,9 @@ def draw_apart(rank: int, name: str) -> None:
         common.append(torch.cuda.get_rng_state())
     digest = hashlib.blake2b(f"{name}:{rank}".encode(), digest_size=8)
     digest.update(common[0].numpy().tobytes())
-    _REGION.seed, _REGION.common = int.from_bytes(digest.digest(), "little") >> 1, common
-    _seed(_REGION.seed)
+    seed = int.from_bytes(digest.digest(), "little") >> 1
+    _REGION.seed, _REGION.common = seed, common
+    _seed(seed)
 
 
 def draw_alike() -> None:

@@ -213,9 +213,8 @@ def family_config(name: str, **options: Any) -> Any:
     import transformers
 
     with quietly():
-        if name in CAUSAL or name in MASKED:
-            own = CAUSAL[name] if name in CAUSAL else MASKED[name]
-        else:
+        own = {**CAUSAL, **MASKED}.get(name)
+        if own is None:
             plain = transformers.AutoConfig.for_model(name)
             own = {key: value for key, value in _ANY.items() if hasattr(plain, key)}
         sizes = {**_IDS, **own, **options}

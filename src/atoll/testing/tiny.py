@@ -18,7 +18,8 @@ class TinyConfig:
 
     tied: embedding and head share their weight.  frozen: a linear in each layer and one whole layer are frozen.
     odd: widths that no number of ranks divides.  small: parameters of one element.  unused: a parameter that no
-    forward touches, and one that only microbatches with an even first token touch.  trained: the only blocks that are.
+    forward touches, and one that only some microbatches touch: those whose first hidden element is positive.
+    trained: the only blocks that are.
     """
 
     layers: int = 4

@@ -533,11 +533,9 @@ class Loop:
     def _peaks(self) -> tuple[int, ...]:
         """Return the peak memory of each pipeline rank: the maximum over its ranks."""
         mesh = self.engine.plan.mesh
-        found = [0] * mesh.pipeline
-        for rank, each in enumerate(self._memory.tolist()):
-            stage = mesh.place(rank).pp
-            found[stage] = max(found[stage], int(each))
-        return tuple(found)
+        stages = [mesh.place(rank).pp for rank in range(mesh.world)]
+        own = list(zip(stages, map(int, self._memory.tolist()), strict=True))
+        return tuple(max(each for at, each in own if at == stage) for stage in range(mesh.pipeline))
 
     def _evaluate(self) -> bool:
         """Evaluate on the validation split, unless this step's loss is known. Return True if it is the lowest so

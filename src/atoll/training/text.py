@@ -17,8 +17,11 @@ def generate(engine: Engine, tokenizer: Tokenizer, prompt: str, *, tokens: int, 
     context: maximum number of positions that the model sees. The last stage of the first data-parallel rank draws one
     of the 40 most likely tokens at temperature 0.8, and sends it to the others.
     """
-    ids = [*tokenizer.opening, *map(int, tokenizer.encode(prompt))] or [tokenizer.end_of_text or 0]
-    shown = len(tokenizer.opening)
+    given = list(map(int, tokenizer.encode(prompt)))
+    opening = list(tokenizer.opening)
+    if not opening and not given:  # a model continues something: here the end of a document before
+        opening = [tokenizer.end_of_text or 0]
+    ids = [*opening, *given]
     generator = torch.Generator().manual_seed(seed)
     stops = tokenizer.stops
     speaks = engine.place.data == 0 and engine.place.tp == 0
@@ -34,7 +37,7 @@ def generate(engine: Engine, tokenizer: Tokenizer, prompt: str, *, tokens: int, 
         if token in stops:
             break
         ids.append(token)
-    return tokenizer.decode(ids[shown:])
+    return tokenizer.decode(ids[len(opening) :])
 
 
 def _draw(logits: torch.Tensor, generator: torch.Generator) -> int:

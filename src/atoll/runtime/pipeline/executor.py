@@ -44,6 +44,7 @@ the small sums of the ranks. Before SUMS it does so only for what is not known y
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -102,7 +103,8 @@ class _Step:
     keeps_logits: bool = False
     # Gradient of a microbatch's loss: loss scale / tokens. Backwards start with it, and it is no factor of the loss: in
     # a post-validated step, forwards run before the verdict on the step before, which may change the loss scale.
-    scale: float = 1.0
+    # NaN until it is known, and without training: no backward reads it then.
+    scale: float = math.nan
     # The leaf from which a stage's graph starts: from RECV_F, or from FINISH_F of the stage before if that is on this
     # rank. FINISH_I takes its gradient and releases it; without training FINISH_F does.
     inputs: dict[Key, torch.Tensor] = field(default_factory=dict)
@@ -300,7 +302,7 @@ class Executor:
         """Execute a program over this rank's microbatches.
 
         step: the number of the training step.  first_microbatch: the global number of the first.
-        scale: returns the factor of the loss before its backward, called once it is known (1 if not given).
+        scale: returns the factor of the loss before its backward, called once it is known; given in training.
         Without training nothing is kept for a backward; with keep_logits the loss is not computed.
         """
         # This also releases what a program that raised has left behind.
@@ -393,7 +395,11 @@ class Executor:
             raise _TakenBack
         # The new program is equal up to here, and so are its parts: `_at` and the part in progress stay right.
         self._use(len(batches), self.end.choose())
-        self._step.scale = 1.0 if self._scale is None else self._scale()
+        self._take_scale()
+
+    def _take_scale(self) -> None:
+        if self._scale is not None:
+            self._step.scale = self._scale()
 
     @contextmanager
     def _blocks_handed(self) -> Iterator[None]:
@@ -420,7 +426,7 @@ class Executor:
         clock = self._clock
         is_profiled = is_profiling()
         assert self._score is not None, "a program was chosen"
-        self._step.scale = 1.0 if self._scale is None else self._scale()
+        self._take_scale()
         self._at = nth = 0
         try:
             while nth < len(self._score.parts):

@@ -1,0 +1,43 @@
+"""The shape of a unit is the sum of those of its segments."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from atoll.layouts import EFFECTIVE, FlatMap, Nest, Precision, SegmentShape, Sharding
+from atoll.program import Do, UnitShape
+from atoll.program.units import unit_shape
+
+
+def segment(numel: int, phases: Any = ("I", "W")) -> SegmentShape:
+    return SegmentShape(FlatMap.build([("w", (numel,))], 4), phases)
+
+
+def sent(shape: UnitShape) -> Counter[tuple[Do, str | None, str]]:
+    return Counter({(do, phase, axis): nbytes for (do, phase), row in shape.travel.items() for axis, nbytes in row})
+
+
+@pytest.mark.parametrize("layout", EFFECTIVE, ids=lambda layout: layout.name)
+def test_a_unit_is_the_sum_of_its_segments(layout: Any) -> None:
+    """One of both phases, one of a phase, and a frozen one."""
+    sharding = Sharding(layout, Precision.preset("bf16"), Nest(2, 2))
+    segments = [segment(40), segment(12, ("I",)), segment(8, ())]
+    whole = unit_shape(3, segments, sharding, blocks=(1, 2), is_shared=True, copies=2)
+    parts = [unit_shape(3, [each], sharding) for each in segments]
+    assert (whole.index, whole.blocks, whole.is_shared, whole.copies) == (3, (1, 2), True, 2)
+    for name in ("whole", "ahead", "matrices", "exchanged"):
+        assert getattr(whole, name) == sum(getattr(part, name) for part in parts)
+    assert whole.flows == {phase: sum(part.flows.get(phase, 0) for part in parts) for phase in ("I", "W")}
+    assert sent(whole) == sum((sent(part) for part in parts), Counter())
+    assert whole.is_left_alone == all(part.is_left_alone for part in parts)
+
+
+def test_a_unit_without_matrices_transforms_none() -> None:
+    for segments in ([], [segment(40)], [segment(8, ())]):
+        shape = unit_shape(0, segments, Sharding(EFFECTIVE[0], Precision.preset("fp32"), Nest(2, 2)))
+        assert (shape.matrices, shape.exchanged, shape.transformed) == (0, 0, 0)
+        assert not shape.travel.keys() & {(Do.COLLECT, None), (Do.TRANSFORM, None)}
+        assert shape.trainable == any(each.trainable for each in segments)

@@ -1,0 +1,42 @@
+"""What a dry run of `atoll train` finds wrong before a rank starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.config import from_dict
+from atoll.errors import ConfigError
+from atoll.training.dry_run import check_run
+from atoll.training.process import Request
+
+
+def written(folder: Path, **train: Any) -> Request:
+    """The request of a run, as a file."""
+    source = folder / "text.txt"
+    source.write_text("some lines of text\n" * 60)
+    config = from_dict(
+        {
+            "model": {"layers": 1, "hidden": 8, "heads": 2},
+            "data": {"source": str(source), "tokenizer": "bytes", "sequence": 8, "cache": str(folder)},
+            "train": {"steps": 4, "global_batch": 4, "microbatch": 2, "warmup": 0, **train},
+            "parallel": {"ranks": 1, "device": "cpu"},
+            "run": {"folder": str(folder / "run"), "tensorboard": False},
+        }
+    )
+    path = folder / "run.toml"
+    path.write_text(config.dump())
+    return Request(path)
+
+
+def test_a_run_that_can_begin_leaves_no_folder(tmp_path: Path) -> None:
+    assert check_run(written(tmp_path), say=lambda line: None).config.train.steps == 4
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("schedule", ["nowhere:rates", "math:no_such_rates"])
+def test_a_learning_rate_that_cannot_be_computed_is_found(schedule: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=schedule.partition(":")[0]):
+        check_run(written(tmp_path, lr_schedule=schedule), say=lambda line: None)
