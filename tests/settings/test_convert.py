@@ -699,6 +699,22 @@ def test_what_a_torchtitan_file_leaves_out_is_torchtitans_default() -> None:
     assert "train.lr" not in found.filled
 
 
+def test_defaults_of_what_is_off_are_not_filled_in() -> None:
+    """Without a pipeline torchtitan does not split the local batch, and without checkpoints it keeps none."""
+    plain = {"training.local_batch_size": 8, "parallelism.data_parallel_shard_degree": 2}
+    split, kept = {"parallel.schedule", "train.microbatch"}, {"checkpoint.keep", "checkpoint.background"}
+    none: set[str] = set()
+    for given, filled in (
+        ({}, none),
+        ({"parallelism.pipeline_parallel_degree": 1, "checkpoint.enable": False}, none),
+        ({"parallelism.pipeline_parallel_degree": 2}, split),
+        ({"checkpoint.enable": True}, kept),
+    ):
+        found = convert(document_of(plain | given))
+        assert (split | kept) & set(found.filled) == filled
+        assert found.tables["train"]["microbatch"] == (1 if filled == split else 8)
+
+
 def test_batches_that_follow_from_the_ranks_are_said() -> None:
     found = convert({"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}})
     assert "gradient_accumulation_steps x the data-parallel ranks" in found.open["train.global_batch"]

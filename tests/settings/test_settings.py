@@ -22,6 +22,7 @@ from atoll.ir.text import from_csv
 from atoll.layouts import ALL, EFFECTIVE, Layout
 from atoll.models import Decoder, DecoderConfig
 from atoll.settings import SYSTEMS, Settings, settings_for
+from atoll.settings.convert import convert
 from atoll.testing import run_ranks
 from atoll.training.prediction import predict
 
@@ -72,10 +73,10 @@ DEEPSPEED = {
 TORCH_SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble", "DualPipeV")
 
 
-def config(**parallel: Any) -> Config:
+def config(*, model: dict[str, Any] = MODEL, **parallel: Any) -> Config:
     plain = {"ranks": 16, "pipeline": 2, "intra": 4, "layout": "NNG"}
     train = {"global_batch": 64, "microbatch": 2, "precision": "bf16"}
-    return from_dict({"model": MODEL, "data": {"sequence": 32}, "train": train, "parallel": plain | parallel})
+    return from_dict({"model": model, "data": {"sequence": 32}, "train": train, "parallel": plain | parallel})
 
 
 def settings(system: str, **parallel: Any) -> Settings:
@@ -119,6 +120,29 @@ def test_a_torchtitan_toml_parses_and_has_its_keys(case: dict[str, Any]) -> None
         if csv:
             again = from_csv(found.files[csv], placement=plan.schedule.placement)
             assert again.actions == plan.schedule.actions
+
+
+@pytest.mark.parametrize(
+    ("flavor", "sizes"),
+    [
+        ("8B", {"hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn": 14336}),
+        ("70B", {"hidden": 8192, "layers": 80, "heads": 64, "kv_heads": 8, "ffn": 28672}),
+        ("405B", {"hidden": 16384, "layers": 126, "heads": 128, "kv_heads": 8, "ffn": 53248}),
+    ],
+)
+def test_torchtitans_flavors_are_the_models_of_llama_3(flavor: str, sizes: dict[str, int]) -> None:
+    """Table 3 of arXiv 2407.21783, in both directions; any other size is none of them."""
+    assert convert({"model": {"flavor": flavor}}, "torchtitan").tables["model"] == sizes
+
+    def exported(**model: Any) -> Settings:
+        return settings("torchtitan", model=MODEL | model, pipeline=1)
+
+    found = exported(**sizes)
+    assert tomllib.loads(found.files["torchtitan.toml"])["model"]["flavor"] == flavor
+    assert not any("the sizes of the model" in limit for limit in found.limits)
+    other = exported(**sizes | {"layers": sizes["layers"] + 1})
+    assert tomllib.loads(other.files["torchtitan.toml"])["model"]["flavor"] != flavor
+    assert any(f"n_layers {sizes['layers'] + 1}" in limit for limit in other.limits)
 
 
 @pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v", "v-half", "zb-h1"])
