@@ -15,7 +15,9 @@ from atoll.measuring.errand import Errand
 from atoll.runtime import transport
 from atoll.runtime.launch import Rendezvous
 
-CLUSTER = Cluster.of({"device": {"memory": 1 << 30, "bandwidth": 1e10, "rates": {"float32": 2e10}}})
+CLUSTER = Cluster.of(
+    {"node": {"devices": 1}, "device": {"memory": 1 << 30, "bandwidth": 1e10, "rates": {"float32": 2e10}}}
+)
 
 
 @pytest.mark.parametrize("rank", range(3))
