@@ -17,6 +17,9 @@ from atoll.errors import ConfigError, UserError
 from atoll.layouts import EFFECTIVE, Layout, Precision
 from atoll.planner import Goal, Order, Search, Space
 from atoll.planner.answer import Answer
+from atoll.planner.made import made_for
+from atoll.planner.search import PLAIN
+from atoll.planner.space import Made
 from atoll.plans import ORDERS, MeshShape, Plan
 
 CASES = 60
@@ -201,3 +204,86 @@ def test_no_plan_splits_heads_of_keys_and_values() -> None:
     words = "no plan for 8 ranks: tensor = 4 ranks cannot split 2 key and value heads evenly; use tensor = 1 or 2"
     with pytest.raises(ConfigError, match=words):
         Answer.of(Search(model.workload, cluster, goal, Space(tensor=(4,), **few)))
+
+
+def narrow(*, memory: int = 2**34, rate: float = 6e7) -> Search:
+    """A pipeline of four ranks on two nodes, with a link between them that takes as long as the devices compute."""
+    cluster = Cluster.of(
+        {
+            "nodes": 2,
+            "device": {"memory": memory, "bandwidth": 1e11, "units": 4, "rates": {"float32": 1e12}},
+            "node": {"devices": 2, "link": {"rate": 1e10, "latency": 1e-6}},
+            "network": {"rate": rate, "latency": 2e-2},
+        }
+    )
+    model = Transformer.decoder(layers=8, hidden=512, heads=8, kv_heads=8, ffn=1536, vocabulary=1000, tied=False)
+    space = Space(
+        pipeline=(4,),
+        tensor=(1,),
+        microbatch=(1,),
+        layouts=(Layout("NNN"),),
+        recompute=("none",),
+        precision=("fp32",),
+        schedules=(Order("1f1b"),),
+        vocabulary_parallel=(False,),
+    )
+    return Search(model.workload, cluster, Goal(global_batch=6, sequence=256, headroom=0.0), space)
+
+
+@pytest.mark.slow
+def test_an_order_is_searched_again_with_less_memory_until_its_prediction_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an order needs is known only once it is predicted."""
+    limits: list[float] = []
+
+    def counted(base: Prediction, limit: float) -> Made | None:
+        limits.append(limit)
+        return made_for(base, limit)
+
+    monkeypatch.setattr("atoll.planner.made.made_for", counted)
+    roomy = narrow()
+    base = roomy.run().fitting[0]
+    free = roomy._made(base)
+    assert base.peak is not None
+    assert free is not None
+    assert free.peak is not None
+    assert free.seconds < 0.9 * base.seconds
+    assert limits == [roomy.limit]
+    memory = int(base.peak + 0.578 * (free.peak - base.peak))
+    tight = narrow(memory=memory)
+    found = tight._made(base)
+    assert limits[1] == memory
+    assert limits[2] < memory, "the first order needs more"
+    assert found is not None
+    assert found.peak is not None
+    assert found.peak <= memory
+    assert free.seconds < found.seconds < base.seconds
+    prediction = tight.predict(found)
+    assert (found.seconds, found.peak) == (prediction.seconds, max(prediction.peak(rank).total for rank in range(4)))
+    assert narrow(memory=base.peak // 2)._made(base) is None
+
+
+def test_a_frame_of_one_rank_is_bounded_by_all_that_it_computes() -> None:
+    """Layers, embedding and head; of a pipeline the mean over its ranks. The head of a split vocabulary has other
+    kernels, and is left out."""
+    search = replace(narrow(), space=Space(precision=("fp32",)))
+    every = search.space.frames(search.goal, search.cluster, blocks=len(search.workload.blocks))
+    seconds, met = {}, 0
+    for frame in every:
+        if frame.mesh.tensor > 1:
+            continue
+        least = search._least_of(frame)
+        assert least is not None
+        alone = frame._replace(mesh=MeshShape(), microbatches=1, vocabulary_parallel=False)
+        if alone not in seconds:
+            base = search._prediction(alone, Order("1f1b"), PLAIN)
+            works = base.ranks.works
+            parts = [sum(base.parts(work)) for work in works]
+            seconds[alone] = sum(parts), sum(parts[at] for at in search.workload.layers)
+        whole, layers = (each * frame.microbatches / frame.mesh.pipeline for each in seconds[alone])
+        assert least.seconds >= (layers if frame.vocabulary_parallel else whole) * (1 - 1e-9)
+        if frame.vocabulary_parallel and len(search.workload.layers) % frame.mesh.pipeline == 0:
+            met += 1
+            assert least.seconds == pytest.approx(layers)
+        elif frame.mesh.pipeline == 1:
+            assert least.seconds == pytest.approx(whole)
+    assert met
