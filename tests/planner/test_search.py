@@ -17,7 +17,7 @@ from atoll.errors import ConfigError, UserError
 from atoll.layouts import EFFECTIVE, Layout, Precision
 from atoll.planner import Goal, Order, Search, Space
 from atoll.planner.answer import Answer
-from atoll.planner.made import made_for
+from atoll.planner.candidate import Candidate
 from atoll.planner.search import PLAIN
 from atoll.planner.space import Made
 from atoll.plans import ORDERS, MeshShape, Plan
@@ -230,36 +230,35 @@ def narrow(*, memory: int = 2**34, rate: float = 6e7) -> Search:
     return Search(model.workload, cluster, Goal(global_batch=6, sequence=256, headroom=0.0), space)
 
 
-@pytest.mark.slow
 def test_an_order_is_searched_again_with_less_memory_until_its_prediction_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an order needs is known only once it is predicted."""
-    limits: list[float] = []
+    """What an order holds is known once it is predicted: GPipe's is too much, and 1F1B's is all that the devices have."""
+    large, small = (Made(schedules.build(name, ranks=4, microbatches=6), (2, 2, 2, 2)) for name in ("gpipe", "1f1b"))
+    base = narrow().run().fitting[0]
+    search = narrow(memory=base.peak or 0)
+    wanted = search._prediction(base.frame, Order("1f1b", made=small), base.travel)
+    held = search._prediction(base.frame, Order("gpipe", made=large), base.travel)
+    peaks = [max(each.peak(rank).total for rank in range(4)) for each in (wanted, held)]
+    assert peaks[0] <= search.limit < peaks[1]
+    over = peaks[1] - search.limit
 
-    def counted(base: Prediction, limit: float) -> Made | None:
-        limits.append(limit)
-        return made_for(base, limit)
+    def made(*answers: Made | None) -> tuple[Candidate | None, list[float]]:
+        rest, limits = iter(answers), []
 
-    monkeypatch.setattr("atoll.planner.made.made_for", counted)
-    roomy = narrow()
-    base = roomy.run().fitting[0]
-    free = roomy._made(base)
-    assert base.peak is not None
-    assert free is not None
-    assert free.peak is not None
-    assert free.seconds < 0.9 * base.seconds
-    assert limits == [roomy.limit]
-    memory = int(base.peak + 0.578 * (free.peak - base.peak))
-    tight = narrow(memory=memory)
-    found = tight._made(base)
-    assert limits[1] == memory
-    assert limits[2] < memory, "the first order needs more"
-    assert found is not None
-    assert found.peak is not None
-    assert found.peak <= memory
-    assert free.seconds < found.seconds < base.seconds
-    prediction = tight.predict(found)
-    assert (found.seconds, found.peak) == (prediction.seconds, max(prediction.peak(rank).total for rank in range(4)))
-    assert narrow(memory=base.peak // 2)._made(base) is None
+        def searched(prediction: Prediction, limit: float) -> Made | None:
+            assert prediction.plan.schedule.name == base.order.name
+            limits.append(limit)
+            return next(rest)
+
+        monkeypatch.setattr("atoll.planner.made.made_for", searched)
+        return search._made(base), limits
+
+    found = base._replace(order=Order("1f1b", made=small), seconds=wanted.seconds, peak=peaks[0])
+    limit = search.limit
+    assert made(small) == (found, [limit])
+    assert made(large, small) == (found, [limit, limit - over])
+    assert made(large, large, small) == (found, [limit, limit - over, limit - 2 * over])
+    assert made(large, large, large, small) == (None, [limit, limit - over, limit - 2 * over])
+    assert made(large, None) == (None, [limit, limit - over])
 
 
 def test_a_frame_of_one_rank_is_bounded_by_all_that_it_computes() -> None:
