@@ -59,3 +59,16 @@ def test_a_dtype_without_products_has_no_rate(bench: _Bench, monkeypatch: pytest
 
     monkeypatch.setattr(torch, "mm", mm)
     assert bench.rate("float16", depth=0.0) is None
+
+
+def test_a_reading_has_shares_of_the_bandwidth(bench: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes move 7 buffers in 3 calls, a triad 3 in one; in two bytes an element half as much in as long."""
+    monkeypatch.setattr(_Bench, "depth", lambda *_: 0.0)
+    waits: list[None] = []
+    found = device.read_device(bench.stopwatch, lambda: waits.append(None), dtypes=("float32",))
+    assert found.memory == pytest.approx(7 / 9)
+    assert found.half == pytest.approx(1 / 2)
+    assert found.update == pytest.approx(SECONDS / (1 << 14) * found.bandwidth * found.memory)
+    assert set(found.rates) == {"float32"}
+    assert (found.context, found.dispatch) == (0.0, found.launch)
+    assert len(waits) > 5

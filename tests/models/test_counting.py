@@ -248,6 +248,13 @@ def test_layers_that_differ_are_counted_apart() -> None:
     assert works[1] == works[3], "another rate saves as much"
 
 
+def test_a_weights_gradient_is_a_product_over_the_tokens() -> None:
+    """Input width x tokens times tokens x output width, the last layer first."""
+    layers = [nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 8)) for _ in range(2)]
+    work = count(nn.Sequential(nn.Embedding(10, 8), *layers, nn.Linear(8, 10))).blocks[1].work(use_of())
+    assert list(work.weights) == [Product(24, 32, 8), Product(8, 32, 24)]
+
+
 def test_frozen_weights_have_no_gradients() -> None:
     model = model_of(DECODER)
     for layer in model.layers:  # type: ignore[union-attr]

@@ -231,7 +231,7 @@ def narrow(*, memory: int = 2**34, rate: float = 6e7) -> Search:
 
 
 def test_an_order_is_searched_again_with_less_memory_until_its_prediction_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an order holds is known once it is predicted: GPipe's is too much, and 1F1B's is all that the devices have."""
+    """What an order holds is known once it is predicted: GPipe's is too much, 1F1B's is all that the devices have."""
     large, small = (Made(schedules.build(name, ranks=4, microbatches=6), (2, 2, 2, 2)) for name in ("gpipe", "1f1b"))
     base = narrow().run().fitting[0]
     search = narrow(memory=base.peak or 0)
