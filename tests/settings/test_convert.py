@@ -713,6 +713,20 @@ def test_defaults_of_what_is_off_are_not_filled_in() -> None:
         found = convert(document_of(plain | given))
         assert (split | kept) & set(found.filled) == filled
         assert found.tables["train"]["microbatch"] == (1 if filled == split else 8)
+        assert found.tables["checkpoint"]["every"] == (500 if filled == kept else 0)
+
+
+def test_a_deepspeed_file_without_a_precision_trains_in_fp32() -> None:
+    found = convert({"train_batch_size": 8})
+    assert from_dict(found.tables).train.precision == "fp32"
+    assert from_dict(convert({"train_batch_size": 8, "fp16": {"enabled": True}}).tables).train.precision == "fp16"
+
+
+def test_why_a_number_of_ranks_to_reshard_to_is_left() -> None:
+    (line,) = convert(
+        {"parallelism": {"fsdp_reshard_after_forward": 4}, "activation_checkpoint": {"mode": "none"}}
+    ).left
+    assert line == "parallelism.fsdp_reshard_after_forward = 4: resharding to another number of ranks"
 
 
 def test_batches_that_follow_from_the_ranks_are_said() -> None:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from atoll.cli.main import app
 from atoll.config import Config, from_dict, load
 from atoll.config.deepspeed import translate, zero_block
+from atoll.cost import Cluster
 from atoll.errors import ConfigError
 from atoll.ir.text import from_csv
 from atoll.layouts import ALL, EFFECTIVE, Layout
@@ -69,6 +70,14 @@ DEEPSPEED = {
     "tensor_parallel",
 }
 """Keys of DeepSpeed 0.19.2, deepspeed/runtime/constants.py."""
+
+CLUSTER = Cluster.of(
+    {
+        "device": {"preset": "h100-80gb"},
+        "node": {"devices": 8, "link": {"preset": "nvlink4"}},
+        "network": {"preset": "infiniband-ndr"},
+    }
+)
 
 TORCH_SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble", "DualPipeV")
 
@@ -280,6 +289,22 @@ def test_fsdp2s_code_trains_like_the_plain_model(case: dict[str, str]) -> None:
     code = re.sub(r"init_device_mesh\(device, \((?:\d+, ?)+\d*\)", lambda found: re.sub(r"\d+", "1", found[0]), code)
     with_code, plain = run_ranks(train_with, 1, code)[0]
     assert with_code == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.parametrize("system", ["torchtitan", "fsdp2"])
+def test_nodes_of_a_run_meet_at_the_first_one_and_a_node_alone_needs_none(system: str) -> None:
+    def launched(nodes: int) -> str:
+        own = config()
+        found = settings_for(system, own, predict(own, own.to_plan(), CLUSTER.model_copy(update={"nodes": nodes})))
+        return found.launch[0]
+
+    one = Cluster.of({"device": {"preset": "h100-80gb"}, "node": {"devices": 16, "link": {"preset": "nvlink4"}}})
+    own = config()
+    alone = settings_for(system, own, predict(own, own.to_plan(), one)).launch[0]
+    assert "--nnodes 1 --nproc-per-node 16 --standalone" in alone
+    two = launched(2)
+    assert "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint" in two
+    assert "--standalone" not in two
 
 
 def test_what_cannot_be_expressed_is_said() -> None:
