@@ -82,6 +82,19 @@ def test_equal_layers_are_split_evenly() -> None:
     assert found.makespan == found.bound == 12 * 12 + 3 * 4
 
 
+@pytest.mark.parametrize(("seed", "count", "microbatches", "chunks"), [(2, 5, 3, 2), (9, 7, 3, 3), (10, 9, 2, 4)])
+def test_loops_of_2_to_4_stages_a_rank_are_tried(seed: int, count: int, microbatches: int, chunks: int) -> None:
+    """Of these layers on two ranks a loop is better than a line and a V, with 2, 3 or 4 stages a rank."""
+    draw = random.Random(seed)
+    layers = [Layer(*(draw.choice(each) for each in ([1, 2, 3, 4], [1, 2, 3, 4], [0, 1, 2, 3]))) for _ in range(count)]
+    found = split_and_order(layers, ranks=2, microbatches=microbatches, effort=3000)
+    assert (found.placement.kind, found.placement.chunks) == ("loop", chunks)
+    for other in (Placement("line", 2), Placement("v", 2, 2)):
+        alone = split_and_order(layers, ranks=2, microbatches=microbatches, placements=[other], effort=3000)
+        assert found.makespan < alone.makespan
+    assert simulate(found.schedule, found.costs).makespan == found.makespan
+
+
 def test_fewer_layers_than_ranks() -> None:
     with pytest.raises(PlanError, match="3 layers for 4 pipeline ranks"):
         split_and_order([Layer(1, 1, 1)] * 3, ranks=4, microbatches=4)

@@ -108,3 +108,37 @@ def test_the_picture_shows_every_forward(config: Path, tmp_path: Path) -> None:
 def test_a_rank_that_is_not_there_is_refused(config: Path) -> None:
     with pytest.raises(UserError, match="the pipeline has ranks 0 to 1"):
         run(config, "--rank", 2)
+
+
+def test_outer_steps_send_every_unit_once_in_an_interval(config: Path) -> None:
+    """A reduce-scatter and an all-gather between 4 islands: 2 * 3/4 of what a rank has of a unit, and half of that in
+    2-byte elements."""
+    outer = ["every=6", "fragments=3", "delay=1"]
+    sets = ["parallel.ranks=8", "parallel.intra=1", *(f"parallel.outer.{each}" for each in outer)]
+    arguments = [config, *(word for each in sets for word in ("--set", each))]
+    found = json.loads(run(*arguments, "--json").stdout)
+    turns = [(turn["step"], turn["way"], turn["fragment"], turn["units"]) for turn in found["outer"]]
+    assert turns == [
+        (1, "arrives", 2, [2]),
+        (2, "leaves", 0, [0, 3]),
+        (3, "arrives", 0, [0, 3]),
+        (4, "leaves", 1, [1]),
+        (5, "arrives", 1, [1]),
+        (6, "leaves", 2, [2]),
+    ]
+    whole = {int(unit): each["whole_bytes"] for unit, each in found["units"].items()}
+    sent = [1.5 * sum(whole[unit] for unit in units) * (way == "leaves") for _, way, _, units in turns]
+    assert [turn["bytes"] for turn in found["outer"]] == sent
+    coded = json.loads(run(*arguments, "--set", 'parallel.outer.codec="bf16"', "--json").stdout)["outer"]
+    assert [turn["bytes"] for turn in coded] == [nbytes / 2 for nbytes in sent]
+
+    lines = run(*arguments).stdout.splitlines()
+    first = next(at for at, line in enumerate(lines) if line.startswith("outer steps: every 6 steps"))
+    leaving = [line for line in lines[first + 2 :] if "between islands" in line]
+    assert [line.split()[:5] for line in leaving] == [
+        ["2", "fragment", "0", "leaves,", "units"],
+        ["4", "fragment", "1", "leaves,", "units"],
+        ["6", "fragment", "2", "leaves,", "units"],
+    ]
+    assert len(lines) == first + 2 + len(turns)
+    assert json.loads(run(*arguments, "--evaluation", "--json").stdout)["outer"] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -16,8 +17,11 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from atoll.cli.main import app
 from atoll.cli.watch import serve
+from atoll.errors import RunError
 from atoll.testing.progress import Progress, finish, join, run
 from atoll.training.sheet import RunReader
 from benchmarks.browser import browser, found
@@ -124,6 +128,24 @@ def test_the_command_prints_its_address_and_ends_with_ctrl_c(tmp_path: Path) -> 
         process.send_signal(signal.SIGINT)
         _, said = finish(process)
     assert (process.returncode, said) == (0, "stopped\n")
+
+
+@pytest.mark.parametrize(("given", "port"), [((), 0), (("--port", "8080"), 8080)])
+def test_a_free_port_is_taken_if_none_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], port: int
+) -> None:
+    asked: list[int] = []
+
+    def refuse(reader: RunReader, port: int) -> ThreadingHTTPServer:
+        asked.append(port)
+        raise OSError(errno.EADDRINUSE, "Address already in use")
+
+    monkeypatch.setattr("atoll.cli.watch.serve", refuse)
+    words = rf"cannot listen on 127.0.0.1:{port} \(Address already in use\); choose another --port"
+    with pytest.raises(RunError, match=words):
+        CliRunner().invoke(app, ["watch", str(tmp_path), *given], catch_exceptions=False)
+    assert asked == [port]
+    assert CliRunner().invoke(app, ["watch", str(tmp_path), "--port", "65536"]).exit_code == 2
 
 
 @pytest.mark.slow

@@ -84,6 +84,22 @@ def test_ranks_of_a_node_share_its_cards(tmp_path: Path, mesh: MeshShape, axis: 
     assert cluster(tmp_path).along(mesh, axis).rate == rate
 
 
+@pytest.mark.parametrize("rate", [1e-3, 1.0, 1e9])
+def test_rates_are_any_numbers_above_zero(rate: float) -> None:
+    """In bytes and operations of whatever a second is."""
+
+    def of(rate: float) -> Cluster:
+        device = {"memory": 1, "bandwidth": rate, "rates": {"float32": rate}}
+        return Cluster.of({"device": device, "node": {"devices": 2, "link": {"rate": rate}}})
+
+    found = of(rate)
+    assert found.node.link is not None
+    assert found.device.bandwidth == found.device.rate("float32") == found.node.link.rate == rate
+    for wrong in (0.0, -rate):
+        with pytest.raises(ConfigError, match=r"device\.bandwidth: Input should be greater than 0"):
+            of(wrong)
+
+
 def test_ranks_that_share_a_card_share_its_burst() -> None:
     link = {"rate": 1e9, "burst": 1e6}
     found = Cluster.of({"device": {"preset": "a100-80gb"}, "node": {"devices": 2, "link": link}, "network": link})

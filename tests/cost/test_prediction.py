@@ -233,6 +233,17 @@ def test_each_pair_of_neighbours_has_its_own_link() -> None:
     assert all(not rates.to for rates in (*everywhere.rates, *nowhere.rates))
 
 
+@pytest.mark.parametrize(("burst", "waits"), [(0.0, 1.0), (0.25, 0.75), (1.0, 0.0), (3.0, 0.0)])
+def test_what_a_burst_has_room_for_does_not_delay_a_message(burst: float, waits: float) -> None:
+    """Half a second of latency and a second of transfer, without the part that a burst carries at once. With a burst
+    messages do not wait for each other: all of it is latency."""
+    nbytes = predicted(mesh=MeshShape(2), on=cluster()).message_bytes
+    link = {"rate": nbytes, "latency": 0.5, "burst": burst * nbytes}
+    tables = {**cluster().model_dump(), "node": {"devices": 2, "link": link}}
+    hop = predicted(mesh=MeshShape(2), on=Cluster.of(tables)).hops.between(0, 1)
+    assert (hop.latency, hop.seconds) == pytest.approx((0.5 + waits, 0.0) if burst else (0.5, 1.0))
+
+
 def test_casts_of_gathers_that_send_nothing_take_time() -> None:
     """Once a step by default, as the cast of the optimizer's result where it is stored; or twice in a microbatch."""
     whole, stored = predicted("GGG", mesh=MeshShape(), on=cluster()), predicted("NNN", mesh=MeshShape(), on=cluster())

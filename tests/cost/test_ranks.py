@@ -195,3 +195,15 @@ def test_costs_that_are_not_known_are_refused() -> None:
 def test_matrices_that_the_optimizer_transforms_whole(layout: str, options: dict[str, object]) -> None:
     whole = Whole("Muon", NewtonSchulz())
     assert_alike(plan_of(layout, whole=whole, **options), tied=True)  # type: ignore[arg-type]
+
+
+def test_matrices_are_working_memory_once_the_program_is_known() -> None:
+    """Those that are whole at the end of the step."""
+    for whole in (None, Whole("Muon", NewtonSchulz())):
+        plan = plan_of("NNG", whole=whole)
+        workload = Transformer.llama(kv_heads=2, tied=False, **SIZES).workload
+        ranks = Ranks(workload, plan, Use(samples=1, sequence=8))
+        program = ranks.programs.ranks[0]
+        assert ranks.working_memory(0).matrices == 0
+        assert ranks.working_memory(0, program).matrices == program.peaks.matrices
+        assert (program.peaks.matrices > 0) == (whole is not None)

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
+import torch
 
 from atoll.cost import Attention, Kernel, Pass, Product, Transformer, Use, Work
-from atoll.cost.implementation import DECODER, MEGATRON, Implementation
+from atoll.cost.implementation import DECODER, LLAMA, MEGATRON, Implementation
 from atoll.cost.kernels import Exchange
 from atoll.cost.transformer import UNALIGNED
 from atoll.errors import ConfigError
@@ -149,6 +150,40 @@ def test_megatrons_softmax_is_one_kernel_for_a_multiple_of_four() -> None:
         return sum(each.kernels for each in work.forward if isinstance(each, Pass))
 
     assert kernels(1) == kernels(2) + 4
+
+
+@pytest.mark.parametrize(("compute", "nbytes"), [("float32", 4), ("bfloat16", 4 + 2), ("float64", 4 + 8)])
+def test_a_softmax_in_fp32_is_kept_beside_its_cast(compute: str, nbytes: int) -> None:
+    """As torch saves it: the softmax for its own backward, and the cast for that of the product with the values. In
+    fp32 the cast is the same tensor."""
+    sizes = Transformer.llama(layers=1, hidden=64, heads=4, ffn=96, vocabulary=100)
+    scores = 2 * 4 * 32**2
+    kept = {
+        (attention, softmax): work(
+            replace(sizes, implementation=replace(LLAMA, softmax=softmax)),
+            sequence=32,
+            compute=compute,
+            attention=attention,
+        ).kept
+        for attention in ("eager", "flash")
+        for softmax in ("fp32", "compute")
+    }
+    item = {"float32": 4, "bfloat16": 2, "float64": 8}[compute]
+    log_sums = max(4, item) * 2 * 4 * 32
+    assert kept["eager", "fp32"] - (kept["flash", "fp32"] - log_sums) == nbytes * scores
+    assert kept["eager", "compute"] - (kept["flash", "compute"] - log_sums) == item * scores
+
+    hidden = torch.randn(2, 4, 32, 32, dtype=getattr(torch, compute), requires_grad=True)
+    values = torch.randn(2, 4, 32, 16, dtype=hidden.dtype)
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = hidden.softmax(-1, dtype=torch.float32).to(hidden.dtype) @ values.requires_grad_()
+    assert sum(saved.values()) - values.nbytes == nbytes * scores, out.shape
 
 
 def test_heads_that_begin_off_16_bytes_are_not_taken_by_tensor_cores() -> None:

@@ -10,11 +10,14 @@ import pytest
 from atoll import schedules
 from atoll.cost import Cluster, Held, Prediction, Transformer, Use
 from atoll.cost.breakdown import Breakdown
+from atoll.cost.outer import sent_by
 from atoll.errors import ConfigError, PlanError
 from atoll.explain import CHOICES, Alternative, Explanation, rebuilt, travel
 from atoll.explain.alternative import use_of
 from atoll.explain.choices import FIXED, with_axis
-from atoll.layouts import EFFECTIVE, Layout, Precision
+from atoll.explain.links import OUTER
+from atoll.layouts import EFFECTIVE, Codec, Layout, Precision
+from atoll.outer import Outer
 from atoll.plans import MeshShape, Plan
 from atoll.program import Do
 from tests.explain.plans import PLANS, cluster, explained, predicted
@@ -88,6 +91,41 @@ def test_an_alternative_is_what_is_predicted_of_its_plan() -> None:
     assert explanation.alternative("layout", "IIG") is each, "it is predicted once"
 
 
+def test_the_cause_is_the_largest_change_in_the_direction_of_the_difference() -> None:
+    explanation = explained()
+    found = [explanation.alternative(*each) for each in (
+        ("layout", "NNN"), ("layout", "IIG"), ("layout", "GGN"), ("schedule", "gpipe"), ("microbatch", "2"),
+        ("recompute", "block"), ("reduction", "step"))]  # fmt: skip
+    times, sizes = set(), set()
+    for each in found:
+        times.add((each.seconds > 0, each.cause))
+        sizes.add((each.nbytes > 0, each.byte_cause))
+        assert each.causes[each.cause] == (max if each.seconds > 0 else min)(each.causes.values())
+        if each.nbytes:
+            assert each.components[each.byte_cause] == (max if each.nbytes > 0 else min)(each.components.values())
+    for causes in (times, sizes):
+        assert {is_more for is_more, _ in causes} == {False, True}
+        assert len({cause for _, cause in causes}) > 2
+
+
+def test_islands_send_what_their_outer_steps_send_on_average() -> None:
+    stored = predicted("NNI")
+    for outer in (Outer(1), Outer(6, fragments=3, delay=1), Outer(6, fragments=0, delay=2, codec=Codec("bf16"))):
+        explanation = Explanation(predicted("NNG", outer=outer))
+        prediction = explanation.prediction
+        assert prediction.outer is not None
+        own = [use for rank in range(2) for use in explanation.links(rank) if use.axis == "inter"]
+        assert {use.kind for use in own} == {OUTER}
+        assert max(use.nbytes for use in own) == prediction.outer.nbytes
+        for rank, use in enumerate(own):
+            # A reduce-scatter and an all-gather between two islands, of what each of the 4 ranks of a group stores.
+            elements = stored.ranks.footprint(rank).optimizer / 12
+            assert use.nbytes == pytest.approx((2 if outer.codec else 4) * elements / outer.every, rel=1e-3)
+            units = len(sent_by(prediction.ranks, rank))
+            assert use.times - 1 < units / outer.every <= use.times
+            assert use.seconds == prediction.links["inter"].seconds(use.nbytes)
+
+
 @pytest.mark.parametrize("explanation", PLANS.values(), ids=PLANS)
 def test_a_choice_keeps_the_ranks_and_the_batch_and_changes_itself_alone(explanation: Explanation) -> None:
     plan = explanation.plan
@@ -135,6 +173,25 @@ def test_a_half_as_fast_link_takes_longer_and_less_memory_leaves_less() -> None:
     half = found["global batch halved"]
     assert half.found.seconds < base.seconds
     assert half.speed < 1.0
+
+
+@pytest.mark.parametrize(
+    ("mesh", "name"), [(MeshShape(2, 2, 4), "network"), (MeshShape(2, 1, 2), "node.link"), (MeshShape(), None)]
+)
+def test_the_slowest_link_that_a_plan_uses_is_half_as_fast(mesh: MeshShape, name: str | None) -> None:
+    explanation = Explanation(predicted("NNG" if mesh.data > 1 else "NNN", mesh=mesh))
+    found = {each.value: each for each in explanation.situations if each.value.endswith("half as fast")}
+    assert list(found) == ([f"{name} half as fast"] if name else [])
+    for each in found.values():
+        before, after = each.base.given, each.found.given
+        links = [(of.network, of.node.link) if name == "network" else (of.node.link, of.network)
+                 for of in (before, after)]  # fmt: skip
+        (was, other), (now, same) = links
+        assert was is not None
+        assert now is not None
+        assert (now.rate, now.latency) == (was.rate / 2, 2 * was.latency)
+        assert same == other
+        assert each.seconds > 0
 
 
 def test_what_is_10_percent_faster_saves_seconds_and_the_device_saves_no_more_than_a_tenth() -> None:

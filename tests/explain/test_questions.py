@@ -95,3 +95,21 @@ def test_an_estimate_of_states_alone_is_told_its_share() -> None:
     held = explanation.fullest.held
     share = (held.parameters + held.gradients + held.optimizer) / held.total
     assert f"{100 * share:.1f} % of the {format_bytes(held.total)}" in ask(explanation, "states-only").sentences[0]
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "zb-h1"])
+def test_stages_and_messages_of_another_schedule_are_told_if_they_differ(schedule: str) -> None:
+    """Two stages a rank double a rank's sends, or triple them on a loop, whose ends are neighbours."""
+    explanation = explained("NNG")
+    (each,) = ask(explanation, f"why-not-{schedule}").alternatives
+    found = each.found
+    text = " ".join(ask(explanation, f"why-not-{schedule}").sentences)
+    sends = [sum(step.do.startswith("SEND_") for step in own.ranks.programs.ranks[0].instructions)
+             for own in (each.base, found)]  # fmt: skip
+    assert sends == [8, {"interleaved": 24, "zb-v": 16, "zb-h1": 8}[schedule]]
+    assert (f"Rank 0 sends {sends[1]} messages per step instead of 8." in text) == (schedule != "zb-h1")
+    parts = [[sum(found.parts(found.ranks.works[block])) for block in run] for run in found.ranks.runs]
+    stages = [sum(own) for own in parts]
+    told = f"into 4 stages, which take {format_seconds(min(stages))} to {format_seconds(max(stages))} per microbatch"
+    assert (told in text) == (schedule != "zb-h1")
+    assert ("It splits the model" in text) == (len(stages) == 4)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from atoll.cost import Cluster
 from atoll.errors import ConfigError
 from atoll.explain import Explanation, Measured, text
 from atoll.training.prediction import predict
+from atoll.units import format_bytes
 from tests.explain.plans import PLANS, explained
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +34,23 @@ def test_every_plan_is_described(explanation: Explanation) -> None:
     assert "Bottleneck" in found
     assert "None" not in found
     assert max(map(len, found.splitlines())) < 140
+
+
+def test_the_words_for_a_peak() -> None:
+    explanation = explained()
+    before = takewhile(lambda line: "has the highest peak" not in line, text.describe(explanation))
+    found = [words for words in " ".join(" ".join(before).split()).split("Rank ") if " peaks " in words]
+    assert len(found) == 2
+    for each, words in zip(explanation.holdings, found, strict=True):
+        (flight,) = each.in_flight
+        several = "es" if flight.microbatches > 1 else ""
+        assert words.startswith(
+            f"{each.rank} peaks at {each.during}, with {flight.microbatches} microbatch{several} of stage {each.rank} "
+            f"in flight, {format_bytes(flight.nbytes)} each. Its largest component is context, "
+            f"{format_bytes(each.held.context)} of {format_bytes(each.held.total)}."
+        )
+    (idle,) = (replace(each, during=None, in_flight=()) for each in PLANS["one rank"].holdings)
+    assert text._peak(idle).startswith("Rank 0 peaks between steps. Its largest component is context, ")
 
 
 @pytest.mark.slow

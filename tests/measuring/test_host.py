@@ -1,4 +1,4 @@
-"""The memory that a control group leaves to a process."""
+"""The memory that a control group leaves to a process, and the names of processors and GPUs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.measuring.host import machine_memory, processor_name
+from atoll.measuring.host import graphics_names, machine_memory, processor_name
 
 WHOLE = machine_memory(Path("/nowhere"))
 
@@ -33,3 +33,19 @@ def test_the_tightest_limit_counts(tmp_path: Path, groups: str, files: dict[str,
 def test_this_machine() -> None:
     assert 2**28 < machine_memory() <= WHOLE < 2**50
     assert processor_name()
+
+
+def test_gpus_are_named_by_their_driver(tmp_path: Path) -> None:
+    driver, kernel = tmp_path / "gpus", tmp_path / "kfd"
+    assert graphics_names(driver, kernel) == ()
+    kernel.touch()
+    assert graphics_names(driver, kernel) == ("AMD",)
+    texts = {
+        "0000:01:00.0": "Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t 18\n",
+        "0000:41:00.0": "IRQ: 19\nModel: NVIDIA A100-SXM4-80GB \n",
+        "0000:81:00.0": "IRQ: 20\n",  # a driver that does not say
+    }
+    for address, text in texts.items():
+        (driver / address).mkdir(parents=True)
+        (driver / address / "information").write_text(text)
+    assert graphics_names(driver, kernel) == ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from dataclasses import fields, replace
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 from atoll.config import Config
 from atoll.cost import Cluster
 from atoll.errors import ConfigError
-from atoll.measuring.known import Machine
+from atoll.measuring import known
+from atoll.measuring.known import Machine, measure_here
+from atoll.measuring.measure import to_tables, to_text
 from atoll.runtime.launch import Ending
 from atoll.training import process
 from atoll.training.here import machine_of, measured_cluster
@@ -108,3 +111,22 @@ def test_a_measurement_that_fails_is_a_note_and_a_signal_ends_the_run(
     assert process._measure(config(), None) == code
     notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
     assert notes == ([f"note: seconds are not predicted: {said}"] if said else [])
+
+
+@pytest.mark.parametrize("ending", [Ending(0), Ending(1, 0), Ending(143)], ids=str)
+def test_what_ranks_measured_is_kept_only_if_all_of_them_succeeded(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, ending: Ending
+) -> None:
+    """A rank may have written its file before another one failed."""
+
+    def run_local(command: list[str], ranks: int, *, errand: str, **_: object) -> Ending:
+        Path(json.loads(errand)["path"]).write_text(to_text(Cluster.of(TABLES)))
+        assert (command[1:], ranks) == (["-m", "atoll.measuring.errand"], MACHINE.ranks)
+        return ending
+
+    monkeypatch.setattr(known, "run_local", run_local)
+    assert measure_here(MACHINE) == ending
+    found = MACHINE.find()
+    assert (found is not None) == (ending.code == 0)
+    if found is not None:
+        assert to_tables(found) == to_tables(Cluster.of(TABLES))

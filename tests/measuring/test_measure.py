@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from atoll.errors import RankError
 from atoll.layouts import Layout, Precision
 from atoll.measuring.device import _Bench
 from atoll.measuring.host import machine_memory
-from atoll.measuring.measure import describe, measure, to_tables, to_text
-from atoll.measuring.stopwatch import Stopwatch
+from atoll.measuring.measure import describe, measure, statistic, to_tables, to_text
+from atoll.measuring.stopwatch import Stopwatch, typical
 from atoll.plans import MeshShape, Plan
 from atoll.testing import run_ranks
 
@@ -112,3 +113,15 @@ def test_the_host_takes_longer_for_a_kernel_of_a_layer_than_for_a_launch() -> No
     """Python, autograd and views of a layer are shared among the kernels that formulas count."""
     bench = _Bench(Stopwatch(CPU, 0.01))
     assert bench.dispatch() > bench.stopwatch.host_seconds(lambda: ONE.add_(1.0))
+
+
+@pytest.mark.parametrize(
+    ("cores", "device", "expected"), [(4, "cpu", typical), (3, "cpu", fmean), (3, "cuda", typical)]
+)
+def test_samples_of_ranks_that_share_cores_count_with_their_waits(
+    monkeypatch: pytest.MonkeyPatch, cores: int, device: str, expected: object
+) -> None:
+    """Two ranks of two threads on four cores have one each, on three they take turns; a GPU's kernels do not wait."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr("atoll.measuring.measure.cores", lambda: cores)
+    assert statistic(torch.device(device), 2) is expected

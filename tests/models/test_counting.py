@@ -248,6 +248,26 @@ def test_layers_that_differ_are_counted_apart() -> None:
     assert works[1] == works[3], "another rate saves as much"
 
 
+def test_a_weights_gradient_is_a_product_over_the_tokens() -> None:
+    """Input width x tokens times tokens x output width, the last layer first."""
+    layers = [nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 8)) for _ in range(2)]
+    work = count(nn.Sequential(nn.Embedding(10, 8), *layers, nn.Linear(8, 10))).blocks[1].work(use_of())
+    assert list(work.weights) == [Product(24, 32, 8), Product(8, 32, 24)]
+
+
+def test_operations_between_blocks_and_the_loss_count_with_the_block_before() -> None:
+    """GPT-2 adds the positions of one sequence to two of tokens, and drops elements by a mask of a byte each; a cross
+    entropy reads logits in bf16, writes them in fp32, and again their log-softmax, of which it picks one a token."""
+    works = [block.work(use_of()) for block in count(model_of(config_of("gpt2"))).blocks]
+    logits, hidden = 2 * 16 * 100, 2 * 16 * 64
+    _, *added = (each.nbytes for each in works[1].forward if isinstance(each, Pass))
+    assert added == [2 * (hidden + hidden / 2 + hidden), 2 * (hidden + hidden) + hidden]
+    loss = [each.nbytes for each in works[-1].forward if isinstance(each, Pass)]
+    assert loss[:2] == [(2 + 4) * logits, (4 + 4) * logits]
+    assert len(loss) == 3
+    assert loss[2] < 16 * 2 * 16
+
+
 def test_frozen_weights_have_no_gradients() -> None:
     model = model_of(DECODER)
     for layer in model.layers:  # type: ignore[union-attr]

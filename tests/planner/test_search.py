@@ -17,6 +17,9 @@ from atoll.errors import ConfigError, UserError
 from atoll.layouts import EFFECTIVE, Layout, Precision
 from atoll.planner import Goal, Order, Search, Space
 from atoll.planner.answer import Answer
+from atoll.planner.candidate import Candidate
+from atoll.planner.search import PLAIN
+from atoll.planner.space import Made
 from atoll.plans import ORDERS, MeshShape, Plan
 
 CASES = 60
@@ -201,3 +204,85 @@ def test_no_plan_splits_heads_of_keys_and_values() -> None:
     words = "no plan for 8 ranks: tensor = 4 ranks cannot split 2 key and value heads evenly; use tensor = 1 or 2"
     with pytest.raises(ConfigError, match=words):
         Answer.of(Search(model.workload, cluster, goal, Space(tensor=(4,), **few)))
+
+
+def narrow(*, memory: int = 2**34, rate: float = 6e7) -> Search:
+    """A pipeline of four ranks on two nodes, with a link between them that takes as long as the devices compute."""
+    cluster = Cluster.of(
+        {
+            "nodes": 2,
+            "device": {"memory": memory, "bandwidth": 1e11, "units": 4, "rates": {"float32": 1e12}},
+            "node": {"devices": 2, "link": {"rate": 1e10, "latency": 1e-6}},
+            "network": {"rate": rate, "latency": 2e-2},
+        }
+    )
+    model = Transformer.decoder(layers=8, hidden=512, heads=8, kv_heads=8, ffn=1536, vocabulary=1000, tied=False)
+    space = Space(
+        pipeline=(4,),
+        tensor=(1,),
+        microbatch=(1,),
+        layouts=(Layout("NNN"),),
+        recompute=("none",),
+        precision=("fp32",),
+        schedules=(Order("1f1b"),),
+        vocabulary_parallel=(False,),
+    )
+    return Search(model.workload, cluster, Goal(global_batch=6, sequence=256, headroom=0.0), space)
+
+
+def test_an_order_is_searched_again_with_less_memory_until_its_prediction_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an order holds is known once it is predicted: GPipe's is too much, 1F1B's is all that the devices have."""
+    large, small = (Made(schedules.build(name, ranks=4, microbatches=6), (2, 2, 2, 2)) for name in ("gpipe", "1f1b"))
+    base = narrow().run().fitting[0]
+    search = narrow(memory=base.peak or 0)
+    wanted = search._prediction(base.frame, Order("1f1b", made=small), base.travel)
+    held = search._prediction(base.frame, Order("gpipe", made=large), base.travel)
+    peaks = [max(each.peak(rank).total for rank in range(4)) for each in (wanted, held)]
+    assert peaks[0] <= search.limit < peaks[1]
+    over = peaks[1] - search.limit
+
+    def made(*answers: Made | None) -> tuple[Candidate | None, list[float]]:
+        rest, limits = iter(answers), []
+
+        def searched(prediction: Prediction, limit: float) -> Made | None:
+            assert prediction.plan.schedule.name == base.order.name
+            limits.append(limit)
+            return next(rest)
+
+        monkeypatch.setattr("atoll.planner.made.made_for", searched)
+        return search._made(base), limits
+
+    found = base._replace(order=Order("1f1b", made=small), seconds=wanted.seconds, peak=peaks[0])
+    limit = search.limit
+    assert made(small) == (found, [limit])
+    assert made(large, small) == (found, [limit, limit - over])
+    assert made(large, large, small) == (found, [limit, limit - over, limit - 2 * over])
+    assert made(large, large, large, small) == (None, [limit, limit - over, limit - 2 * over])
+    assert made(large, None) == (None, [limit, limit - over])
+
+
+def test_a_frame_of_one_rank_is_bounded_by_all_that_it_computes() -> None:
+    """Layers, embedding and head; of a pipeline the mean over its ranks. The head of a split vocabulary has other
+    kernels, and is left out."""
+    search = replace(narrow(), space=Space(precision=("fp32",)))
+    every = search.space.frames(search.goal, search.cluster, blocks=len(search.workload.blocks))
+    seconds, met = {}, 0
+    for frame in every:
+        if frame.mesh.tensor > 1:
+            continue
+        least = search._least_of(frame)
+        assert least is not None
+        alone = frame._replace(mesh=MeshShape(), microbatches=1, vocabulary_parallel=False)
+        if alone not in seconds:
+            base = search._prediction(alone, Order("1f1b"), PLAIN)
+            works = base.ranks.works
+            parts = [sum(base.parts(work)) for work in works]
+            seconds[alone] = sum(parts), sum(parts[at] for at in search.workload.layers)
+        whole, layers = (each * frame.microbatches / frame.mesh.pipeline for each in seconds[alone])
+        assert least.seconds >= (layers if frame.vocabulary_parallel else whole) * (1 - 1e-9)
+        if frame.vocabulary_parallel and len(search.workload.layers) % frame.mesh.pipeline == 0:
+            met += 1
+            assert least.seconds == pytest.approx(layers)
+        elif frame.mesh.pipeline == 1:
+            assert least.seconds == pytest.approx(whole)
+    assert met

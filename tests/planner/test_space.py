@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 
+from atoll.errors import ConfigError
 from atoll.layouts import EFFECTIVE, Nest
-from atoll.planner.space import _placed
+from atoll.planner.space import Goal, _placed
 from atoll.plans import MeshShape
 
 
@@ -22,3 +24,20 @@ def test_a_layout_gets_the_one_name_of_what_its_ranks_store(inter: int, intra: i
                 assert stored == wanted, (layout, placed)
         assert "I" not in placed.name or (inter > 1 and intra > 1)
         assert placed == _placed(placed, MeshShape(inter=inter, intra=intra))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"global_batch": 0}, "global_batch = 0; it must be 1 or more"),
+        ({"sequence": -1}, "sequence = -1; it must be 1 or more"),
+        ({"ranks": 0}, "ranks = 0; it must be 1 or more"),
+        ({"headroom": 1.0}, "headroom = 1.0; it is a share of the memory"),
+        ({"headroom": -0.1}, "headroom = -0.1; it is a share of the memory"),
+    ],
+)
+def test_an_impossible_goal_is_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"goal: {words}"):
+        Goal(**{"global_batch": 1, "sequence": 1, "ranks": 1, "headroom": 0.0, **given})
+    Goal(global_batch=1, sequence=1, ranks=1, headroom=0.0)
+    Goal(global_batch=1, sequence=1)

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from atoll.cost.breakdown import PARTS
 from atoll.errors import UserError
 from atoll.ir import Action
 from atoll.report import Sheet, Timeline, page, predicted_sheet, recorded_timeline, traced_timeline, traffic
@@ -215,6 +216,31 @@ def unpacked(code: str, text: str) -> array[Any]:
     found = array(code)
     found.frombytes(zlib.decompress(base64.b64decode(text)))
     return found
+
+
+def test_every_part_has_a_style_of_its_own() -> None:
+    """Waits are hatched, so that they differ from compute without colours."""
+    text = page([run_sheet()])
+    styles = {part: re.findall(rf"^\.part-{part} {{ (.*) }}$", text, re.MULTILINE) for part in PARTS}
+    assert all(len(found) == 1 for found in styles.values())
+    assert len({found[0] for found in styles.values()}) == len(PARTS)
+    hatched = {part for part, found in styles.items() if "gradient(" in found[0]}
+    assert hatched == {"bubble", "messages", "gathers", "reductions", "sums"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((1, 1, 1, 1), "1 rank"),
+        ((2, 1, 1, 1), "2 ranks: 2 pipeline ranks"),
+        ((2, 3, 2, 1), "12 ranks: 2 pipeline ranks × 3 groups × 2 ranks in a group"),
+        ((1, 1, 2, 4), "8 ranks: 2 ranks in a group × 4 tensor-parallel ranks"),
+    ],
+)
+def test_a_mesh_in_words(sizes: tuple[int, ...], words: str) -> None:
+    names = ("pipeline", "inter", "intra", "tensor")
+    sheet = predicted_sheet(predict(**dict(zip(names, sizes, strict=True)), layout="NNN", cluster=None), "plan")
+    assert dict(sheet.words)["mesh"] == words
 
 
 def test_the_page_refers_to_nothing_outside_itself() -> None:

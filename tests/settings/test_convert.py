@@ -699,6 +699,36 @@ def test_what_a_torchtitan_file_leaves_out_is_torchtitans_default() -> None:
     assert "train.lr" not in found.filled
 
 
+def test_defaults_of_what_is_off_are_not_filled_in() -> None:
+    """Without a pipeline torchtitan does not split the local batch, and without checkpoints it keeps none."""
+    plain = {"training.local_batch_size": 8, "parallelism.data_parallel_shard_degree": 2}
+    split, kept = {"parallel.schedule", "train.microbatch"}, {"checkpoint.keep", "checkpoint.background"}
+    none: set[str] = set()
+    for given, filled in (
+        ({}, none),
+        ({"parallelism.pipeline_parallel_degree": 1, "checkpoint.enable": False}, none),
+        ({"parallelism.pipeline_parallel_degree": 2}, split),
+        ({"checkpoint.enable": True}, kept),
+    ):
+        found = convert(document_of(plain | given))
+        assert (split | kept) & set(found.filled) == filled
+        assert found.tables["train"]["microbatch"] == (1 if filled == split else 8)
+        assert found.tables["checkpoint"]["every"] == (500 if filled == kept else 0)
+
+
+def test_a_deepspeed_file_without_a_precision_trains_in_fp32() -> None:
+    found = convert({"train_batch_size": 8})
+    assert from_dict(found.tables).train.precision == "fp32"
+    assert from_dict(convert({"train_batch_size": 8, "fp16": {"enabled": True}}).tables).train.precision == "fp16"
+
+
+def test_why_a_number_of_ranks_to_reshard_to_is_left() -> None:
+    (line,) = convert(
+        {"parallelism": {"fsdp_reshard_after_forward": 4}, "activation_checkpoint": {"mode": "none"}}
+    ).left
+    assert line == "parallelism.fsdp_reshard_after_forward = 4: resharding to another number of ranks"
+
+
 def test_batches_that_follow_from_the_ranks_are_said() -> None:
     found = convert({"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}})
     assert "gradient_accumulation_steps x the data-parallel ranks" in found.open["train.global_batch"]

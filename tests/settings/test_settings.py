@@ -17,11 +17,13 @@ from typer.testing import CliRunner
 from atoll.cli.main import app
 from atoll.config import Config, from_dict, load
 from atoll.config.deepspeed import translate, zero_block
+from atoll.cost import Cluster
 from atoll.errors import ConfigError
 from atoll.ir.text import from_csv
 from atoll.layouts import ALL, EFFECTIVE, Layout
 from atoll.models import Decoder, DecoderConfig
 from atoll.settings import SYSTEMS, Settings, settings_for
+from atoll.settings.convert import convert
 from atoll.testing import run_ranks
 from atoll.training.prediction import predict
 
@@ -69,13 +71,21 @@ DEEPSPEED = {
 }
 """Keys of DeepSpeed 0.19.2, deepspeed/runtime/constants.py."""
 
+CLUSTER = Cluster.of(
+    {
+        "device": {"preset": "h100-80gb"},
+        "node": {"devices": 8, "link": {"preset": "nvlink4"}},
+        "network": {"preset": "infiniband-ndr"},
+    }
+)
+
 TORCH_SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble", "DualPipeV")
 
 
-def config(**parallel: Any) -> Config:
+def config(*, model: dict[str, Any] = MODEL, **parallel: Any) -> Config:
     plain = {"ranks": 16, "pipeline": 2, "intra": 4, "layout": "NNG"}
     train = {"global_batch": 64, "microbatch": 2, "precision": "bf16"}
-    return from_dict({"model": MODEL, "data": {"sequence": 32}, "train": train, "parallel": plain | parallel})
+    return from_dict({"model": model, "data": {"sequence": 32}, "train": train, "parallel": plain | parallel})
 
 
 def settings(system: str, **parallel: Any) -> Settings:
@@ -119,6 +129,29 @@ def test_a_torchtitan_toml_parses_and_has_its_keys(case: dict[str, Any]) -> None
         if csv:
             again = from_csv(found.files[csv], placement=plan.schedule.placement)
             assert again.actions == plan.schedule.actions
+
+
+@pytest.mark.parametrize(
+    ("flavor", "sizes"),
+    [
+        ("8B", {"hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn": 14336}),
+        ("70B", {"hidden": 8192, "layers": 80, "heads": 64, "kv_heads": 8, "ffn": 28672}),
+        ("405B", {"hidden": 16384, "layers": 126, "heads": 128, "kv_heads": 8, "ffn": 53248}),
+    ],
+)
+def test_torchtitans_flavors_are_the_models_of_llama_3(flavor: str, sizes: dict[str, int]) -> None:
+    """Table 3 of arXiv 2407.21783, in both directions; any other size is none of them."""
+    assert convert({"model": {"flavor": flavor}}, "torchtitan").tables["model"] == sizes
+
+    def exported(**model: Any) -> Settings:
+        return settings("torchtitan", model=MODEL | model, pipeline=1)
+
+    found = exported(**sizes)
+    assert tomllib.loads(found.files["torchtitan.toml"])["model"]["flavor"] == flavor
+    assert not any("the sizes of the model" in limit for limit in found.limits)
+    other = exported(**sizes | {"layers": sizes["layers"] + 1})
+    assert tomllib.loads(other.files["torchtitan.toml"])["model"]["flavor"] != flavor
+    assert any(f"n_layers {sizes['layers'] + 1}" in limit for limit in other.limits)
 
 
 @pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v", "v-half", "zb-h1"])
@@ -256,6 +289,22 @@ def test_fsdp2s_code_trains_like_the_plain_model(case: dict[str, str]) -> None:
     code = re.sub(r"init_device_mesh\(device, \((?:\d+, ?)+\d*\)", lambda found: re.sub(r"\d+", "1", found[0]), code)
     with_code, plain = run_ranks(train_with, 1, code)[0]
     assert with_code == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.parametrize("system", ["torchtitan", "fsdp2"])
+def test_nodes_of_a_run_meet_at_the_first_one_and_a_node_alone_needs_none(system: str) -> None:
+    def launched(nodes: int) -> str:
+        own = config()
+        found = settings_for(system, own, predict(own, own.to_plan(), CLUSTER.model_copy(update={"nodes": nodes})))
+        return found.launch[0]
+
+    one = Cluster.of({"device": {"preset": "h100-80gb"}, "node": {"devices": 16, "link": {"preset": "nvlink4"}}})
+    own = config()
+    alone = settings_for(system, own, predict(own, own.to_plan(), one)).launch[0]
+    assert "--nnodes 1 --nproc-per-node 16 --standalone" in alone
+    two = launched(2)
+    assert "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint" in two
+    assert "--standalone" not in two
 
 
 def test_what_cannot_be_expressed_is_said() -> None:

@@ -154,8 +154,7 @@ def _codec(name: str, of: str) -> Choice:
     """Return the choice of a codec between groups, with the options of the present one."""
 
     def make(plan: Plan, value: str) -> Plan:
-        before = getattr(plan.codecs, of) or Codec(CODED[0])
-        codec = None if value == "none" else replace(before, name=value)
+        codec = None if value == "none" else replace(getattr(plan.codecs, of) or Codec(value), name=value)
         return replace(plan, codecs=replace(plan.codecs, **{of: codec}))  # type: ignore[arg-type]
 
     def now(plan: Plan) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, replace
 from statistics import fmean
 from typing import Any
@@ -41,9 +41,6 @@ def measure(
     dtypes: of products, besides that of all other quantities. One `depth`, `attention` and `memory` serve all dtypes;
     only `memory` has a factor for elements of two bytes.
 
-    A time is the lower quartile of its samples. Where the threads of a node's ranks are more than its cores, it is the
-    mean: a sample that is shorter than a slice of the scheduler has a core of its own or waits for one.
-
     The result is the same on every rank. Raises ConfigError if nodes have different numbers of ranks.
     """
     rank = world_rank()
@@ -56,8 +53,7 @@ def measure(
     source = f"measured on {describe_device(device)}{at_once}, torch {version}, {today}"
     shape = MeshShape(inter=world // local, intra=local)
     links = read_links(shape, rank=rank, device=device, budget=seconds, cards=cards, source=source)
-    waits = device.type == "cpu" and local * torch.get_num_threads() > cores()
-    stopwatch = Stopwatch(device, seconds, typical=fmean if waits else typical)
+    stopwatch = Stopwatch(device, seconds, typical=statistic(device, local))
     reading = _mean(read_device(stopwatch, transport.barrier, dtypes=dtypes), transport)
     transport.close()
     return Cluster(
@@ -65,6 +61,16 @@ def measure(
         node=Node(devices=local, cards=cards, link=links.node),
         network=links.network,
     )
+
+
+def statistic(device: torch.device, local: int) -> Callable[[Sequence[float]], float]:
+    """Return what counts of the samples of a time: their lower quartile.
+
+    Where the threads of a node's `local` ranks are more than its cores, it is the mean: a sample that is shorter than a
+    slice of the scheduler has a core of its own or waits for one.
+    """
+    waits = device.type == "cpu" and local * torch.get_num_threads() > cores()
+    return fmean if waits else typical
 
 
 def to_tables(cluster: Cluster) -> dict[str, Any]:

@@ -303,8 +303,8 @@ def _problem(
         return f"its output has no logits of [batch, {'length, ' if task.is_language else ''}...]"
     if len(stacks) > 1:
         record.memory = _memory(model, record, first=len(stacks[0].layers))
-    for run in _runs(stacks):
-        problem = _problem_of_stack(record, run, stacks)
+    for run, stack in zip(_runs(stacks), stacks, strict=True):
+        problem = _problem_of_stack(record, run, stack)
         if problem is not None:
             return problem
     return None
@@ -327,7 +327,7 @@ def _memory(model: Any, record: _Record, first: int) -> Argument | None:
     return next((at for at, other in others.items() if other is memory), None)
 
 
-def _problem_of_stack(record: _Record, run: range, stacks: Sequence[Stack]) -> str | None:
+def _problem_of_stack(record: _Record, run: range, stack: Stack) -> str | None:
     is_decoder = run.start > 0
     if is_decoder and record.memory is None:
         return "its decoder's layers do not get exactly what its encoder returns, in states of the same width"
@@ -338,7 +338,6 @@ def _problem_of_stack(record: _Record, run: range, stacks: Sequence[Stack]) -> s
             return f"layer {at} does not get exactly what layer {at - 1} returns"
         if got.shape != shape:
             return f"layer {at} is given {tuple(got.shape)} and layer {run.start} {tuple(shape)}"
-    layers = stacks[-1 if is_decoder else 0].layers
     first = record.given[run.start][1]
     taken = Counter(id(other) for at in run for other in record.given[at][1].values())
     for at in run:
@@ -348,7 +347,7 @@ def _problem_of_stack(record: _Record, run: range, stacks: Sequence[Stack]) -> s
                 return f"layer {at} takes another input that depends on an embedding, of shape {tuple(other.shape)}"
             if isinstance(other, (dict, list, set)) and taken[id(other)] > 1:
                 return f"its layers share a {type(other).__name__}, through which one may change what another sees"
-            if isinstance(other, _Rest) and not computes_position_bias(layers[at - run.start]):
+            if isinstance(other, _Rest) and not computes_position_bias(stack.layers[at - run.start]):
                 return f"layer {at} takes more of what layer {at - 1} returns than the hidden state"
     between = record.events[record.events.index(run.start) : record.events.index(run.stop - 1)]
     strangers = sorted({event for event in between if isinstance(event, str)})
