@@ -15,7 +15,7 @@ import tokenizers
 from atoll.config.load import from_dict
 from atoll.data import IGNORED_LABEL, Batch, Supply
 from atoll.data.conversations import Rendered, conversation_of
-from atoll.data.tokenizer import train_bpe
+from atoll.data.tokenizer import FileTokenizer, train_bpe
 from atoll.errors import ConfigError, DataError
 from atoll.plans import MeshShape
 from atoll.training.chat import Template
@@ -423,6 +423,16 @@ def test_the_fingerprint_is_of_everything_that_decides(folder: Folder) -> None:
         prints.append(folder.template(text, where=where, answers_only=only).fingerprint)
     assert len(set(prints)) == len(prints)
     assert folder.template(PLAIN).fingerprint == prints[0]
+
+
+def test_a_tokenizer_without_a_limit_is_read(folder: Folder) -> None:
+    """`transformers` writes int(1e30) for "no limit", and every such tokenizer was refused."""
+    template = folder.template(PLAIN)
+    path = folder.path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": int(1e30)}))
+    found = only(template, CHAT)
+    assert folder.text(found.ids[found.is_answer]) == ANSWERS
+    assert FileTokenizer.read(folder.path / "tokenizer.json").end_of_text == folder.tokens.token_to_id("<|end|>")
 
 
 # ---- wrong beginnings
