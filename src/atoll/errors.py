@@ -32,29 +32,32 @@ _RECORD = re.compile(r"(.*), (?:line|object|row) \d+", re.DOTALL)
 """A record's file, in the location of the record or of a part of it."""
 
 
+def bounded(text: str, longest: int) -> str:
+    """Return a text of at most `longest` characters: of a longer one its beginning and its end."""
+    if len(text) <= longest:
+        return text
+    gap = f" [... {len(text)} characters ...] "
+    left = longest - len(gap)
+    return f"{text[: left // 2]}{gap}{text[len(text) - (left - left // 2) :]}"
+
+
 class AtollError(Exception):
     """Base class of all errors that Atoll raises."""
 
     exit_code = 1
-    longest = 16_000
-    """Most characters of a message: that of a rank has a traceback."""
+    longest = 2_000
+    """Most characters of a message."""
 
     def __str__(self) -> str:
         """Return the message, at most `longest` characters: of a longer one its beginning and its end. Half of a
         surrogate pair, which cannot be printed, becomes "?"."""
-        text = super().__str__().encode(errors="replace").decode()
-        if len(text) <= self.longest:
-            return text
-        gap = f" [... {len(text)} characters ...] "
-        left = self.longest - len(gap)
-        return f"{text[: left // 2]}{gap}{text[len(text) - (left - left // 2) :]}"
+        return bounded(super().__str__().encode(errors="replace").decode(), self.longest)
 
 
 class UserError(AtollError):
     """The request cannot be fulfilled; nothing was started or changed."""
 
     exit_code = 2
-    longest = 2_000
 
 
 class ConfigError(UserError):
@@ -126,6 +129,8 @@ class RankError(RunError):
 
     speaker: the rank that reports it if the failing rank cannot.
     """
+
+    longest = 16_000  # it may have the stack of a late rank
 
     def __init__(self, message: str, *, rank: int, exit_code: int = 1, speaker: int | None = None) -> None:
         super().__init__(message)

@@ -144,6 +144,40 @@ def test_a_run_measures_its_machine_once_and_predicts_its_steps(
     assert "note: no cluster is named; taken is this machine: measured on" in predicted.stderr
 
 
+@pytest.mark.slow
+def test_a_plan_that_is_left_open_is_for_this_machine_as_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was refused without a named cluster, although a run measures its machine."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = write_config(tmp_path)
+    open_ = sets("parallel.auto=true", "parallel.ranks=2", "parallel.device=cpu")
+    refused = atoll(*ATOLL, "train", config, *open_)
+    assert refused.returncode == 2
+    assert "error: a plan needs a cluster: name its file as run.cluster" in refused.stderr
+    monkeypatch.setenv("ATOLL_MEASURE", "1")
+    result = atoll(*ATOLL, "train", config, *open_)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("measuring this machine, once") == 1
+    assert re.search(r"a step: .+ predicted, .+ measured", result.stdout)
+    chosen = load(tmp_path / "run" / "config.toml")
+    assert chosen.parallel.ranks == 2
+    assert not chosen.parallel.auto
+    assert chosen.run.cluster is None
+    dry = atoll(*ATOLL, "train", config, *open_, "--dry-run")
+    assert dry.returncode == 0, dry.stderr
+    assert "measuring" not in dry.stderr
+    seconds = json.loads((tmp_path / "run" / "prediction.json").read_text())["seconds"]
+    assert format_seconds(seconds) in dry.stdout
+
+    for name, value in {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0, "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    elsewhere = atoll(*ATOLL, "train", config, *open_)
+    assert elsewhere.returncode == 2
+    assert "error: a plan needs a cluster: name its file as run.cluster" in elsewhere.stderr
+
+
 # ---- a whole run
 
 

@@ -15,7 +15,7 @@ import tokenizers
 from atoll.config.load import from_dict
 from atoll.data import IGNORED_LABEL, Batch, Supply
 from atoll.data.conversations import Rendered, conversation_of
-from atoll.data.tokenizer import train_bpe
+from atoll.data.tokenizer import FileTokenizer, train_bpe
 from atoll.errors import ConfigError, DataError
 from atoll.plans import MeshShape
 from atoll.training.chat import Template
@@ -329,6 +329,81 @@ def test_parts_are_joined_as_the_template_does(folder: Folder) -> None:
         rendered(folder.template(other), [{"role": "user", "content": parts}, CHAT[2]])
 
 
+def in_parts(text: str) -> str:
+    """The template that takes only lists of parts, beside one that takes text."""
+    content = "{%- for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}"
+    return text.replace("+ m.content + '", f"}}}}{content}{{{{ '").replace(
+        "+ (m.content or '') ", f"}}}}{content}{{{{ ''"
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        PLAIN,
+        MARKED.replace("{{ m.content", "{{ '' + m.content"),
+        RETURNS.replace("m.content }}", "m.content + '' }}"),
+        AS_JSON,
+        AS_TEXT,
+    ],
+    ids=["plain", "marked", "returns", "calls", "calls as text"],
+)
+@pytest.mark.parametrize("answers_only", [True, False])
+def test_a_template_that_takes_only_parts_gets_text_as_one(folder: Folder, text: str, answers_only: bool) -> None:
+    """As templates of models that read images, to which a text is characters without a type."""
+    record: dict[str, Any] = {"messages": CHAT}
+    if "tools" in text:
+        result = {"role": "tool", "content": "ten"}
+        record = {
+            "messages": [*CHAT[:2], {"role": "assistant", "tool_calls": [CALL]}, result, *CHAT[2:]],
+            "tools": [CLOCK],
+        }
+    assert in_parts(text) != text
+    wanted = rendered(folder.template(text, answers_only=answers_only), record)
+    template = folder.template(in_parts(text), answers_only=answers_only)
+    for _ in range(2):  # tried, and known
+        found = rendered(template, record)
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert np.array_equal(one.ids, other.ids)
+            assert np.array_equal(one.is_answer, other.is_answer)
+            assert one.is_answer.any()
+    given = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in CHAT]
+    assert [list(each.ids) for each in rendered(template, given)] == [
+        list(each.ids) for each in rendered(template, CHAT)
+    ]
+
+
+def test_each_role_has_its_text_in_the_form_that_the_template_takes(folder: Folder) -> None:
+    """A system's text is often joined to the first question, and a text whose words are elsewhere is not missed."""
+    system = "{% if m.role == 'system' %}{{ m.content + '' }}{% else %}{{ m.content[0].text }}{% endif %}"
+    begin = "{% for m in messages %}{{ '<|begin|>' + m.role + '\n' }}"
+    mixed = f"{begin}{system}{{{{ '<|end|>\n' }}}}{{% endfor %}}{ASK}"
+    echo = [{"role": "system", "content": "it"}, *CHAT[3:]]
+    for messages in (CHAT, echo, CHAT[1:]):
+        for text in (mixed, in_parts(PLAIN)):
+            found, wanted = only(folder.template(text), messages), only(folder.template(PLAIN), messages)
+            assert np.array_equal(found.ids, wanted.ids)
+            assert np.array_equal(found.is_answer, wanted.is_answer)
+    drops = in_parts(ONLY_USERS)
+    with pytest.raises(ValueError, match="message 1: the chat template does not write this message, the system's"):
+        rendered(folder.template(drops), CHAT)
+    assert only(folder.template(drops), CHAT[1:]).is_answer.any()
+
+
+def test_a_template_that_takes_both_gets_text(folder: Folder) -> None:
+    both = in_parts(PLAIN).replace(
+        "{%- for part", "{% if m.content is string %}{{ m.content.strip() }}{% else %}{% for part"
+    )
+    both = both.replace("{{ part.text }}{% endfor %}", "{{ part.text + ';' }}{% endfor %}{% endif %}")
+    template = folder.template(both)
+    assert np.array_equal(only(template, CHAT).ids, only(folder.template(PLAIN), CHAT).ids)
+    thoughts = [CHAT[1], {"role": "assistant", "content": "<think>ünd</think>fine"}]
+    drops = folder.template(both.replace("m.content.strip()", "m.content.split('</think>')[-1]"))
+    with pytest.raises(ValueError, match="leaves out a part of this answer"):
+        rendered(drops, thoughts)  # as parts it would be written, which nobody will give to the model
+
+
 def test_a_template_of_ones_own_replaces_the_tokenizers(folder: Folder) -> None:
     folder.template(RAISES)
     own = folder.path / "own.jinja"
@@ -348,6 +423,16 @@ def test_the_fingerprint_is_of_everything_that_decides(folder: Folder) -> None:
         prints.append(folder.template(text, where=where, answers_only=only).fingerprint)
     assert len(set(prints)) == len(prints)
     assert folder.template(PLAIN).fingerprint == prints[0]
+
+
+def test_a_tokenizer_without_a_limit_is_read(folder: Folder) -> None:
+    """`transformers` writes int(1e30) for "no limit", and every such tokenizer was refused."""
+    template = folder.template(PLAIN)
+    path = folder.path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": int(1e30)}))
+    found = only(template, CHAT)
+    assert folder.text(found.ids[found.is_answer]) == ANSWERS
+    assert FileTokenizer.read(folder.path / "tokenizer.json").end_of_text == folder.tokens.token_to_id("<|end|>")
 
 
 # ---- wrong beginnings

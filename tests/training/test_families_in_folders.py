@@ -9,8 +9,12 @@ import pytest
 import torch
 
 from atoll import Engine, Layout, MeshShape, Plan, schedules
+from atoll.config.load import from_dict
+from atoll.errors import PlanError
+from atoll.models import adapter_for
 from atoll.testing import run_ranks
 from atoll.testing.families import IN_FOLDERS, Family, quietly
+from atoll.training.build import build_engine, build_model
 from atoll.training.interchange import export_folder, import_folder
 
 transformers = pytest.importorskip("transformers")
@@ -117,3 +121,56 @@ def test_the_bias_of_a_router_is_whole_on_each_tensor_parallel_rank(tmp_path: Pa
     model = saved("deepseek_v3", tmp_path).eval()
     for found in run_ranks(in_engine, 2, "deepseek_v3", tmp_path, tensor=2):
         assert_equal(found["state"], model)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("zaya", (), "layer 1 takes more of what layer 0 returns than the hidden state"),
+        ("zamba2", (), "layer 0 takes another input that depends on an embedding"),
+        (
+            "gemma4_text",
+            (("hidden_size_per_layer_input", 4), ("vocab_size_per_layer_input", 48)),
+            "layer 0 takes another input that depends on an embedding",
+        ),
+    ],
+    ids=["states between layers", "the embedding again", "an embedding for each layer"],
+)
+def test_a_family_whose_layers_need_more_than_the_hidden_state_is_refused_in_one_line(
+    name: str, options: tuple[tuple[str, Any], ...], reason: str
+) -> None:
+    with torch.device("meta"), quietly():
+        model = Family(name, options).build()
+    with pytest.raises(PlanError) as caught:
+        adapter_for(model)
+    said = str(caught.value)
+    assert "\n" not in said
+    assert said.startswith(f"{type(model).__name__} does not split at 'model.layers': {reason}")
+    assert "docs/adapters.md" in said
+
+
+@pytest.mark.slow
+def test_parameters_that_a_constructor_gives_values_are_those_of_the_folder(tmp_path: Path) -> None:
+    """DiffLlama draws some on the CPU, and a run was refused with advice for whoever builds the model."""
+    model = saved("diffllama", tmp_path).eval()
+    with torch.device("meta"), quietly():
+        assert not all(parameter.is_meta for parameter in Family("diffllama").build().parameters())
+    for weights in (None, "initial"):
+        config = from_dict(
+            {"model": {"source": str(tmp_path), "weights": weights}, "train": {"global_batch": 2, "microbatch": 1}}
+        )
+        found = build_model(config, 48)
+        assert all(parameter.is_meta for parameter in found.parameters())
+        engine = build_engine(found, config.to_plan(), config, torch.device("cpu"))
+        state, ids = engine.state_dict(), torch.arange(3, 9)[None]
+        logits = engine.logits({"input_ids": ids})
+        engine.close()
+        assert state.keys() == model.state_dict().keys()
+        if weights is None:
+            assert_equal(state, model)
+            with torch.no_grad():
+                assert torch.allclose(logits, model(input_ids=ids).logits, rtol=0, atol=1e-6)
+        else:
+            drawn = state["model.layers.0.self_attn.lambda_q1"]
+            assert 0.01 < float(drawn.std()) < 1
+            assert not torch.equal(drawn, model.state_dict()["model.layers.0.self_attn.lambda_q1"])

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from atoll import Engine, Layout, MeshShape, Plan, schedules
+from atoll.cli.main import app
+from atoll.config import Config
+from atoll.config.load import from_dict
 from atoll.errors import PlanError, WeightsWarning
 from atoll.models import SequentialAdapter, weights_for
+from atoll.runtime.assemble.describe import describe
 from atoll.testing.families import Family, quietly
+from atoll.toml import nested_to_toml
+from atoll.training.build import build_as_stored, build_engine, build_model
+from atoll.training.dry_run import check_run
 from atoll.training.interchange import export_folder, import_folder
+from atoll.training.prediction import predict_on
+from atoll.training.process import Request
 
 transformers = pytest.importorskip("transformers")
 save_file = pytest.importorskip("safetensors.torch").save_file
@@ -24,11 +35,13 @@ IDS = torch.arange(3, 9)[None]
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-def folder_of(folder: Path, *, ties: bool, **changed: torch.Tensor | None) -> Path:
-    """A folder of an untied Llama, with a config that may say otherwise. changed: "head" or "embedding" or other names;
+def folder_of(
+    folder: Path, *, ties: bool, family: str = "llama", vocabulary: int = 48, **changed: torch.Tensor | None
+) -> Path:
+    """A folder of an untied model, with a config that may say otherwise. changed: "head" or "embedding" or other names;
     None leaves one out."""
     torch.manual_seed(0)
-    model: Any = Family("llama", (("tie_word_embeddings", False),)).build()
+    model: Any = Family(family, (("tie_word_embeddings", False), ("vocab_size", vocabulary))).build()
     tensors = {name: value.clone() for name, value in model.state_dict().items()}
     for name, value in changed.items():
         full = {"head": HEAD, "embedding": EMBEDDING}.get(name, name)
@@ -161,3 +174,69 @@ def test_a_shared_parameter_with_two_values_is_refused(tmp_path: Path) -> None:
     save_file({"0.weight": torch.ones(4, 4), "1.weight": torch.zeros(4, 4)}, tmp_path / "model.safetensors")
     with pytest.raises(PlanError, match=r"different values for 0\.weight and 1\.weight"):
         weights_for(SequentialAdapter(torch.nn.Sequential(first, last)), tmp_path)
+
+
+def described(config: Config, folder: Path) -> dict[str, Any]:
+    """What commands say of a run before it starts."""
+    path = folder / "run.toml"
+    path.write_text(nested_to_toml(config.model_dump(exclude_none=True, exclude_defaults=True)))
+    notes: list[str] = []
+    programs = []
+    for rank in range(config.parallel.pipeline):
+        done = CliRunner().invoke(app, ["program", str(path), "--rank", str(rank), "--json"])
+        assert done.exit_code == 0, done.output
+        programs.append(json.loads(done.stdout))
+    prediction = predict_on(config, None)
+    check_run(Request(path), say=notes.append)
+    return {
+        "programs": programs,
+        "parameters": prediction.workload.parameters,
+        "bytes": [prediction.peak(rank) for rank in range(config.parallel.pipeline)],
+        "notes": [note for note in notes if "tied" in note],
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3"], ids=["by formula", "counted"])
+def test_what_is_said_of_a_run_is_of_the_head_that_its_folder_has(family: str, tmp_path: Path) -> None:
+    """Programs, bytes and the dry run were those of the tied model, and the run trained one that was not."""
+    (tmp_path / "text.txt").write_text("a line of the corpus\n" * 50)
+
+    def config_of(source: Path, pipeline: int) -> Config:
+        return from_dict(
+            {
+                "model": {"source": str(source)},
+                "data": {
+                    "source": str(tmp_path / "text.txt"),
+                    "tokenizer": "bytes",
+                    "sequence": 8,
+                    "cache": str(tmp_path),
+                },
+                "train": {"global_batch": 2, "microbatch": 1, "steps": 1},
+                "parallel": {"ranks": pipeline, "pipeline": pipeline, "layout": "GGG", "device": "cpu"},
+                "run": {"folder": str(tmp_path / "run")},
+            }
+        )
+
+    made = {"family": family, "vocabulary": 256}
+    other = folder_of(tmp_path / "other", ties=True, **made)  # the config ties what the file has apart
+    apart = folder_of(tmp_path / "apart", ties=False, **made)
+    tied = folder_of(tmp_path / "tied", ties=True, head=None, **made)
+    found, wanted, before = (described(config_of(each, 2), tmp_path) for each in (other, apart, tied))
+    assert ["both with different values" in note for note in found.pop("notes")] == [True]
+    assert wanted.pop("notes") == before.pop("notes") == []
+    assert found == wanted
+    assert found["parameters"] > before["parameters"]
+    assert found["programs"] != before["programs"]
+    found_bytes, tied_bytes = (predict_on(config_of(each, 1), None).peak(0).total for each in (other, tied))
+    assert found_bytes > tied_bytes
+
+    config = config_of(other, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine = build_engine(build_model(config, 256), config.to_plan(), config, torch.device("cpu"))
+    model, untied = build_as_stored(config, 256)
+    program = describe(lambda: model, config.to_plan(), 0, reads_in_place=engine.reads_in_place).program
+    assert program.digest == engine.program.digest
+    assert untied == [note for note in engine.notes if "tied" in note]
+    engine.close()

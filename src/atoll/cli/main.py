@@ -34,6 +34,7 @@ from atoll.cli import (
     watch,
 )
 from atoll.errors import AtollError
+from atoll.unexpected import print_unexpected
 
 app = typer.Typer(
     name="atoll",
@@ -69,6 +70,11 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
+    except SystemExit:
+        raise
+    except BaseException as error:  # panics of libraries in Rust are no Exception
+        print_unexpected(error)
+        sys.exit(1)
 
 
 def _print_version(wanted: bool) -> None:

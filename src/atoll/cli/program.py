@@ -91,7 +91,7 @@ def _outer_lines(turns: Sequence[Mapping[str, Any]], plan: Plan) -> list[str]:
 def _described(config: Config, plan: Plan, rank: int, *, training: bool) -> Described:
     from atoll.errors import UserError
     from atoll.runtime.assemble.describe import describe as described
-    from atoll.training.build import build_model
+    from atoll.training.build import build_as_stored
     from atoll.training.samples import prepare_corpus, vocabulary_of
 
     if not 0 <= rank < plan.mesh.pipeline:
@@ -99,7 +99,8 @@ def _described(config: Config, plan: Plan, rank: int, *, training: bool) -> Desc
     corpus = prepare_corpus(config, say=lambda line: typer.echo(line, err=True))
     vocabulary = vocabulary_of(config, corpus)
     in_place = config.parallel.device == "cpu" or not _has_gpus(config)
-    return described(lambda: build_model(config, vocabulary), plan, rank, reads_in_place=in_place, training=training)
+    model, _ = build_as_stored(config, vocabulary)
+    return described(lambda: model, plan, rank, reads_in_place=in_place, training=training)
 
 
 def _has_gpus(config: Config) -> bool:

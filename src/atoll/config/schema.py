@@ -469,8 +469,8 @@ class OuterSteps(Section):
 class Parallel(Section):
     """[parallel]: mesh, layout, schedule and other settings of parallelism.
 
-    auto: let the planner choose, for run.cluster, the keys that are not written here, and train.microbatch if it is not
-    written; `parallel = "auto"` lets it choose all of them.
+    auto: let the planner choose, for run.cluster or this machine as measured, the keys that are not written here, and
+    train.microbatch if it is not written; `parallel = "auto"` lets it choose all of them.
     ranks: number of local processes; under torchrun, its world size applies instead.  min_ranks: smallest world size
     the run may continue with, on a new plan (`atoll.config.worlds`).
     intra: data-parallel ranks of a group; there are ranks / (pipeline * tensor * intra) groups.

@@ -44,7 +44,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -56,6 +55,7 @@ from atoll.runtime.failure import CAUSE_SECONDS, HOST_SECONDS, Watch, error_of, 
 from atoll.runtime.monitor import Address, Monitor, family_of
 from atoll.runtime.template import Fork, Template, become
 from atoll.runtime.verdict import LONGEST_SECONDS
+from atoll.unexpected import print_unexpected
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
@@ -417,12 +417,15 @@ def leave(error: Exception, watch: Watch | None, rendezvous: Rendezvous) -> NoRe
 
 
 def _print_error(error: Exception, rank: int) -> None:
-    cause = error.__cause__ if isinstance(error, AtollError) else error
-    if not isinstance(error, UserError) and cause is not None and not isinstance(cause, AtollError):
-        traceback.print_exception(cause, file=sys.stderr)
-    words = str(error) if isinstance(error, AtollError) else f"rank {rank}: {type(error).__name__}: {error}"
-    sys.stderr.write(f"error: {words}\n")
-    sys.stderr.flush()
+    if not isinstance(error, AtollError):
+        print_unexpected(error, who=f"rank {rank}")
+        return
+    cause = error.__cause__
+    if isinstance(error, UserError) or cause is None or isinstance(cause, AtollError):
+        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.flush()
+    else:
+        print_unexpected(cause, line=str(error))
 
 
 class _Children:

@@ -141,6 +141,49 @@ _ANY = {
 }
 """Sizes by any name; a family takes those that its configuration has."""
 
+_FULL, _LINEAR, _SLIDING = "full_attention", "linear_attention", "sliding_attention"
+_OWN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "lfm2_moe": {
+            **{key: _EXPERTS[key] for key in (*_GATED, "num_experts", "num_experts_per_tok", "moe_intermediate_size")},
+            "num_dense_layers": 1,
+            "layer_types": ["conv", _FULL, "conv", _FULL],
+        },
+        "zaya": {**_EXPERTS, "num_experts_per_tok": 1, "router_hidden_size": 8},
+        "zamba2": {
+            **_PLAIN,
+            "layers_block_type": [_LINEAR, "hybrid", _LINEAR, "hybrid"],
+            "n_mamba_heads": 4,
+            "mamba_d_state": 8,
+            "chunk_size": 4,
+        },
+        "gpt_neo": {
+            "num_layers": 4,
+            "hidden_size": 16,
+            "num_heads": 4,
+            "intermediate_size": 24,
+            "max_position_embeddings": 64,
+            "vocab_size": 48,
+            "attention_types": [[["global", "local"], 2]],
+            "window_size": 4,
+        },
+        "gemma4_text": {
+            **_HEADS,
+            "global_head_dim": 8,
+            "sliding_window": 4,
+            "layer_types": [_SLIDING, _FULL] * 2,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 8,
+        },
+    }
+)
+"""Sizes of families whose configurations have lists for each layer, or refuse some of `_ANY`."""
+
 IN_FOLDERS = (
     *("apertus", "falcon_h1", "nemotron_h", "bamba", "jamba", "mamba", "falcon_mamba", "recurrent_gemma"),
     *("axk1", "bailing_hybrid", "beam", "deepseek_v2", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe"),
@@ -148,7 +191,8 @@ IN_FOLDERS = (
     *("minimax_m3_vl_text", "solar_open", "afmoe", "aria_text", "cohere2_moe", "flex_olmo", "granitemoe", "olmoe"),
     *("granitemoeshared", "hunyuan_v1_moe", "jetmoe", "laguna", "mellum", "phimoe", "qwen2_moe", "qwen3_next"),
     *("qwen3_5_moe_text", "qwen3_5_text", "olmo_hybrid", "bitnet", "cwm", "doge", "helium", "jais2", "minicpm3"),
-    *("ministral", "modernbert-decoder", "nanochat", "vaultgemma", "xglm", "youtu"),
+    *("ministral", "modernbert-decoder", "nanochat", "vaultgemma", "xglm", "youtu", "lfm2_moe"),
+    *("gpt_neo", "gemma4_text"),
 )
 """More families with a causal head, whose folders are read and written: those of experts in every form, and of buffers
 that only a constructor sets or that training updates."""
@@ -213,7 +257,11 @@ def family_config(name: str, **options: Any) -> Any:
     import transformers
 
     with quietly():
+<<<<<<< HEAD
         own = {**CAUSAL, **MASKED}.get(name)
+=======
+        own = next((each[name] for each in (CAUSAL, MASKED, _OWN) if name in each), None)
+>>>>>>> met
         if own is None:
             plain = transformers.AutoConfig.for_model(name)
             own = {key: value for key, value in _ANY.items() if hasattr(plain, key)}

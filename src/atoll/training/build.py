@@ -15,6 +15,7 @@ from atoll.config import Config, Model, Train
 from atoll.errors import ConfigError, PlanError
 from atoll.models import Decoder, DecoderConfig, check_documents
 from atoll.plans import Plan
+from atoll.runtime.assemble.ties import untie_as_stored
 from atoll.runtime.engine import Engine
 from atoll.runtime.sharding.optimizer import decay_matrices, spare_vectors
 from atoll.training.optimizers import named_optimizer
@@ -36,6 +37,14 @@ def build_model(config: Config, vocabulary: int) -> nn.Module:
         except PlanError as error:
             raise ConfigError(f'data.packing = "documents": {error}; use data.packing = "pad"') from error
     return built
+
+
+def build_as_stored(config: Config, vocabulary: int) -> tuple[nn.Module, list[str]]:
+    """Return the configured model on `meta` as an engine trains it: parameters of which the initial weights have
+    different values are not tied, whatever the model's config says. With a sentence for each of them."""
+    model = build_model(config, vocabulary)
+    weights = first_weights(config)
+    return model, [] if weights is None else untie_as_stored(model, weights)
 
 
 def _decoder(model: Model, vocabulary: int) -> Decoder:

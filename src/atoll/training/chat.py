@@ -38,6 +38,8 @@ _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TAGS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 _ANY = "ATOLL-ANY"
 """A text that stands for any other."""
+_DIGITS = "7305482916"
+"""Digits that stand for any text, with a message's number: a template may write words otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,8 @@ class Template:
         if names:
             self._beside |= {f"{FURTHER}/{path.name}": path for path in sorted((file.parent / FURTHER).glob("*.jinja"))}
         self._given = None if own is None else _read(own)
+        self._in_parts: dict[tuple[str, bool], bool] = {}
+        """Whether the template takes only parts as the content of a role, with tools or without; see `_formed`."""
         if self._given is None and not self._has_template():
             raise DataError(
                 f"{file}: this tokenizer has no chat template: there is no chat_template.jinja next to it, and no "
@@ -126,9 +130,58 @@ class Template:
             raise
 
     def _render(self, given: Conversation) -> list[Rendered]:
+        given = self._formed(given)
         parts = self._parts(given) if self._answers_only else [self._whole(given)]
         _check_written(given, parts, lambda messages: self._write(given, messages))
         return [self._encode(given, part) for part in parts]
+
+    def _formed(self, given: Conversation) -> Conversation:
+        """Return a conversation whose contents have the form that the template takes: text, or a list of parts.
+
+        [Note: only parts] Templates of models that read images iterate over the parts of a content. Some do so without
+        a case for text, of which they then write nothing, or which they refuse. Such a role gets its text as one part.
+        Which roles these are is tried with contents of digits, so that it does not depend on the record.
+        """
+        tools = "tools" in given.options
+        if "text" not in self._template(has_tools=tools):
+            return given
+        texts = [at for at, message in enumerate(given.messages) if isinstance(message.get("content"), str)]
+        roles = {given.messages[at]["role"] for at in texts}
+        if any((role, tools) not in self._in_parts for role in roles):
+            found = self._roles_in_parts(given, texts)
+            if found is None:
+                return given  # the checks say what is not written
+            self._in_parts |= {(role, tools): role in found for role in roles}
+        messages = list(given.messages)
+        for at in texts:
+            if self._in_parts[messages[at]["role"], tools]:
+                messages[at] = _as_parts(messages[at])
+        return replace(given, messages=messages)
+
+    def _roles_in_parts(self, given: Conversation, texts: Sequence[int]) -> Collection[str] | None:
+        """Return the roles whose texts the template writes only as parts, or None if it writes them in neither form.
+
+        texts: indices of messages with text.
+        """
+        roles = {given.messages[at]["role"] for at in texts}
+
+        def written(in_parts: Collection[str]) -> set[str]:
+            messages = list(given.messages)
+            for at in texts:
+                message = {**messages[at], "content": f"{_DIGITS}{at:05}"}
+                messages[at] = _as_parts(message) if message["role"] in in_parts else message
+            with suppress(ValueError):
+                text = self._write(given, messages)
+                return {messages[at]["role"] for at in texts if f"{_DIGITS}{at:05}" in text}
+            return set()
+
+        as_text = written(())
+        if as_text == roles:
+            return ()
+        as_parts = written(roles)
+        if as_parts == roles:
+            return roles
+        return next((tried for tried in (roles - as_text, as_parts) if written(tried) == roles), None)
 
     def _whole(self, given: Conversation) -> _Part:
         """Return a conversation of which all tokens count."""
@@ -358,8 +411,12 @@ def _forms(text: str) -> tuple[str, str]:
 
 
 def _with_text(message: Message, text: str) -> Message:
-    parts = isinstance(message.get("content"), list)
-    return {**message, "content": [{"type": "text", "text": text}] if parts else text}
+    other = {**message, "content": text}
+    return _as_parts(other) if isinstance(message.get("content"), list) else other
+
+
+def _as_parts(message: Message) -> Message:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def _with_arguments(given: Conversation, *, as_text: bool) -> Conversation:

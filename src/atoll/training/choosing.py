@@ -18,7 +18,9 @@ from atoll.cost import Cluster, Transformer, Workload
 from atoll.errors import ConfigError
 from atoll.layouts import Layout
 from atoll.planner import EFFORT, Answer, Candidate, Goal, Order, Search, Space, settings
+from atoll.runtime.launch import torchrun_environment
 from atoll.toml import value_to_toml
+from atoll.training.here import measured_cluster
 from atoll.training.optimizers import states_of, whole_of
 from atoll.training.prediction import expected_vocabulary, is_on_cpu, workload_of
 
@@ -76,7 +78,7 @@ def plan(
         workload = model.workload if isinstance(model, Transformer) else model
         return Answer.of(Search(workload, _read(cluster), goal, space or Space(), effort=effort))
     config = model if isinstance(model, Config) else load(model)
-    found = question(config, _read(cluster or _named(config)))
+    found = question(config, _cluster_of(config) if cluster is None else _read(cluster))
     return Answer.of(replace(found, goal=goal or found.goal, space=space or found.space, effort=effort))
 
 
@@ -84,13 +86,20 @@ def _read(cluster: Cluster | str | Path) -> Cluster:
     return cluster if isinstance(cluster, Cluster) else Cluster.read(cluster)
 
 
-def _named(config: Config) -> str:
-    """Return the cluster of a config."""
-    if config.run.cluster is None:
+def _cluster_of(config: Config) -> Cluster:
+    """Return run.cluster, or this machine as it was measured for parallel.ranks; see `here.py`."""
+    if config.run.cluster is not None:
+        return Cluster.read(config.run.cluster)
+    started = torchrun_environment()
+    is_here = started is None or started.local_world == started.world
+    here = measured_cluster(config, config.parallel.ranks) if is_here else None
+    if here is None:
         raise ConfigError(
-            "a plan needs a cluster: name its file as run.cluster (`atoll doctor --measure` writes one of this machine)"
+            "a plan needs a cluster: name its file as run.cluster (`atoll doctor --measure` writes one of this machine "
+            "or of several), or let `atoll train` start the ranks of this machine, which it measures once: see "
+            "run.measure"
         )
-    return config.run.cluster
+    return here
 
 
 def load_chosen(path: Path, overrides: Sequence[str] = (), *, world: int | None = None) -> tuple[Config, list[str]]:
@@ -99,12 +108,13 @@ def load_chosen(path: Path, overrides: Sequence[str] = (), *, world: int | None 
 
     world: number of ranks, if a launcher decides it or there are fewer than before.
 
-    Raises ConfigError if a config leaves the plan to the planner and sets no cluster, and if no plan fits.
+    Raises ConfigError if a config leaves the plan to the planner, sets no cluster, and this machine was not measured;
+    and if no plan fits.
     """
     config, given = load(path, overrides), list(overrides)
     if config.parallel.auto:
         check_world(config, world)
-        asked = question(config, _read(_named(config)), world=world)
+        asked = question(config, _cluster_of(config), world=world)
         given += overrides_of(Answer.of(asked).best)
         return load(path, given), given
     fitted = fit(config, world)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,8 @@ from atoll.models import adapter_for
 from atoll.models.weights import weights_for
 from atoll.plans import Plan
 from atoll.runtime.assemble.describe import describe
-from atoll.runtime.assemble.ties import untie_as_stored
 from atoll.runtime.checkpoint import Archive, is_complete
-from atoll.training.build import build_model
+from atoll.training.build import build_as_stored
 from atoll.training.choosing import load_chosen
 from atoll.training.folder import RunFolder, Start
 from atoll.training.here import has_gpus
@@ -74,16 +74,15 @@ def check_run(request: Request, *, elsewhere: bool = False, say: Callable[[str],
         learning_rates(config.train)
     vocabulary = expected_vocabulary(config) if corpus is None else vocabulary_of(config, corpus)
     device = None if elsewhere else "cuda" if has_gpus(config, config.parallel.ranks) else "cpu"
+    model, untied = build_as_stored(config, vocabulary)
     for rank in range(plan.mesh.pipeline):
-        describe(lambda: build_model(config, vocabulary), plan, rank, reads_in_place=device == "cpu")
+        describe(lambda: copy.deepcopy(model), plan, rank, reads_in_place=device == "cpu")
     for note in notes_of_source(config):
         say(f"note: {note}")
     weights = first_weights(config)
-    if weights is not None and not is_complete(weights):
-        model = build_model(config, vocabulary)
-        notes = [*untie_as_stored(model, weights), *weights_for(adapter_for(model), weights).notes]
-        for note in notes:
-            say(f"note: {note}")
+    has_files = weights is not None and not is_complete(weights)
+    for note in (*untied, *(weights_for(adapter_for(model), weights).notes if has_files else ())):
+        say(f"note: {note}")
     if start in (Start.AUTO, Start.CONTINUE):
         _check_continued(config, folder, corpus, say)
     return Checked(config, plan, vocabulary, device)

@@ -3,6 +3,7 @@ are frozen, or the optimizer is not AdamW."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -83,13 +84,24 @@ def workload_of(config: Config, vocabulary: int, *, on_cpu: bool = False) -> Wor
     `atoll.models.count`. Raises ConfigError if its costs are unknown."""
     sizes = None if _leaves_out(config) or _is_eager(config) else _sizes(config, vocabulary, on_cpu)
     if sizes is not None:
-        return sizes.workload
+        return (replace(sizes, tied=False) if sizes.tied and _is_untied(config, vocabulary) else sizes).workload
     from atoll.models import count
-    from atoll.training.build import build_model
+    from atoll.training.build import build_as_stored
     from atoll.training.pretrained import hugging_face_config
 
     name = "decoder" if config.model.is_builtin else hugging_face_config(config, vocabulary).model_type
-    return count(build_model(config, vocabulary), name=name, device="cpu" if on_cpu else "cuda")
+    model, _ = build_as_stored(config, vocabulary)
+    return count(model, name=name, device="cpu" if on_cpu else "cuda")
+
+
+def _is_untied(config: Config, vocabulary: int) -> bool:
+    """Return True if the initial weights have a head of their own, although the model's config ties it."""
+    if config.model.is_builtin or find_spec("transformers") is None:
+        return False
+    from atoll.training.build import build_as_stored
+    from atoll.training.pretrained import first_weights
+
+    return first_weights(config) is not None and bool(build_as_stored(config, vocabulary)[1])
 
 
 def _leaves_out(config: Config) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from atoll.config import Config
@@ -61,7 +62,20 @@ def hugging_face_model(config: Config, vocabulary: int | None) -> nn.Module:
             f"model.source = {config.model.source!r}{attention} with train.objective = {config.train.objective!r}: "
             f"{error}"
         ) from error
+    if torch.get_default_device().type == "meta":
+        _leave_values(model)
     return with_adapters(model, config) if config.lora.rank else model
+
+
+def _leave_values(model: nn.Module) -> None:
+    """Move parameters to `meta` to which the model's constructor gave values, on any device; such as DiffLlama's. A run
+    reads or initializes them as all others."""
+    moved: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if not parameter.is_meta:
+                own = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+                setattr(module, name, moved.setdefault(parameter, own))
 
 
 def hugging_face_config(config: Config, vocabulary: int | None = None) -> Any:

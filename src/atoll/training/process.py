@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from atoll.config import Config
+from atoll.config import Config, load
 from atoll.cost import Cluster
 from atoll.errors import AtollError
 from atoll.measuring.errand import run_errand
@@ -108,6 +108,10 @@ def train(request: Request) -> int:
         return run_rank(request, rendezvous)
 
     asked = request.path, request.overrides
+    if (given := load(*asked)).parallel.auto:  # the plan is for this machine where no cluster is named
+        code = _measure(given, None)
+        if code in SAVED_AND_LEFT:
+            return code
     config, overrides = load_chosen(*asked)
     config.to_plan()
     check_optimizer(config.train)

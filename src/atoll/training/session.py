@@ -22,7 +22,7 @@ from atoll.plans import Plan
 from atoll.runtime import checkpoint
 from atoll.runtime.same import DIGEST, check_same
 from atoll.runtime.transport import world_rank, world_size, world_store
-from atoll.training.build import build_engine, build_model
+from atoll.training.build import build_as_stored, build_engine
 from atoll.training.display import Display
 from atoll.training.folder import RunFolder, Start, is_of, read_records, typical_seconds
 from atoll.training.lock import RunLock
@@ -171,7 +171,7 @@ def run(
     config = config.with_steps_of(corpus.samples)
     _check_same_corpus(config, corpus)
     before = peak_memory(device) if device.type == "cpu" else 0
-    model = build_model(config, vocabulary_of(config, corpus))
+    model, untied = build_as_stored(config, vocabulary_of(config, corpus))
     for note in (*config.notes, *notes_of_source(config)):
         display.say(f"note: {note}")
     display.say(_introduce(plan, model, corpus, device=device))
@@ -180,7 +180,7 @@ def run(
         for said in (CostWarning, WeightsWarning):  # as notes, below
             warnings.simplefilter("ignore", said)
         engine = build_engine(model, plan, config, device=device)
-    for note in (*engine.advice, *engine.notes):
+    for note in (*engine.advice, *untied, *engine.notes):
         display.say(f"note: {note}")
     try:
         folder = RunFolder(Path(config.run.folder))
