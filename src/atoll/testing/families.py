@@ -257,11 +257,7 @@ def family_config(name: str, **options: Any) -> Any:
     import transformers
 
     with quietly():
-<<<<<<< HEAD
-        own = {**CAUSAL, **MASKED}.get(name)
-=======
         own = next((each[name] for each in (CAUSAL, MASKED, _OWN) if name in each), None)
->>>>>>> met
         if own is None:
             plain = transformers.AutoConfig.for_model(name)
             own = {key: value for key, value in _ANY.items() if hasattr(plain, key)}
