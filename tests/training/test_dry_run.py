@@ -9,6 +9,7 @@ import pytest
 
 from atoll.config import from_dict
 from atoll.errors import ConfigError
+from atoll.training import dry_run
 from atoll.training.dry_run import check_run
 from atoll.training.process import Request
 
@@ -36,7 +37,13 @@ def test_a_run_that_can_begin_leaves_no_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("is_prepared", [True, False])
 @pytest.mark.parametrize("schedule", ["nowhere:rates", "math:no_such_rates"])
-def test_a_learning_rate_that_cannot_be_computed_is_found(schedule: str, tmp_path: Path) -> None:
+def test_a_learning_rate_that_cannot_be_computed_is_found(
+    schedule: str, is_prepared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the corpus, and so its number of samples, is not known before the run."""
+    if not is_prepared:
+        monkeypatch.setattr(dry_run, "preview_corpus", lambda config: None)
     with pytest.raises(ConfigError, match=schedule.partition(":")[0]):
         check_run(written(tmp_path, lr_schedule=schedule), say=lambda line: None)
