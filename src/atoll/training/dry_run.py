@@ -80,8 +80,8 @@ def check_run(request: Request, *, elsewhere: bool = False, say: Callable[[str],
     for note in notes_of_source(config):
         say(f"note: {note}")
     weights = first_weights(config)
-    has_files = weights is not None and not is_complete(weights)
-    for note in (*untied, *(weights_for(adapter_for(model), weights).notes if has_files else ())):
+    read = () if weights is None or is_complete(weights) else weights_for(adapter_for(model), weights).notes
+    for note in (*untied, *read):
         say(f"note: {note}")
     if start in (Start.AUTO, Start.CONTINUE):
         _check_continued(config, folder, corpus, say)
