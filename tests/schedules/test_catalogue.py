@@ -121,6 +121,19 @@ def test_closed_forms_and_memory_at_equal_costs(name: str) -> None:
             check_memory(schedule, entry, sizes)
 
 
+@pytest.mark.parametrize(
+    ("microbatches", "chunks", "weight_grad", "holds"),
+    [(12, 2, 2.0, False), (12, 2, 1.0, True), (7, 2, 2.0, True), (8, 2, 2.0, False), (12, 1, 2.0, True)],
+)
+def test_the_early_form_of_interleaved_holds_where_it_says(
+    microbatches: int, chunks: int, weight_grad: float, holds: bool
+) -> None:
+    """T_W <= T_F, or m < 2p, or v = 1; on 4 ranks."""
+    (form,) = [form for form in CATALOGUE["interleaved"].bubbles if form.backward == "early"]
+    assert form.domain == "T_W <= T_F, or m < 2p, or v = 1"
+    assert form.holds(Sizes(4, microbatches, 1.0, 1.0, weight_grad, chunks=chunks)) == holds
+
+
 def test_every_place_and_number_of_ranks_is_drawn_for_every_schedule() -> None:
     for name in RULED:
         sizes = list(sizes_of(name))
