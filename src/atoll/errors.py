@@ -25,20 +25,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from atoll.units import bounded as _bounded
+
 if TYPE_CHECKING:
     from atoll.faults import Fault
 
 _RECORD = re.compile(r"(.*), (?:line|object|row) \d+", re.DOTALL)
 """A record's file, in the location of the record or of a part of it."""
-
-
-def bounded(text: str, longest: int) -> str:
-    """Return a text of at most `longest` characters: of a longer one its beginning and its end."""
-    if len(text) <= longest:
-        return text
-    gap = f" [... {len(text)} characters ...] "
-    left = longest - len(gap)
-    return f"{text[: left // 2]}{gap}{text[len(text) - (left - left // 2) :]}"
 
 
 class AtollError(Exception):
@@ -51,7 +44,7 @@ class AtollError(Exception):
     def __str__(self) -> str:
         """Return the message, at most `longest` characters: of a longer one its beginning and its end. Half of a
         surrogate pair, which cannot be printed, becomes "?"."""
-        return bounded(super().__str__().encode(errors="replace").decode(), self.longest)
+        return _bounded(super().__str__().encode(errors="replace").decode(), self.longest)
 
 
 class UserError(AtollError):

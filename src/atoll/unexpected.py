@@ -13,7 +13,8 @@ import tempfile
 from contextlib import suppress
 from traceback import TracebackException
 
-from atoll.errors import AtollError, RankError, bounded
+from atoll.errors import AtollError, RankError
+from atoll.units import bounded
 
 LONGEST = RankError.longest
 """Most characters of a traceback."""

@@ -1,4 +1,4 @@
-"""Formatting and parsing of bytes, seconds and counts."""
+"""Formatting and parsing of bytes, seconds and counts, and texts of bounded length."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ import math
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 _COUNTS = ("", "k", "M", "B", "T")
+
+
+def bounded(text: str, longest: int) -> str:
+    """Return a text of at most `longest` characters: of a longer one its beginning and its end."""
+    if len(text) <= longest:
+        return text
+    gap = f" [... {len(text)} characters ...] "
+    left = longest - len(gap)
+    return f"{text[: left // 2]}{gap}{text[len(text) - (left - left // 2) :]}"
 
 
 def format_bytes(count: float, *, decimal: bool = False) -> str:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from atoll.program.table import GRADIENT, READS, WORKS, End, Facts, Peers, computes, posts, receives, sends
 
-EMBEDDING, HEAD = "embedding", "head"
-"""Names of the slices in `RankShape.slices`."""
+EMBEDDING = "embedding"
+"""Name of the embedding's slice in `RankShape.slices`."""
+
+HEAD = "head"
+"""Name of the head's slice in `RankShape.slices`."""
 
 _OF_ALL = {"peers": Peers.PIPELINE, "carries": "vocabulary"}
 

@@ -71,10 +71,10 @@ from atoll.runtime.page import AT, own_page, row_of
 from atoll.runtime.pipeline.block import Arguments, Draw, LocalBlock, Passage, pass_on, tensors_of
 from atoll.runtime.pipeline.clock import Clock, clock_of
 from atoll.runtime.pipeline.deferred import Collector, Pending, compute_weights
-from atoll.runtime.pipeline.plays import PLAYS, check_complete, of_all, of_end, of_microbatch, of_phase, of_unit
 from atoll.runtime.pipeline.probe import Probe
 from atoll.runtime.pipeline.stage import Sharded
 from atoll.runtime.pipeline.step_end import OF_ALL, OF_UNIT, StepEnd
+from atoll.runtime.plays import PLAYS, check_complete, of_all, of_end, of_microbatch, of_phase, of_unit
 from atoll.runtime.sharding.tensors import like_parameter, whole_output
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Transport

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from atoll.program import Instruction, Sliced
-from atoll.runtime.pipeline.plays import PLAYS, Play
+from atoll.runtime.plays import PLAYS, Play
 from atoll.runtime.vocabulary.split import SplitVocabulary
 
 if TYPE_CHECKING:
