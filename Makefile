@@ -33,7 +33,7 @@ every: .venv/.stamp
 # What other systems say of themselves: DeepSpeed and torchtitan, beside the environment, since transformers imports
 # what it finds there.
 peers: build/.peers
-	PYTHONPATH=$(CURDIR)/build/peers $(BIN)/python -m pytest -q -rs --whole tests/settings/test_defaults.py tests/settings/test_settings.py tests/test_bugs_elsewhere.py -k "deepspeed or torchtitan or default"
+	PYTHONPATH=$(CURDIR)/build/peers $(BIN)/python -m pytest -q -rs --whole tests/training/settings/test_defaults.py tests/training/settings/test_settings.py tests/test_bugs_elsewhere.py -k "deepspeed or torchtitan or default"
 
 style: .venv/.stamp
 	$(BIN)/ruff check .

@@ -540,7 +540,7 @@ ALL_CLAIMS = (
         what="the simulator agrees with published bubble rates",
         how="profiled costs of the Zero Bubble paper: 1F1B, ZB-H1, ZB-H2, interleaved",
         result="equal to 4 digits",
-        tests=["tests/test_sim.py", "tests/schedules/test_published.py"],
+        tests=["tests/program/test_sim.py", "tests/plans/schedules/test_published.py"],
     ),
     Claim(
         what="automatic schedules are close to a lower bound",
@@ -852,7 +852,7 @@ ALL_CLAIMS = (
         starts="Planning",
         what="the planner chooses a plan in seconds",
         how="all settings open, one core; brute force over every plan agrees on 200 small cases: "
-        "[test](tests/planner/test_search.py), [page](benchmarks/planner/README.md)",
+        "[test](tests/prediction/planner/test_search.py), [page](benchmarks/planner/README.md)",
         result="{took}; {same}; where the search stops early, no plan is more than {gaps} % faster",
         raw="planner",
         figures=planner,
@@ -869,7 +869,7 @@ ALL_CLAIMS = (
         how="a link between nodes that takes as long as compute; the config contains the schedule and reproduces the "
         "plan",
         result="predicted faster than every plan with a schedule of the catalogue",
-        tests=["tests/planner/test_made.py"],
+        tests=["tests/prediction/planner/test_made.py"],
     ),
     Claim(
         what="models with uneven layers (**simulated**)",
@@ -895,7 +895,7 @@ ALL_CLAIMS = (
         what="— works with pointer, keyboard, touch, on a phone, in dark mode and in print",
         how="driven in headless Chromium; text contrast, names of controls, hostile names",
         result="holds",
-        tests=("tests/report/test_page.py",),
+        tests=("tests/training/report/test_page.py",),
     ),
 )
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from html import escape
 from statistics import median
 
-from atoll.ir.draw import SVG_STYLE
+from atoll.plans.ir.draw import SVG_STYLE
 from benchmarks.islands.judging import fastest_of_each, judged
 from benchmarks.predictions import bench as predictions
 from benchmarks.provenance import Raw, load

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import atoll
-from atoll.models import Block, reset_module
+from atoll.runtime.models import Block, reset_module
 
 GLOBAL_BATCH, MICROBATCH = 32, 4
 

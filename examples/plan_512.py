@@ -26,10 +26,10 @@ from __future__ import annotations
 import argparse
 
 import atoll
-from atoll.cost import Cluster, Transformer
-from atoll.planner import Candidate, Goal, Order, Space, choices, settings
-from atoll.toml import value_to_toml
-from atoll.units import format_bytes, format_seconds
+from atoll.base.toml import value_to_toml
+from atoll.base.units import format_bytes, format_seconds
+from atoll.prediction.cost import Cluster, Transformer
+from atoll.prediction.planner import Candidate, Goal, Order, Space, choices, settings
 
 
 def cluster_of(nodes: int, network: str) -> Cluster:

@@ -31,8 +31,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import atoll
-from atoll.cost import Cluster, Prediction, Transformer, Use
-from atoll.explain import travel
+from atoll.prediction.cost import Cluster, Prediction, Transformer, Use
+from atoll.prediction.explain import travel
 
 INTERFACE, ADDRESSES, PORT = "across", ("10.88.0.1", "10.88.0.2"), 29500
 ISLANDS, RANKS = 2, 2  # ranks of an island
@@ -124,7 +124,7 @@ def train(sizes: Sizes) -> None:
     import torch
     import torch.distributed as dist
 
-    from atoll.models import Decoder, DecoderConfig
+    from atoll.runtime.models import Decoder, DecoderConfig
 
     dist.init_process_group("gloo")
     dist.barrier()  # connects the ranks

@@ -14,7 +14,7 @@ from html import escape
 from itertools import pairwise
 from typing import NamedTuple
 
-from atoll.ir.draw import SVG_STYLE
+from atoll.plans.ir.draw import SVG_STYLE
 
 WIDTH = 960
 TOP, BOTTOM, LEFT = 62, 52, 60  # of a panel's plot: room for titles, for the axis below, for the axis at the left

@@ -8,9 +8,9 @@ from charts import markdown_table
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from atoll.cost import Cluster, Device, Efficiency, Link, Node, presets
-from atoll.toml import value_to_toml
-from atoll.units import format_bytes, format_seconds
+from atoll.base.toml import value_to_toml
+from atoll.base.units import format_bytes, format_seconds
+from atoll.prediction.cost import Cluster, Device, Efficiency, Link, Node, presets
 
 MEANINGS: Mapping[str, str] = {
     "nodes": "how many nodes a planner may use; predictions take as many as the plan needs",

@@ -24,15 +24,14 @@ from charts import markdown_table
 from pydantic_core import PydanticUndefined
 from schedule_pages import MICROBATCHES, RANKS
 
-from atoll import errors
+from atoll.base import errors
+from atoll.base.toml import value_to_toml
+from atoll.base.units import format_bytes
 from atoll.cli.layouts import table as layouts_table
 from atoll.cli.main import app
 from atoll.cli.predict import describe as describe_prediction
-from atoll.config import load
-from atoll.config.schema import Config, OuterSteps, Section
-from atoll.cost import Cluster
-from atoll.ir.draw import SVG_STYLE, draw_svg
-from atoll.layouts import (
+from atoll.plans.ir.draw import SVG_STYLE, draw_svg
+from atoll.plans.layouts import (
     ALL,
     GATHER_PARAMETER,
     REDUCE_GRADIENT,
@@ -43,13 +42,14 @@ from atoll.layouts import (
     Level,
     Nest,
 )
-from atoll.schedules import CATALOGUE, build
-from atoll.sim import Costs, simulate
+from atoll.plans.schedules import CATALOGUE, build
+from atoll.prediction.cost import Cluster
+from atoll.program.sim import Costs, simulate
 from atoll.testing.families import CAUSAL, MASKED
 from atoll.testing.tasks import CLASSIFIERS, IMAGES, LISTENERS, TRANSLATORS
-from atoll.toml import value_to_toml
+from atoll.training.config import load
+from atoll.training.config.schema import Config, OuterSteps, Section
 from atoll.training.prediction import predict
-from atoll.units import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 ELSEWHERE = (ROOT / "docs" / "pictures" / "slow-networks.svg",)

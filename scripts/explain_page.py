@@ -8,11 +8,11 @@ from pathlib import Path
 
 from charts import markdown_table
 
-from atoll.config import Config, load
-from atoll.cost import Cluster
-from atoll.explain import QUESTIONS, Explanation, ask, text
-from atoll.settings import SYSTEMS, Settings, settings_for
+from atoll.prediction.cost import Cluster
+from atoll.prediction.explain import QUESTIONS, Explanation, ask, text
+from atoll.training.config import Config, load
 from atoll.training.prediction import predict
+from atoll.training.settings import SYSTEMS, Settings, settings_for
 
 ROOT = Path(__file__).resolve().parents[1]
 NETWORK = "ethernet-25"

@@ -7,13 +7,13 @@ from functools import cache
 import torch
 from torch import nn
 
-from atoll.layouts import Layout
-from atoll.models import Decoder, DecoderConfig
-from atoll.plans import MeshShape, Plan
+from atoll.plans.layouts import Layout
+from atoll.plans.plan import MeshShape, Plan
+from atoll.plans.schedules import build
 from atoll.program import Program
 from atoll.program.draw import draw_program, listing
 from atoll.runtime.assemble.describe import describe
-from atoll.schedules import build
+from atoll.runtime.models import Decoder, DecoderConfig
 
 PLAN = Plan(MeshShape(pipeline=2, intra=2), Layout("GGG"), build("1f1b", ranks=2, microbatches=2), microbatch=1)
 

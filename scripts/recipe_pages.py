@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import atoll
-from atoll.config import load
-from atoll.cost.breakdown import busiest_rank
-from atoll.ir.text import to_csv
-from atoll.planner import Answer, choices, settings
-from atoll.planner.text import SHOWN
-from atoll.toml import nested_to_toml
-from atoll.units import format_bytes, format_seconds
+from atoll.base.toml import nested_to_toml
+from atoll.base.units import format_bytes, format_seconds
+from atoll.plans.ir.text import to_csv
+from atoll.prediction.cost.breakdown import busiest_rank
+from atoll.prediction.planner import Answer, choices, settings
+from atoll.prediction.planner.text import SHOWN
+from atoll.training.config import load
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "recipes.md"

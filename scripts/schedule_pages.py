@@ -8,10 +8,10 @@ from typing import Any
 
 from charts import markdown_table
 
-from atoll.errors import UserError
-from atoll.ir.draw import draw, draw_svg
-from atoll.schedules import CATALOGUE, Memory, RankForm, Sizes, build
-from atoll.sim import Costs, simulate
+from atoll.base.errors import UserError
+from atoll.plans.ir.draw import draw, draw_svg
+from atoll.plans.schedules import CATALOGUE, Memory, RankForm, Sizes, build
+from atoll.program.sim import Costs, simulate
 
 RANKS, MICROBATCHES = 4, 8
 RELEASE = {"fused": "fused backward", "early": "early release", "either": "any backward"}
@@ -129,7 +129,7 @@ def refused(name: str) -> str:
         build(name, **options)
     except UserError as error:
         asked = ", ".join(f"{option}={value!r}" for option, value in options.items())
-        call = f'atoll.schedules.build("{name}", {asked})'
+        call = f'atoll.plans.schedules.build("{name}", {asked})'
         return f"`{call}` raises\n\n```text\n{type(error).__name__}: {error}\n```\n"
     raise AssertionError(f"{name} does not refuse {options}")
 

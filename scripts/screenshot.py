@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def main() -> None:
     sys.path.insert(0, str(ROOT))
-    from atoll.report import page
+    from atoll.training.report import page
     from atoll.training.sheet import sheet_of_config
     from benchmarks.browser import browser
 

@@ -26,13 +26,13 @@ from typing import Any
 from charts import Axis, Series, line_charts, markdown_table
 
 from atoll import Outer
-from atoll.cost import Cluster, Prediction, Transformer, Workload
-from atoll.errors import ConfigError
-from atoll.explain.links import link_uses
-from atoll.layouts import EFFECTIVE, NO_CODECS, Codec, Codecs, Level
-from atoll.planner import EFFORT, Answer, Goal, Order, Search, Space
+from atoll.base.errors import ConfigError
+from atoll.base.units import format_count, format_seconds
+from atoll.plans.layouts import EFFECTIVE, NO_CODECS, Codec, Codecs, Level
+from atoll.prediction.cost import Cluster, Prediction, Transformer, Workload
+from atoll.prediction.explain.links import link_uses
+from atoll.prediction.planner import EFFORT, Answer, Goal, Order, Search, Space
 from atoll.program import Do
-from atoll.units import format_count, format_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))

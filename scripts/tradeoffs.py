@@ -16,11 +16,11 @@ from statistics import mean
 
 from charts import Axis, Series, bar_chart, line_charts, markdown_table, point_charts
 
-from atoll.ir import Schedule, insert_sharding
-from atoll.ir.residency import counts
-from atoll.schedules import CATALOGUE, Memory, build
-from atoll.sim import Costs, simulate
-from atoll.trace import Trace
+from atoll.plans.ir import Schedule, insert_sharding
+from atoll.plans.ir.residency import counts
+from atoll.plans.schedules import CATALOGUE, Memory, build
+from atoll.program.sim import Costs, simulate
+from atoll.program.trace import Trace
 
 RANKS, MICROBATCHES = 8, 32
 SIZES = f"{RANKS} ranks, {MICROBATCHES} microbatches"

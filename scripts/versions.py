@@ -89,19 +89,19 @@ QUICK = (
     "tests/runtime/test_engine.py",
     "tests/runtime/test_coding.py",
     # Models of transformers.
-    "tests/models/test_hugging_face.py",
-    "tests/models/test_tasks.py",
-    "tests/models/test_counting.py",
-    "tests/models/test_weights.py",
+    "tests/runtime/models/test_hugging_face.py",
+    "tests/runtime/models/test_tasks.py",
+    "tests/runtime/models/test_counting.py",
+    "tests/runtime/models/test_weights.py",
     "tests/runtime/test_families.py",
     "tests/runtime/test_tasks.py",
     "tests/training/test_interchange.py",
     *COMMANDS,
     # What else stands on optional packages.
     "tests/ir",
-    "tests/data/test_corpus.py",
-    "tests/schedules/test_bounds.py::test_compiled_loops_find_the_same_bound",
-    "tests/schedules/test_automatic.py::test_the_solver_proves_a_small_step",
+    "tests/training/data/test_corpus.py",
+    "tests/plans/schedules/test_bounds.py::test_compiled_loops_find_the_same_bound",
+    "tests/plans/schedules/test_automatic.py::test_the_solver_proves_a_small_step",
     "tests/test_deploy.py::test_a_manifest_is_as_its_schema_says",
 )
 """Files of which one case of each test runs that is not marked slow."""
@@ -112,7 +112,7 @@ LEFT_OUT = "tests/runtime/test_deferred.py::test_pending_weights_under_recompute
 WHOLE = (
     "tests/runtime/test_deferred.py::test_compiled_blocks[2-zb-h1]",
     "tests/runtime/test_deferred.py::test_layers_that_wait_are_compiled_one_by_one",
-    "tests/models/test_tasks.py::test_every_cut_has_the_loss_and_the_gradients_of_transformers",
+    "tests/runtime/models/test_tasks.py::test_every_cut_has_the_loss_and_the_gradients_of_transformers",
 )
 """Tests of which all cases run, also those that are marked slow."""
 

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from atoll.layouts import Layout
+from atoll.plans.layouts import Layout
+from atoll.plans.schedules import Link
 from atoll.runtime.transport.shared_memory import SharedMemory, mapped
-from atoll.schedules import Link
 from atoll.testing import RankPool
 from benchmarks.islands import front, pages, search
 from benchmarks.islands.allocations import Allocations, library, shared_bytes

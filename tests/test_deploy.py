@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from atoll.config import load
 from atoll.testing.progress import finish, run
+from atoll.training.config import load
 from deploy.ray import train as ray_entry
 from tests.cli.test_train import ATOLL, atoll, free_port, keep_port, losses_of, sets
 

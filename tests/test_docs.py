@@ -16,9 +16,9 @@ import pytest
 from typer.testing import CliRunner
 
 from atoll.cli.main import app
-from atoll.ir import Placement
-from atoll.schedules import CATALOGUE, Memory, Problem, build, lower_bound
-from atoll.sim import Costs, simulate
+from atoll.plans.ir import Placement
+from atoll.plans.schedules import CATALOGUE, Memory, Problem, build, lower_bound
+from atoll.program.sim import Costs, simulate
 from atoll.testing import run_ranks
 from tests.pages import PAGES, ROOT, blocks, name_of
 

@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[1]
 NAMES = claims.raw_names()
 
 BENCH = """
-from atoll import ir
-from atoll.ir import Action
+from atoll.plans import ir
+from atoll.plans.ir import Action
 from benchmarks.two import pages
 FILE = "helper.c"
 def run(arguments):
@@ -36,9 +36,9 @@ FILES: Mapping[str, str] = {
     "benchmarks/two/race.py": "def go(*_): ...",
     "benchmarks/two/pages.py": "",
     "src/atoll/__init__.py": "from atoll.runtime import Engine",
-    "src/atoll/ir/__init__.py": "from atoll.ir.action import Action\nfrom atoll.ir.draw import draw",
-    "src/atoll/ir/action.py": "import torch\nif TYPE_CHECKING:\n    import atoll.ir.draw",
-    "src/atoll/ir/draw.py": "",
+    "src/atoll/plans/ir/__init__.py": "from atoll.plans.ir.action import Action\nfrom atoll.ir.draw import draw",
+    "src/atoll/plans/ir/action.py": "import torch\nif TYPE_CHECKING:\n    import atoll.plans.ir.draw",
+    "src/atoll/plans/ir/draw.py": "",
 }
 
 
@@ -90,8 +90,8 @@ def test_a_benchmark_depends_on_what_its_run_reaches() -> None:
         "benchmarks/one/bench.py",
         "benchmarks/one/helper.c",
         "benchmarks/two/race.py",  # imported late
-        "src/atoll/ir/__init__.py",
-        "src/atoll/ir/action.py",  # not draw.py, which is for type checkers, nor pages.py, which is for the report
+        "src/atoll/plans/ir/__init__.py",
+        "src/atoll/plans/ir/action.py",  # not draw.py, for type checkers, nor pages.py, for the report
     }
 
 
@@ -103,7 +103,7 @@ def test_a_benchmark_depends_on_what_its_run_reaches() -> None:
         ("benchmarks/one/bench.py", BENCH.replace("pages.text", "pages.words"), False),
         ("benchmarks/one/bench.py", BENCH.replace("FILE)", "1)"), True),
         ("benchmarks/one/helper.c", "int two;", True),
-        ("src/atoll/ir/draw.py", "import this", False),
+        ("src/atoll/plans/ir/draw.py", "import this", False),
     ],
 )
 def test_a_result_is_older_if_the_code_of_a_file_changes(path: str, text: str, is_older: bool) -> None:
@@ -153,15 +153,15 @@ def test_a_benchmark_depends_on_what_it_starts() -> None:
         "benchmarks/four/bench.py": 'def run(_):\n    return go("-m", ["-m", "benchmarks.four.worker"])',
         "benchmarks/four/worker.py": "from benchmarks.two import race",
         "src/atoll/__main__.py": "from atoll.cli.main import main",
-        "src/atoll/cli/main.py": "def main():\n    from atoll.ir import Action",
+        "src/atoll/cli/main.py": "def main():\n    from atoll.plans.ir import Action",
     }
     assert provenance.closure("benchmarks.three.bench", files.get) == {
         "benchmarks/three/bench.py",
         "src/atoll/__init__.py",
         "src/atoll/__main__.py",
         "src/atoll/cli/main.py",
-        "src/atoll/ir/__init__.py",
-        "src/atoll/ir/action.py",
+        "src/atoll/plans/ir/__init__.py",
+        "src/atoll/plans/ir/action.py",
     }
     assert provenance.closure("benchmarks.four.bench", files.get) == {
         "benchmarks/four/bench.py",

@@ -13,8 +13,8 @@ from types import ModuleType
 
 import pytest
 
-from atoll.config import from_dict
 from atoll.testing import progress
+from atoll.training.config import from_dict
 
 pytestmark = pytest.mark.usefixtures("warm")
 

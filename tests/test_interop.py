@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from atoll import schedules
-from atoll.errors import ScheduleError
-from atoll.ir import Op, Schedule, lower
-from atoll.ir.text import from_csv, to_csv
-from atoll.layouts import Layout, Precision
-from atoll.plans import MeshShape, Plan
+from atoll.base.errors import ScheduleError
+from atoll.plans import schedules
+from atoll.plans.ir import Op, Schedule, lower
+from atoll.plans.ir.text import from_csv, to_csv
+from atoll.plans.layouts import Layout, Precision
+from atoll.plans.plan import MeshShape, Plan
+from atoll.program.sim import Costs, simulate
 from atoll.runtime.engine import Engine
 from atoll.runtime.sharding.optimizer import decay_matrices
-from atoll.sim import Costs, simulate
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, History, difference, reference, whole_parameters, worst_difference
 from atoll.testing.tiny import tiny_batch, tiny_model
@@ -49,7 +49,7 @@ def samples() -> tuple[Tensor, Tensor]:
 
 def gradients_of_torch(text: str, folder: str, format_name: str, kind: str, chunks: int) -> dict[str, Tensor]:
     """One rank's gradients after torch's runtime has played a CSV."""
-    from atoll.ir import Placement
+    from atoll.plans.ir import Placement
 
     placement = Placement(kind, dist.get_world_size(), chunks)  # type: ignore[arg-type]
     mine = placement.stages_of(dist.get_rank())

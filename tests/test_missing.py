@@ -19,15 +19,16 @@ from safetensors.torch import save_file
 from torch import nn
 
 import atoll
-from atoll import Engine, Layout, MeshShape, Outer, Plan, schedules
-from atoll.config import Config, Train, from_dict
-from atoll.errors import AtollError
-from atoll.models import SequentialAdapter, adapter_for
-from atoll.models.weights import weights_for
+from atoll import Engine, Layout, MeshShape, Outer, Plan
+from atoll.base.errors import AtollError
+from atoll.plans import schedules
 from atoll.runtime.assemble.describe import describe
 from atoll.runtime.launch import host_monitor, torchrun_environment
+from atoll.runtime.models import SequentialAdapter, adapter_for
+from atoll.runtime.models.weights import weights_for
 from atoll.testing import run_ranks
 from atoll.testing.tiny import TinyConfig
+from atoll.training.config import Config, Train, from_dict
 from atoll.training.dry_run import check_run
 from atoll.training.lock import RunLock
 from atoll.training.optimizers import named_optimizer
@@ -370,7 +371,7 @@ CLAIMS: dict[tuple[str, str], list[Tried]] = {
         "encoded.",
     ): [
         Tried(
-            lambda _: built(tiny, codecs=atoll.layouts.Codecs(atoll.layouts.Codec("int8"))),
+            lambda _: built(tiny, codecs=atoll.plans.layouts.Codecs(atoll.plans.layouts.Codec("int8"))),
             "the 1 data-parallel ranks are one group",
         )
     ],

@@ -22,7 +22,13 @@ ROOT = Path(__file__).parents[1]
 
 def row(**changes: Any) -> dict[str, Any]:
     place = {"module": "sim.py", "package": "sim", "within": "play", "line": 7, "kind": "number"}
-    change = {"was": "a = 1", "now": "a = 2", "outcome": "caught", "by": "tests/test_sim.py::test", "seconds": 6.0}
+    change = {
+        "was": "a = 1",
+        "now": "a = 2",
+        "outcome": "caught",
+        "by": "tests/program/test_sim.py::test",
+        "seconds": 6.0,
+    }
     return {**place, **change, **changes}
 
 
@@ -45,27 +51,30 @@ def test_the_tables_speak_of_files_that_exist() -> None:
 
 def test_a_modules_own_tests_have_its_name_in_its_folder_or_above() -> None:
     files = [
-        "tests/test_outer.py",
+        "tests/plans/test_outer.py",
         "tests/runtime/test_outer.py",
-        "tests/cost/test_outer.py",
-        "tests/data/test_order.py",
+        "tests/prediction/cost/test_outer.py",
+        "tests/training/data/test_order.py",
     ]
     assert selection.own_files("runtime/sharding/outer.py", files) == files[1::-1]
-    assert selection.own_files("cost/outer.py", files) == ["tests/cost/test_outer.py", "tests/test_outer.py"]
-    assert selection.own_files("data/order.py", files) == ["tests/data/test_order.py"]
+    assert selection.own_files("cost/outer.py", files) == [
+        "tests/prediction/cost/test_outer.py",
+        "tests/plans/test_outer.py",
+    ]
+    assert selection.own_files("data/order.py", files) == ["tests/training/data/test_order.py"]
     assert selection.own_files("data/stream.py", files) == []
 
 
 @pytest.mark.slow
 def test_tests_that_run_a_function_are_taken_its_own_file_first_then_the_shortest() -> None:
-    files = ["tests/data/test_order.py", "tests/test_units.py", "tests/data/test_mixing.py"]
+    files = ["tests/training/data/test_order.py", "tests/base/test_units.py", "tests/training/data/test_mixing.py"]
     home = "data/order.py:SampleOrder.take"
     known = [
-        ran("tests/test_units.py::a", 0.1, home),
-        ran("tests/test_units.py::b", 0.0, "data/order.py:batch"),
-        ran("tests/data/test_mixing.py::c", 0.3, home),
-        ran("tests/data/test_order.py::d", 9.0, home),
-        ran("tests/data/test_order.py::e", 5.0, home),
+        ran("tests/base/test_units.py::a", 0.1, home),
+        ran("tests/base/test_units.py::b", 0.0, "data/order.py:batch"),
+        ran("tests/training/data/test_mixing.py::c", 0.3, home),
+        ran("tests/training/data/test_order.py::d", 9.0, home),
+        ran("tests/training/data/test_order.py::e", 5.0, home),
     ]
 
     def names(within: str) -> list[str]:
@@ -75,7 +84,7 @@ def test_tests_that_run_a_function_are_taken_its_own_file_first_then_the_shortes
     assert names("SampleOrder.take.inner") == names("SampleOrder.take")
     assert names("SampleOrder") == ["e", "d", "c", "b", "a"]  # no function: what runs another of the module
     assert names("batch") == ["b"]
-    alone = [ran("tests/test_units.py::f", 0.1, "data/mixing.py:Mix.take")]
+    alone = [ran("tests/base/test_units.py::f", 0.1, "data/mixing.py:Mix.take")]
     is_near = [selection.is_near("data/order.py", within, known[:1]) for within in ("SampleOrder.take", "batch")]
     assert is_near == [True, False]
     assert all(selection.is_near("data/order.py", within, known[1:2]) for within in ("", "SampleOrder"))
@@ -91,8 +100,10 @@ def test_tests_are_added_until_the_time_is_spent() -> None:
 
 
 def test_imports_lead_through_packages_to_the_home_of_a_name() -> None:
-    assert "data/order.py" in selection.imported_by("tests/data/test_order.py")  # from atoll.data import SampleOrder
-    assert "data/blocks.py" not in selection.imported_by("tests/data/test_order.py")
+    assert "data/order.py" in selection.imported_by(
+        "tests/training/data/test_order.py"
+    )  # from atoll.training.data import SampleOrder
+    assert "data/blocks.py" not in selection.imported_by("tests/training/data/test_order.py")
     assert "data/order.py" in selection.importers()["digests.py"] or selection.importers()["digests.py"]
     assert "data/mixing.py" in selection.importers()["data/order.py"]
 

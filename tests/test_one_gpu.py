@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-import atoll.cost
-from atoll.models import Decoder
+import atoll.prediction.cost
+from atoll.runtime.models import Decoder
 from benchmarks import environment, provenance
 from benchmarks.gpu import forecast, jobs, lines, one_gpu, pages
 from benchmarks.gpu.figures import figures
@@ -69,7 +69,7 @@ def truth(rate: float = 100.0, worst: float = 1e-15) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["atoll.models", "atoll.runtime.engine", "atoll.testing.parity"])
+@pytest.mark.parametrize("module", ["atoll.runtime.models", "atoll.runtime.engine", "atoll.testing.parity"])
 def test_training_needs_no_pydantic(module: str) -> None:
     program = f"import sys; sys.modules['pydantic'] = None; import {module}; print('imported')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -79,7 +79,7 @@ def test_training_needs_no_pydantic(module: str) -> None:
 def test_every_name_of_cost_is_there() -> None:
     for name, home in atoll.cost._HOMES.items():
         assert getattr(atoll.cost, name) is getattr(import_module(home), name)
-    assert set(dir(atoll.cost)) == set(atoll.cost._HOMES)
+    assert set(dir(atoll.prediction.cost)) == set(atoll.prediction.cost._HOMES)
     with pytest.raises(AttributeError, match=r"'atoll\.cost' has no attribute 'Clusters'"):
         _ = atoll.cost.Clusters
 

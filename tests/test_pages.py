@@ -29,18 +29,18 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
+from atoll.base.errors import UserError
 from atoll.cli.main import app
-from atoll.config import from_dict, load
-from atoll.cost import Cluster
-from atoll.errors import UserError
+from atoll.plans.schedules import Links
+from atoll.prediction.cost import Cluster
 from atoll.runtime.same import difference
-from atoll.schedules import Links
 from atoll.testing import progress
+from atoll.training.config import from_dict, load
 from benchmarks import claims
 from benchmarks.hangs.judge import Mesh, Seen, judge_hang
 from tests.clusters import TWO_CPUS
 from tests.pages import PAGES, ROOT, Block, blocks, fenced, name_of, pages_with
-from tests.settings.test_convert import ACCELERATE, DEEPSPEED, TORCHTITAN
+from tests.training.settings.test_convert import ACCELERATE, DEEPSPEED, TORCHTITAN
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -61,7 +61,7 @@ RULES: Mapping[str, Callable[[Block], bool]] = {
     "python: lines of a test": lambda block: block.language == "python" and block.part == "tested",
     "toml: read as a config, a cluster or links": lambda block: block.language == "toml" and not block.part,
     "json: read as rows of steps": lambda block: block.language == "json" and not block.part,
-    "jsonl: read as conversations (tests/data/test_conversations.py)": lambda block: (
+    "jsonl: read as conversations (tests/training/data/test_conversations.py)": lambda block: (
         block.language == "jsonl" and name_of(block.page) == "docs/data.md"
     ),
     "shell: run or read": lambda block: block.language in SHELLS,

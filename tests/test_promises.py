@@ -161,7 +161,7 @@ def test_the_environment_is_read_at_the_edges() -> None:
 
 
 def test_the_quickstart_fits_its_machine() -> None:
-    from atoll.config import load
+    from atoll.training.config import load
 
     config = load(ROOT / "configs" / "quickstart.toml")
     plan = config.to_plan()
@@ -171,7 +171,7 @@ def test_the_quickstart_fits_its_machine() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.name)
 def test_every_shipped_config_is_a_plan(path: Path) -> None:
-    from atoll.config import load
+    from atoll.training.config import load
 
     config = load(path)
     assert config.to_plan().mesh.world == config.parallel.ranks
@@ -226,7 +226,7 @@ def test_the_glossary_has_the_public_names() -> None:
 
 
 def test_levels_and_layouts_in_the_glossary_are_the_real_ones() -> None:
-    from atoll.layouts import Layout
+    from atoll.plans.layouts import Layout
 
     glossary = (ROOT / "docs" / "glossary.md").read_text()
     pairs = re.findall(r"([A-Z][\w+-]*(?:-\d)?) = `([NIG]{3})`", glossary)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from atoll.cost.calibration import LIMITS
+from atoll.prediction.cost.calibration import LIMITS
 from benchmarks.published import memory, predict, rows
 from benchmarks.published.rows import Published
 

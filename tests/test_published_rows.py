@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from atoll.cost import Exchange, Prediction
-from atoll.plans import MeshShape
+from atoll.plans.plan import MeshShape
+from atoll.prediction.cost import Exchange, Prediction
 from atoll.program import Do
 from benchmarks.published import plans, rows
 from benchmarks.published.rows import Published, UnclearError

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from atoll.base.toml import value_to_toml
+from atoll.base.units import format_bytes, format_seconds
 from atoll.cli.main import app
-from atoll.config import Config, load
-from atoll.cost import Cluster
+from atoll.prediction.cost import Cluster
 from atoll.testing.progress import run
-from atoll.toml import value_to_toml
+from atoll.training.config import Config, load
 from atoll.training.prediction import is_on_cpu, predict
-from atoll.units import format_bytes, format_seconds
 
 pytestmark = pytest.mark.usefixtures("warm")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from atoll.layouts import Codec
+from atoll.plans.layouts import Codec
 
 pytestmark = pytest.mark.usefixtures("warm")
 

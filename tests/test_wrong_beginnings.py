@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typer.testing import CliRunner
 
-from atoll import Engine, Layout, MeshShape, Plan, schedules
+from atoll import Engine, Layout, MeshShape, Plan
+from atoll.base.errors import AtollError
+from atoll.base.toml import nested_to_toml
 from atoll.cli.main import app
-from atoll.errors import AtollError
-from atoll.toml import nested_to_toml
+from atoll.plans import schedules
 from tests.runtime.test_buffers import train as train_with_buffers
 
 VOCABULARY = 48

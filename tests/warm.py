@@ -50,7 +50,13 @@ NAME = "python-server"
 PROGRAM = "python-program"
 """Name of a program, and of its forks that do not set a name."""
 IMPORTED = (
-    *("atoll._torch", "atoll.cli.main", "atoll.planner", "atoll.training.process", "atoll.training.session"),
+    *(
+        "atoll.base._torch",
+        "atoll.cli.main",
+        "atoll.prediction.planner",
+        "atoll.training.process",
+        "atoll.training.session",
+    ),
     *("pydantic", "torch.distributed.launcher.api", "torch.utils.data"),
 )
 READ_AT_IMPORT = re.compile(
@@ -224,7 +230,7 @@ def serve() -> None:
     """The program of a server: import modules, and run a program in each fork."""
     for name in IMPORTED:
         importlib.import_module(name)
-    sys.modules["atoll._torch"].import_ahead()
+    sys.modules["atoll.base._torch"].import_ahead()
     template._DESCRIPTORS = 16  # streams, and what a program passes on
     told, descriptors = _become_program()
     _place(descriptors, told["places"])

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any, NamedTuple
 
-from atoll.cost import Cluster
-from atoll.cost.calibration import LIMITS, Step, calibrate
+from atoll.prediction.cost import Cluster
+from atoll.prediction.cost.calibration import LIMITS, Step, calibrate
 from benchmarks import provenance
 from benchmarks.choices import judge, sweeps
 from benchmarks.islands import tables

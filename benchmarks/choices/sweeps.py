@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from atoll.cost import Attention, Cluster, Link, Node, Prediction, Use, Work, Workload
-from atoll.cost.work import BlockOf
-from atoll.models import count
+from atoll.prediction.cost import Attention, Cluster, Link, Node, Prediction, Use, Work, Workload
+from atoll.prediction.cost.work import BlockOf
+from atoll.runtime.models import count
 from benchmarks.islands.cases import Course
 from benchmarks.islands.contenders import Atoll
 from benchmarks.islands.race import Row

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from atoll.layouts import Codec, Codecs
-from atoll.plans import Plan
+from atoll.plans.layouts import Codec, Codecs
+from atoll.plans.plan import Plan
 from atoll.program.traffic import sent_by
 from atoll.runtime.assemble.describe import describe
 from benchmarks.islands.contenders import Atoll

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from atoll import schedules
-from atoll.ir import Action, Op, Schedule
-from atoll.sim import Costs, simulate
+from atoll.plans import schedules
+from atoll.plans.ir import Action, Op, Schedule
+from atoll.program.sim import Costs, simulate
 from atoll.testing import RankPool
 from benchmarks.emulated import replay
 from benchmarks.emulated.race import Chain, Record, back_to_back, race

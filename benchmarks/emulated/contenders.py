@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from atoll.ir import Placement, Schedule
-from atoll.layouts import Layout, Precision
-from atoll.models import adapter_for, weigh_blocks
-from atoll.plans import MeshShape, Plan
+from atoll.plans.ir import Placement, Schedule
+from atoll.plans.layouts import Layout, Precision
+from atoll.plans.plan import MeshShape, Plan
+from atoll.plans.stages import split_blocks
+from atoll.program.trace import Span
 from atoll.runtime.engine import Engine
+from atoll.runtime.models import adapter_for, weigh_blocks
 from atoll.runtime.transport import Transport
-from atoll.stages import split_blocks
 from atoll.testing.parity import whole_parameters
-from atoll.trace import Span
 from benchmarks.emulated.work import Device, Work
 
 Batch = Mapping[str, Tensor]

@@ -12,10 +12,10 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from atoll import schedules
-from atoll.ir import Schedule
+from atoll.plans import schedules
+from atoll.plans.ir import Schedule
+from atoll.program.trace import Span
 from atoll.testing.parity import difference
-from atoll.trace import Span
 from benchmarks.emulated.contenders import Contender, atoll_contender, atoll_engine, torch_contender
 from benchmarks.emulated.work import Device, Work, gradients_of_one_process, pausing_weights
 

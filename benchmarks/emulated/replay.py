@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from atoll.ir import Action, Op, Schedule
-from atoll.trace import Span
+from atoll.plans.ir import Action, Op, Schedule
+from atoll.program.trace import Span
 
 
 @dataclass(frozen=True, slots=True)

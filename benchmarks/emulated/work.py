@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atoll.models import Adapter, SequentialAdapter, adapter_for, initialise_model
+from atoll.runtime.models import Adapter, SequentialAdapter, adapter_for, initialise_model
 from atoll.runtime.sharding.room import Room
 
 OPERATION_SECONDS = 0.020

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from atoll.digests import digest
-from atoll.documents import read_json
+from atoll.base.digests import digest
+from atoll.base.documents import read_json
 from atoll.runtime.checkpoint import Archive, latest
 from atoll.runtime.checkpoint.loading import tensor_of
 from atoll.runtime.checkpoint.manifest import MANIFEST, Manifest

@@ -6,13 +6,13 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from atoll import schedules
+from atoll.base.documents import parse_json
 from atoll.cli.convert import converted
-from atoll.config import from_dict, load
-from atoll.cost import Cluster
-from atoll.documents import parse_json
-from atoll.ir.text import from_csv, from_text, to_csv, to_text
-from atoll.schedules.links import Links
+from atoll.plans import schedules
+from atoll.plans.ir.text import from_csv, from_text, to_csv, to_text
+from atoll.plans.schedules.links import Links
+from atoll.prediction.cost import Cluster
+from atoll.training.config import from_dict, load
 from benchmarks.fuzz.reading import Made, Parser, of_file, of_text
 
 CONFIG = b"""

@@ -13,15 +13,15 @@ import pyarrow
 import zstandard
 from pyarrow import parquet  # a reader loads it once it is needed: an input takes no memory for that
 
-from atoll.data.bad_records import BadRecords
-from atoll.data.blocks import MANIFEST as BLOCKS_MANIFEST
-from atoll.data.blocks import Blocks
-from atoll.data.conversations import conversations
-from atoll.data.corpus import documents, find_source
-from atoll.data.rows import How, Packing, rows_of
-from atoll.data.store import load_cache, prepare
-from atoll.data.tokenizer import FileTokenizer, train_bpe
-from atoll.errors import DataError
+from atoll.base.errors import DataError
+from atoll.training.data.bad_records import BadRecords
+from atoll.training.data.blocks import MANIFEST as BLOCKS_MANIFEST
+from atoll.training.data.blocks import Blocks
+from atoll.training.data.conversations import conversations
+from atoll.training.data.corpus import documents, find_source
+from atoll.training.data.rows import How, Packing, rows_of
+from atoll.training.data.store import load_cache, prepare
+from atoll.training.data.tokenizer import FileTokenizer, train_bpe
 from benchmarks.fuzz.reading import Made, Parser, of_file, sealed
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from atoll.digests import digest
-from atoll.errors import AtollError
+from atoll.base.digests import digest
+from atoll.base.errors import AtollError
 
 
 class Parser(NamedTuple):
@@ -46,7 +46,7 @@ def of_text(read: Callable[[str], object], *seeds: str) -> Made:
 
 
 def sealed(body: bytes) -> bytes:
-    """A document as `atoll.digests.seal` writes it, of a body that may be no JSON."""
+    """A document as `atoll.base.digests.seal` writes it, of a body that may be no JSON."""
     return b'{"content": ' + body + b', "digest": "' + digest(body).encode() + b'"}\n'
 
 

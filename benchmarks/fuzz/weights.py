@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from atoll.config import from_dict
-from atoll.models.weights import INDEX, SINGLE, Weights
+from atoll.runtime.models.weights import INDEX, SINGLE, Weights
+from atoll.training.config import from_dict
 from atoll.training.pretrained import hugging_face_model
 from benchmarks.fuzz.reading import Made, Parser
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from atoll.cost import Cluster, Prediction, Transformer, Use
+from atoll.prediction.cost import Cluster, Prediction, Transformer, Use
 from benchmarks.gpu import jobs
 from benchmarks.gpu.jobs import Job
 from benchmarks.provenance import ROOT

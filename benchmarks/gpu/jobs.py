@@ -19,12 +19,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from atoll import schedules
-from atoll.ir.residency import Residency
-from atoll.layouts import Layout, Precision
-from atoll.models import Decoder, DecoderConfig, token_cross_entropy
-from atoll.plans import MeshShape, Plan
+from atoll.plans import schedules
+from atoll.plans.ir.residency import Residency
+from atoll.plans.layouts import Layout, Precision
+from atoll.plans.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
+from atoll.runtime.models import Decoder, DecoderConfig, token_cross_entropy
 from benchmarks.gpu.stage import Run, attempt
 
 Batch = Mapping[str, torch.Tensor]

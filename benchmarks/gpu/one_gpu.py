@@ -333,7 +333,7 @@ def _build_on_meta() -> None:
     """torch imports more of itself when a module is first built, which needs no device."""
     import torch
 
-    from atoll.models import Decoder
+    from atoll.runtime.models import Decoder
     from benchmarks.gpu import jobs
 
     with torch.device("meta"):

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atoll.errors import AtollError
+from atoll.base.errors import AtollError
 from atoll.runtime.launch import host_store, launch_local, leave, meet, torchrun_environment, watch_parent
 
 STEPS = 400

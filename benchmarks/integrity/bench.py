@@ -25,8 +25,8 @@ from typing import Any
 import torch
 import xxhash
 
-from atoll import digests
-from atoll.errors import UnverifiedWarning
+from atoll.base import digests
+from atoll.base.errors import UnverifiedWarning
 from atoll.runtime.checkpoint import Piece, load, save, saving
 from atoll.runtime.checkpoint import manifest as manifests
 from benchmarks.integrity.mutations import MUTATIONS, Cache, Checkpoints, Outcome, damage, without_digests

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from atoll.config import Config, from_dict
-from atoll.data import prepare
-from atoll.errors import AtollError, DataError, UnverifiedWarning
+from atoll.base.errors import AtollError, DataError, UnverifiedWarning
 from atoll.runtime.checkpoint import Archive, Piece, load, save, step_folder
+from atoll.training.config import Config, from_dict
+from atoll.training.data import prepare
 from atoll.training.loop import resumed_state
 
 STEPS = (100, 200)

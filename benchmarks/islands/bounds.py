@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from atoll.layouts import Traffic, traffic
+from atoll.plans.layouts import Traffic, traffic
 
 BYTES = 4
 """Of a number in fp32."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from atoll.layouts import EFFECTIVE
+from atoll.plans.layouts import EFFECTIVE
 from benchmarks.islands import allocations
 from benchmarks.islands.bounds import formula
 from benchmarks.islands.contenders import Atoll, Fsdp2, Setting, has_deepspeed

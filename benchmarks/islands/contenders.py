@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from atoll import schedules
-from atoll.layouts import Layout, Precision
-from atoll.plans import MeshShape, Plan
+from atoll.plans import schedules
+from atoll.plans.layouts import Layout, Precision
+from atoll.plans.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.transport import GlooTransport
 from benchmarks.islands.transports import CollectiveTransport, DirectReduceScatter, kept_group, prepare_groups

@@ -20,7 +20,7 @@ from statistics import median
 
 import psutil
 
-from atoll.layouts import EFFECTIVE
+from atoll.plans.layouts import EFFECTIVE
 from benchmarks.islands.contenders import Atoll, Ddp, DeepSpeed, Fsdp2, Setting, has_deepspeed, is_ours
 from benchmarks.islands.front import near_front
 from benchmarks.islands.network import Islands

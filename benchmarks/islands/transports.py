@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from atoll.layouts import GATHER_PARAMETER, REDUCE_GRADIENT, SYNC_GRADIENT, SYNC_PARAMETER
-from atoll.plans import MeshShape
+from atoll.plans.layouts import GATHER_PARAMETER, REDUCE_GRADIENT, SYNC_GRADIENT, SYNC_PARAMETER
+from atoll.plans.plan import MeshShape
 from atoll.runtime.transport import Channel, GlooTransport, Peers, Tag
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atoll.models import Adapter, Decoder, DecoderConfig, SequentialAdapter
+from atoll.runtime.models import Adapter, Decoder, DecoderConfig, SequentialAdapter
 
 Batch = Mapping[str, Tensor]
 BYTES = 4

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 import atoll
-from atoll import schedules
-from atoll.layouts import Layout, Precision
-from atoll.models import Decoder, DecoderConfig
-from atoll.plans import MeshShape, Plan
+from atoll.plans import schedules
+from atoll.plans.layouts import Layout, Precision
+from atoll.plans.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
+from atoll.runtime.models import Decoder, DecoderConfig
 from atoll.runtime.sharding.optimizer import decay_matrices, spare_vectors
 from atoll.testing import run_ranks
 from benchmarks.islands import tables

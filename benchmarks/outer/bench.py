@@ -16,7 +16,7 @@ from dataclasses import asdict
 from statistics import fmean, median
 from typing import Any
 
-from atoll.outer import Outer
+from atoll.plans.outer import Outer
 from benchmarks.islands import tables
 from benchmarks.islands.cases import NETWORK
 from benchmarks.islands.network import Islands

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from atoll.errors import CostWarning
-from atoll.outer import Outer
+from atoll.base.errors import CostWarning
+from atoll.plans.outer import Outer
 from atoll.runtime.engine import Engine
 from benchmarks.islands.contenders import Atoll
 from benchmarks.islands.network import INTERFACE, bytes_sent

@@ -20,11 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from atoll import schedules
-from atoll.layouts import Layout, Precision
-from atoll.models import Decoder, DecoderConfig, adapter_for, initialise_model, token_cross_entropy
-from atoll.plans import MeshShape, Plan
+from atoll.plans import schedules
+from atoll.plans.layouts import Layout, Precision
+from atoll.plans.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
+from atoll.runtime.models import Decoder, DecoderConfig, adapter_for, initialise_model, token_cross_entropy
 
 Batch = Mapping[str, torch.Tensor]
 

@@ -11,8 +11,8 @@ import tempfile
 from dataclasses import replace
 from typing import Any
 
-from atoll import schedules
-from atoll.layouts import ALL, EFFECTIVE
+from atoll.plans import schedules
+from atoll.plans.layouts import ALL, EFFECTIVE
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, reference, train, worst_difference
 from atoll.testing.tiny import TinyConfig

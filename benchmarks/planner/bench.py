@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import atoll
-from atoll.cost import Cluster, Transformer
-from atoll.planner import EFFORT, Goal, choices
+from atoll.prediction.cost import Cluster, Transformer
+from atoll.prediction.planner import EFFORT, Goal, choices
 from benchmarks.islands import tables
 
 

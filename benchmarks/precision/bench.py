@@ -24,14 +24,14 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from atoll import schedules
-from atoll.data import ByteTokenizer, documents, find_source
-from atoll.layouts import Layout, Precision
-from atoll.models import Decoder, DecoderConfig, adapter_for, initialise_model, token_cross_entropy
-from atoll.plans import MeshShape, Plan
+from atoll.plans import schedules
+from atoll.plans.layouts import Layout, Precision
+from atoll.plans.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
+from atoll.runtime.models import Decoder, DecoderConfig, adapter_for, initialise_model, token_cross_entropy
 from atoll.runtime.sharding.optimizer import decay_matrices
 from atoll.testing import run_ranks
+from atoll.training.data import ByteTokenizer, documents, find_source
 from benchmarks.islands import tables
 
 ALLOWED = 0.02

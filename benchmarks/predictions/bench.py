@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from atoll.cost import Cluster, Device, Efficiency, Held, Prediction
-from atoll.cost.calibration import Step, calibrate
+from atoll.prediction.cost import Cluster, Device, Efficiency, Held, Prediction
+from atoll.prediction.cost.calibration import Step, calibrate
 from atoll.training.prediction import predict
 from benchmarks.islands import tables
 from benchmarks.islands.allocations import library

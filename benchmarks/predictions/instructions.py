@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from atoll.cost.prediction import Held
+from atoll.prediction.cost.prediction import Held
 from atoll.program import Do, Operation
 from atoll.runtime.engine import Engine
 from benchmarks.islands.allocations import Allocations

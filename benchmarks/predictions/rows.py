@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from atoll.config import Config, from_dict
-from atoll.layouts import EFFECTIVE
-from atoll.plans import Plan
+from atoll.plans.layouts import EFFECTIVE
+from atoll.plans.plan import Plan
+from atoll.training.config import Config, from_dict
 
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "small": {"layers": 4, "hidden": 256, "heads": 4, "vocabulary": 2048, "tie_embeddings": False},

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from atoll.cost.prediction import Held
+from atoll.prediction.cost.prediction import Held
 from atoll.program import Operation
 from atoll.runtime.engine import Engine
 from atoll.training.build import build_engine, build_model

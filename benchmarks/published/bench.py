@@ -16,9 +16,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from atoll.cost import Cluster
-from atoll.cost.calibration import calibrate, constants_of
-from atoll.errors import AtollError
+from atoll.base.errors import AtollError
+from atoll.prediction.cost import Cluster
+from atoll.prediction.cost.calibration import calibrate, constants_of
 from benchmarks.islands import tables
 from benchmarks.published import judge, plans, rows
 from benchmarks.published.judge import Step
@@ -122,7 +122,7 @@ def report(result: Mapping[str, Any]) -> str:
     parts = [
         "# Predictions beside published measurements",
         "Written by `python benchmarks/run.py published --rows FOLDER`. Step times that others have measured and "
-        "published are predicted by `atoll.cost` from the plan, the model's sizes and the cluster.",
+        "published are predicted by `atoll.prediction.cost` from the plan, the model's sizes and the cluster.",
         tables.measured_in(result["environment"]) if "environment" in result else "",
         f"Of {read['rows']} rows {read['with a step']} are complete enough for a prediction and have a step time; "
         f"{read['one node']} more are vTrain's steps on one node. Constants of kernels and links were fitted to up to "

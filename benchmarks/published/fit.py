@@ -28,10 +28,10 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
 
-from atoll.cost import presets  # noqa: E402
-from atoll.cost.calibration import Fitted, Step, calibrate, changed  # noqa: E402
-from atoll.errors import AtollError  # noqa: E402
-from atoll.toml import to_toml  # noqa: E402
+from atoll.base.errors import AtollError  # noqa: E402
+from atoll.base.toml import to_toml  # noqa: E402
+from atoll.prediction.cost import presets  # noqa: E402
+from atoll.prediction.cost.calibration import Fitted, Step, calibrate, changed  # noqa: E402
 from benchmarks.published import plans, rows  # noqa: E402
 from benchmarks.published.record import Published  # noqa: E402
 

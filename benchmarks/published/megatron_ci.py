@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from atoll.cost import Transformer
-from atoll.layouts import Layout
-from atoll.plans import MeshShape
+from atoll.plans.layouts import Layout
+from atoll.plans.plan import MeshShape
+from atoll.prediction.cost import Transformer
 from benchmarks.published.record import Fields, Published
 from benchmarks.published.sizes import UnclearError, padded
 

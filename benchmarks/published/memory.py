@@ -1,7 +1,7 @@
 """Bytes of published runs, by the rules of the program that ran.
 
-What layers and ends keep is from `atoll.cost`; what state, workspaces and placeholders take is from the tables below.
-Systems that shard parameters are left to `Prediction.held`.
+What layers and ends keep is from `atoll.prediction.cost`; what state, workspaces and placeholders take is from the
+tables below. Systems that shard parameters are left to `Prediction.held`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import NamedTuple
 
-from atoll.cost import Prediction
-from atoll.cost.prediction import Held
-from atoll.cost.work import Work
-from atoll.ir import Op
-from atoll.layouts import ITEM_BYTES, Level
+from atoll.plans.ir import Op
+from atoll.plans.layouts import ITEM_BYTES, Level
+from atoll.prediction.cost import Prediction
+from atoll.prediction.cost.prediction import Held
+from atoll.prediction.cost.work import Work
 from benchmarks.published.plans import FULL, plan_of
 from benchmarks.published.record import MIB, Published
 

@@ -9,16 +9,16 @@ from functools import cache
 from itertools import chain, pairwise
 from pathlib import Path
 
-from atoll import schedules
-from atoll.cost import Cluster, Efficiency, Prediction, Workload
-from atoll.cost.calibration import Step, changed
-from atoll.cost.kernels import Exchange
-from atoll.cost.ranks import Ranks
-from atoll.cost.slices import VocabularySlices
-from atoll.cost.vocabulary import LookedUp, Scored
-from atoll.cost.work import Work
-from atoll.layouts import Precision
-from atoll.plans import Plan
+from atoll.plans import schedules
+from atoll.plans.layouts import Precision
+from atoll.plans.plan import Plan
+from atoll.prediction.cost import Cluster, Efficiency, Prediction, Workload
+from atoll.prediction.cost.calibration import Step, changed
+from atoll.prediction.cost.kernels import Exchange
+from atoll.prediction.cost.ranks import Ranks
+from atoll.prediction.cost.slices import VocabularySlices
+from atoll.prediction.cost.vocabulary import LookedUp, Scored
+from atoll.prediction.cost.work import Work
 from atoll.program import Do, Instruction, Program, Programs
 from benchmarks.published.record import Published
 

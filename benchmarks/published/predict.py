@@ -28,8 +28,8 @@ from typing import Any, TypeVar
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
 
-from atoll.cost import Cluster  # noqa: E402
-from atoll.cost.calibration import LIMITS, calibrate, changed  # noqa: E402
+from atoll.prediction.cost import Cluster  # noqa: E402
+from atoll.prediction.cost.calibration import LIMITS, calibrate, changed  # noqa: E402
 from benchmarks.published import memory, rows  # noqa: E402
 from benchmarks.published.plans import step_of  # noqa: E402
 from benchmarks.published.record import Published, Row  # noqa: E402

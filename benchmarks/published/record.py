@@ -1,4 +1,4 @@
-"""A published measurement in the terms of `atoll.cost`, and what the rows of all sources have in common."""
+"""A published measurement in the terms of `atoll.prediction.cost`, and what the rows of all sources have in common."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields, replace
 from math import gcd
 from typing import Any, Literal
 
-from atoll.cost import Cluster, Transformer, Use
-from atoll.cost.work import AttentionKind, LossKind
-from atoll.errors import LayoutError
-from atoll.ir.residency import Residency
-from atoll.layouts import Layout
-from atoll.plans import MeshShape
+from atoll.base.errors import LayoutError
+from atoll.plans.ir.residency import Residency
+from atoll.plans.layouts import Layout
+from atoll.plans.plan import MeshShape
+from atoll.prediction.cost import Cluster, Transformer, Use
+from atoll.prediction.cost.work import AttentionKind, LossKind
 from benchmarks.published.sizes import Network, UnclearError, cluster, padded
 
 Row = Mapping[str, Any]

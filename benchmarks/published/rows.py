@@ -1,4 +1,4 @@
-"""Turns rows of published measurements into what `atoll.cost` takes.
+"""Turns rows of published measurements into what `atoll.prediction.cost` takes.
 
     row = rows.read({"source": "vtrain", "model": {...}, "cluster": {...}, "plan": {...}, "result": {...}, ...})
     row.model, row.use, row.mesh, row.cluster, row.step_seconds
@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from atoll.plans import MeshShape
+from atoll.plans.plan import MeshShape
 from benchmarks.published.megatron_ci import megatron_ci
 from benchmarks.published.record import GIB, MIB, Fields, Published, Row, filled, shorter_ends
 from benchmarks.published.sizes import (

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from atoll.cost import Cluster, Transformer
+from atoll.prediction.cost import Cluster, Transformer
 
 
 class UnclearError(Exception):

@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from atoll.toml import nested_to_toml
+from atoll.base.toml import nested_to_toml
 from benchmarks.environment import environment
 from benchmarks.islands import tables
 from benchmarks.quality import curves

@@ -1,6 +1,6 @@
 """Learning rates of all steps for a run that ends before the last one."""
 
-from atoll.config import Train
+from atoll.training.config import Train
 from atoll.training.rates import learning_rates
 from benchmarks.quality.bench import JOB, STEPS
 

@@ -1,4 +1,4 @@
-"""How large a report is, and how fast a browser opens, scrolls and zooms it: `atoll.report` in headless Chromium.
+"""How large a report is, and how fast a browser opens, scrolls and zooms it, in headless Chromium.
 
 A pipeline of 64 ranks, each with more than 2,000 bars in its program, predicted. The measured timeline beside it is the
 predicted one with lengths that differ by up to 10 %, so twice as many bars are on the page. Chromium renders without a
@@ -17,11 +17,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from atoll.cost import Cluster, Prediction, Transformer, Use
-from atoll.layouts import Layout, Precision
-from atoll.plans import MeshShape, Plan
-from atoll.report import Row, Sheet, Timeline, page, predicted_sheet
-from atoll.schedules import build
+from atoll.plans.layouts import Layout, Precision
+from atoll.plans.plan import MeshShape, Plan
+from atoll.plans.schedules import build
+from atoll.prediction.cost import Cluster, Prediction, Transformer, Use
+from atoll.training.report import Row, Sheet, Timeline, page, predicted_sheet
 from benchmarks.browser import Page, browser
 from benchmarks.islands import tables
 

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from atoll import schedules
-from atoll.layouts import Layout, Precision
-from atoll.models.adapter import SequentialAdapter
-from atoll.plans import MeshShape, Plan
+from atoll.plans import schedules
+from atoll.plans.layouts import Layout, Precision
+from atoll.plans.plan import MeshShape, Plan
 from atoll.runtime.allocator import keep_freed_memory
 from atoll.runtime.engine import Engine
+from atoll.runtime.models.adapter import SequentialAdapter
 from atoll.testing import run_ranks
 from benchmarks.islands import tables
 

@@ -15,12 +15,12 @@ import time
 from statistics import mean, median
 from typing import Any
 
-from atoll.ir import Placement
-from atoll.schedules import Memory, Problem, build
-from atoll.schedules.automatic import find
-from atoll.schedules.exact import solve
-from atoll.schedules.jit import IS_COMPILED
-from atoll.sim import Costs, simulate
+from atoll.plans.ir import Placement
+from atoll.plans.schedules import Memory, Problem, build
+from atoll.plans.schedules.automatic import find
+from atoll.plans.schedules.exact import solve
+from atoll.plans.schedules.jit import IS_COMPILED
+from atoll.program.sim import Costs, simulate
 from benchmarks.islands import tables
 from benchmarks.schedules.instances import Instance, draw, fits, rivals
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from atoll.errors import AtollError
-from atoll.ir import Placement
-from atoll.ir.placement import Kind
-from atoll.schedules import CATALOGUE, Memory, Problem, build
-from atoll.schedules.memory import peak_of
-from atoll.schedules.problem import TOLERANCE
-from atoll.schedules.search import Search
-from atoll.sim import Costs, simulate
+from atoll.base.errors import AtollError
+from atoll.plans.ir import Placement
+from atoll.plans.ir.placement import Kind
+from atoll.plans.schedules import CATALOGUE, Memory, Problem, build
+from atoll.plans.schedules.memory import peak_of
+from atoll.plans.schedules.problem import TOLERANCE
+from atoll.plans.schedules.search import Search
+from atoll.program.sim import Costs, simulate
 
 SEARCHED = ("auto", "zb-1p", "zb-2p", "optimal")
 

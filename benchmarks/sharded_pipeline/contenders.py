@@ -16,10 +16,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
 
-from atoll import schedules
-from atoll.ir import Placement
-from atoll.layouts import Layout, Precision
-from atoll.plans import MeshShape, Plan
+from atoll.plans import schedules
+from atoll.plans.ir import Placement
+from atoll.plans.layouts import Layout, Precision
+from atoll.plans.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.testing.parity import whole_parameters
 from benchmarks.emulated.contenders import TORCH

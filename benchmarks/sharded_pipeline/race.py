@@ -13,11 +13,11 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from atoll.ir import Op
+from atoll.plans.ir import Op
 from atoll.program import Operation, Program
+from atoll.program.trace import Span
 from atoll.runtime.allocator import keep_freed_memory
 from atoll.testing.parity import difference
-from atoll.trace import Span
 from benchmarks.emulated.race import HOP_TAG, PINGS, go_first, hop_seconds
 from benchmarks.emulated.work import Device, pausing_weights
 from benchmarks.islands.allocations import Allocations

@@ -16,9 +16,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from atoll import schedules
+from atoll.plans import schedules
 from atoll.program import Programs
-from atoll.sim import Rates, Speed, simulate
+from atoll.program.sim import Rates, Speed, simulate
 from benchmarks.environment import ROOT
 from benchmarks.islands.front import near_front
 from benchmarks.islands.network import Islands

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
-from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency
+from atoll.plans.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency
 
 CHUNKS = (2, 4)
 MICROBATCHES = (8, 16, 32)

@@ -19,11 +19,11 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from atoll import schedules
-from atoll.ir import Schedule
-from atoll.schedules import Link, Links, Memory, lower_bound
-from atoll.schedules.problem import Problem
-from atoll.sim import Costs, simulate
+from atoll.plans import schedules
+from atoll.plans.ir import Schedule
+from atoll.plans.schedules import Link, Links, Memory, lower_bound
+from atoll.plans.schedules.problem import Problem
+from atoll.program.sim import Costs, simulate
 from benchmarks.emulated.work import Work
 from benchmarks.islands import tables
 from benchmarks.islands.network import INTERFACE, Islands

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from atoll.ir import Schedule
+from atoll.plans.ir import Schedule
 from atoll.runtime.transport import Tag, Transport
 from atoll.testing.parity import difference
 from benchmarks.emulated.contenders import Contender, atoll_contender

@@ -4,7 +4,7 @@ Nothing is measured but the seconds of the search: times of layers are in propor
 simulated, without hops. Everything but the seconds is a function of the models below.
 
     equal     interleaved 1F1B of two chunks, the same number of layers in each stage, as Megatron-LM splits
-    even      the same on the split of `atoll.stages`, as even by time as can be
+    even      the same on the split of `atoll.plans.stages`, as even by time as can be
     best      the best schedule of the catalogue on that split, of any placement, built for the costs where it takes any
     within    the joint search in no more memory than `equal` keeps on its fullest rank; else memory is not limited
 """
@@ -19,12 +19,12 @@ from itertools import accumulate, pairwise
 from statistics import mean, median
 from typing import Any
 
-from atoll.errors import AtollError
-from atoll.ir import Placement
-from atoll.joint import Layer, split_and_order
-from atoll.schedules import CATALOGUE, Memory, build
-from atoll.sim import Costs, simulate
-from atoll.stages import BlockWeight, split_blocks
+from atoll.base.errors import AtollError
+from atoll.plans.ir import Placement
+from atoll.plans.schedules import CATALOGUE, Memory, build
+from atoll.plans.stages import BlockWeight, split_blocks
+from atoll.prediction.joint import Layer, split_and_order
+from atoll.program.sim import Costs, simulate
 from benchmarks.islands import tables
 
 SEARCHED = ("auto", "zb-1p", "zb-2p", "optimal")
@@ -188,7 +188,7 @@ def report(result: dict[str, Any]) -> str:
         "Written by `python benchmarks/run.py uneven`. **Simulated**: layers take times in proportion to their "
         "operations, hops take no time, and memory is not limited unless stated.",
         tables.measured_in(result["environment"]) if "environment" in result else "",
-        "`atoll.joint.split_and_order` chooses the layers of each stage, the placement and the order. *bubble*: its "
+        "`split_and_order` chooses the layers of each stage, the placement and the order. *bubble*: its "
         "step time beyond the work, spread evenly over the ranks. The others are relative to its step time: *equal*, "
         "interleaved 1F1B of two chunks with equally many layers in each stage; *even*, the same with layers split "
         "by time; *best*, the best schedule of the catalogue on the even split of its placement. *in equal's "

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from atoll import schedules
-from atoll.ir import insert_vocabulary
-from atoll.sim import Costs, simulate
+from atoll.plans import schedules
+from atoll.plans.ir import insert_vocabulary
+from atoll.program.sim import Costs, simulate
+from atoll.program.trace import Span
 from atoll.testing import RankPool
-from atoll.trace import Span
 from benchmarks.emulated.race import go_first, hop_seconds, together
 from benchmarks.islands import tables
 from benchmarks.vocabulary.work import Device, Way, Work, engine_of, sleeping

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atoll import schedules
-from atoll.ir import Placement
-from atoll.layouts import Layout, Precision
-from atoll.models import SequentialAdapter, Vocabulary
-from atoll.plans import MeshShape, Plan
+from atoll.plans import schedules
+from atoll.plans.ir import Placement
+from atoll.plans.layouts import Layout, Precision
+from atoll.plans.plan import MeshShape, Plan
+from atoll.plans.stages import BlockWeight, layers_of, split_blocks
 from atoll.runtime.engine import Engine
+from atoll.runtime.models import SequentialAdapter, Vocabulary
 from atoll.runtime.sharding.room import Room
 from atoll.runtime.vocabulary.slice import VocabularySlice
-from atoll.stages import BlockWeight, layers_of, split_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

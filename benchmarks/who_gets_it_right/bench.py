@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from atoll.layouts import EFFECTIVE
+from atoll.plans.layouts import EFFECTIVE
 from atoll.testing import RankPool
 from benchmarks.islands.contenders import has_deepspeed
 from benchmarks.islands.tables import grid, measured_in

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from atoll.errors import RankError
+from atoll.base.errors import RankError
 from atoll.testing import RankPool
 from atoll.testing.parity import difference
 from benchmarks.who_gets_it_right.contenders import build

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atoll.models import adapter_for, initialise_model
+from atoll.runtime.models import adapter_for, initialise_model
 from atoll.testing.tiny import TinyConfig, tiny_model
 
 Parameters = dict[str, Tensor]

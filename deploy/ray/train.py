@@ -25,7 +25,7 @@ def train_rank(options: dict[str, Any]) -> dict[str, float | None]:
     import torch
 
     import atoll
-    from atoll.models import Decoder, DecoderConfig
+    from atoll.runtime.models import Decoder, DecoderConfig
 
     context = ray.train.get_context()
     world, local = context.get_world_size(), context.get_local_world_size()

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atoll.models import Block
+from atoll.runtime.models import Block
 
 
 class Inputs(nn.Module):

@@ -41,7 +41,7 @@ PAGES = (
         "plans",
         "Plans",
         "A `Plan` combines a mesh, a [layout](layouts.md), a [schedule](schedules.md), a precision and microbatches.",
-        {"atoll": ["Plan", "MeshShape", "Outer"], "atoll.plans": ["Place"]},
+        {"atoll": ["Plan", "MeshShape", "Outer"], "atoll.plans.plan": ["Place"]},
     ),
     Page(
         "layouts",
@@ -50,7 +50,7 @@ PAGES = (
         "[Layouts](../layouts.md) explains them.",
         {
             "atoll": ["Layout", "Precision"],
-            "atoll.layouts": [
+            "atoll.plans.layouts": [
                 *("Level", "ALIASES", "ALL", "EFFECTIVE", "PRESETS", "ITEM_BYTES"),
                 *("footprint", "Footprint", "traffic", "Traffic", "working_memory", "WorkingMemory", "AT_ONCE"),
                 *("reduced_at_once", "published_memory", "PublishedMemory"),
@@ -79,11 +79,11 @@ PAGES = (
         "[which schedule](../which-schedule.md) helps to choose.",
         {
             "atoll": ["Schedule", "Action", "Op", "Placement"],
-            "atoll.schedules": [
+            "atoll.plans.schedules": [
                 *("build", "CATALOGUE", "Entry", "ClosedForm", "RankForm", "Sizes"),
                 *("Problem", "Memory", "Links", "Link", "lower_bound"),
             ],
-            "atoll.ir": [
+            "atoll.plans.ir": [
                 *("lower", "insert_messages", "insert_sharding", "insert_vocabulary"),
                 *("COMPUTE", "MESSAGES", "SHARDING", "VOCABULARY"),
             ],
@@ -123,8 +123,8 @@ PAGES = (
         "Simulated and measured steps are traces of the same type.",
         {
             "atoll": ["simulate", "Costs", "Rates", "Speed", "Trace"],
-            "atoll.sim": ["play", "Played", "Timing"],
-            "atoll.trace": [
+            "atoll.program.sim": ["play", "Played", "Timing"],
+            "atoll.program.trace": [
                 *("Span", "Idle", "MemorySample", "to_chrome", "from_chrome", "lane_of", "apart", "Timed", "AnyTimed"),
             ],
         },
@@ -135,7 +135,7 @@ PAGES = (
         "Chooses a plan for a workload on a cluster. [Plan](../plan.md) explains it.",
         {
             "atoll": ["plan"],
-            "atoll.planner": [
+            "atoll.prediction.planner": [
                 *("Goal", "Space", "Search", "Found", "Answer", "Candidate", "Alternative", "Change", "Order"),
                 *("choices", "settings", "EFFORT"),
             ],
@@ -147,7 +147,7 @@ PAGES = (
         "Adapters that split a model into blocks, the built-in decoder, initial values and weights. "
         "[Models](../models.md) and [adapters](../adapters.md) explain them.",
         {
-            "atoll.models": [
+            "atoll.runtime.models": [
                 *("Adapter", "Block", "Vocabulary", "Batch", "adapter_for", "check_blocks", "shared_parameters"),
                 *("Decoder", "DecoderConfig", "DecoderAdapter", "SequentialAdapter", "token_cross_entropy"),
                 *("Weights", "weights_for", "initialise_model", "initialise_block", "initial_values", "reset_module"),
@@ -161,7 +161,7 @@ PAGES = (
         "Data",
         "Text to tokens, and the order of samples. [Data](../data.md) explains them.",
         {
-            "atoll.data": [
+            "atoll.training.data": [
                 *("Source", "find_source", "documents", "fingerprint", "prepare", "preview", "Corpus"),
                 *("prepare_supply", "preview_supply", "Supply", "Name"),
                 *("Tokenizer", "ByteTokenizer", "FileTokenizer", "expected_ids"),
@@ -175,7 +175,7 @@ PAGES = (
         "Config",
         "The TOML file of a run. [Training](../training.md) lists its keys.",
         {
-            "atoll.config": [
+            "atoll.training.config": [
                 *("load", "from_dict", "known_keys", "Config", "Model", "Lora", "Data", "Train", "Parallel", "Run"),
                 "Checkpoint",
             ],
@@ -187,7 +187,7 @@ PAGES = (
         "All errors are subclasses of `AtollError`. [Errors](../errors.md) lists exit codes.",
         {
             "atoll": ["AtollError"],
-            "atoll.errors": [
+            "atoll.base.errors": [
                 *("UserError", "ConfigError", "ScheduleError", "LayoutError", "PlanError", "DataError", "RecordError"),
                 *("CheckpointError", "DamageError", "RunError", "BadStepError", "ReplicaError", "RankError"),
                 *("CostWarning", "UnverifiedWarning", "WeightsWarning"),

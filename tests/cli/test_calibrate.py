@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from atoll.base.errors import ConfigError
 from atoll.cli.main import app
-from atoll.config import load
-from atoll.cost import Cluster
-from atoll.cost.calibration import changed
-from atoll.errors import ConfigError
+from atoll.prediction.cost import Cluster
+from atoll.prediction.cost.calibration import changed
+from atoll.training.config import load
 from atoll.training.measurements import read_rows
 
 CONFIG = """

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from atoll.base.errors import ConfigError
 from atoll.cli.main import app
-from atoll.cost import Cluster
-from atoll.cost.comparison import Difference, Taken, by_part, compare, taken
-from atoll.errors import ConfigError
+from atoll.prediction.cost import Cluster
+from atoll.prediction.cost.comparison import Difference, Taken, by_part, compare, taken
 from atoll.program import Do, Operation
 from atoll.testing import progress
 from atoll.training.folder import RunFolder, read_records, typical_seconds

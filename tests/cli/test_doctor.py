@@ -16,8 +16,8 @@ import torch
 
 from atoll.cli.doctor import Examination, Package, Problem, _version_problems, examine
 from atoll.cli.main import main
-from atoll.cost import Cluster
-from atoll.measuring.measure import to_tables
+from atoll.prediction.cost import Cluster
+from atoll.runtime.measuring.measure import to_tables
 from atoll.testing.progress import finish, run
 
 pytestmark = pytest.mark.usefixtures("warm")

@@ -41,8 +41,8 @@ STEPS = (f"train.steps={LENGTH}", "train.precision=fp64", "train.eval_every=0", 
 WAITS = """
 import os, pathlib, sys, time
 from atoll.cli.main import main
-from atoll.errors import RunError
-from atoll.models.decoder import Attention
+from atoll.base.errors import RunError
+from atoll.runtime.models.decoder import Attention
 from atoll.training import process
 
 folder, left = pathlib.Path(FOLDER), LEFT

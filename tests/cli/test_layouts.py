@@ -7,8 +7,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from atoll.base.errors import UserError
 from atoll.cli.layouts import command
-from atoll.errors import UserError
 
 
 def _run(*arguments: str) -> Any:

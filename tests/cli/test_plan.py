@@ -11,12 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 import atoll
+from atoll.base.errors import ConfigError
 from atoll.cli.main import app
-from atoll.config import load
-from atoll.cost import Cluster
-from atoll.errors import ConfigError
-from atoll.planner import Answer, settings
+from atoll.prediction.cost import Cluster
+from atoll.prediction.planner import Answer, settings
 from atoll.training.choosing import load_chosen, question, space_of
+from atoll.training.config import load
 
 pytestmark = pytest.mark.usefixtures("warm")
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from atoll.base.errors import CheckpointError, ConfigError, DataError, PlanError, UserError
 from atoll.cli.main import app
-from atoll.cost import Breakdown, Held
-from atoll.errors import CheckpointError, ConfigError, DataError, PlanError, UserError
+from atoll.prediction.cost import Breakdown, Held
 
 MODEL = """
 [model]
@@ -366,7 +366,7 @@ def test_a_run_that_would_start_and_is_not_predicted_is_no_error(folder: Path) -
 
 @pytest.mark.slow
 def test_a_large_corpus_that_is_not_prepared_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atoll.data.store.PREVIEWED_BYTES", 100)
+    monkeypatch.setattr("atoll.training.data.store.PREVIEWED_BYTES", 100)
     result = run("train", folder, "--dry-run", cluster=False)
     assert "note: the corpus is not prepared yet" in result.stderr
     assert "bytes at the peak" in result.stdout

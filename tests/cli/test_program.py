@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from atoll.base.errors import UserError
 from atoll.cli.main import app
-from atoll.errors import UserError
 
 CONFIG = """
 [model]

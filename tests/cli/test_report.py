@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from atoll.base.errors import ConfigError
 from atoll.cli.main import app
-from atoll.errors import ConfigError
-from atoll.report import page
 from atoll.training.folder import LARGEST_LINE
+from atoll.training.report import page
 from atoll.training.sheet import RunReader
 from tests.clusters import TWO_CPUS
-from tests.report.sheets import RANKS
-from tests.report.test_report import data_of
+from tests.training.report.sheets import RANKS
+from tests.training.report.test_report import data_of
 
 CONFIG = """
 [model]

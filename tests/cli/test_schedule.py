@@ -6,10 +6,10 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from atoll.base.errors import UserError
 from atoll.cli.schedule import command
-from atoll.errors import UserError
-from atoll.ir.text import from_csv
-from atoll.schedules import CATALOGUE, build
+from atoll.plans.ir.text import from_csv
+from atoll.plans.schedules import CATALOGUE, build
 
 KEYS = [
     "schedule", "ranks", "chunks", "microbatches", "makespan", "bubble_rate", "span", "span_bubble_rate",

@@ -17,15 +17,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from atoll.base.errors import ConfigError
+from atoll.base.units import format_seconds
 from atoll.cli.main import main
-from atoll.config import load
-from atoll.errors import ConfigError
 from atoll.runtime.launch import PROCESS
 from atoll.testing.progress import finish, run, wait_until
+from atoll.training.config import load
 from atoll.training.folder import Start
 from atoll.training.lock import RunLock
 from atoll.training.process import Request
-from atoll.units import format_seconds
 from tests.warm import left
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -63,7 +63,7 @@ ATOLL = (sys.executable, "-m", "atoll")
 BREAKS_IN_RANK_1 = """
 import os, pathlib, signal, sys, time
 from atoll.cli.main import main
-from atoll.models.decoder import Attention
+from atoll.runtime.models.decoder import Attention
 
 folder, manner = pathlib.Path(sys.argv.pop(1)), sys.argv.pop(1)
 (folder / f"pid-{os.environ.get('RANK', 'parent')}").write_text(str(os.getpid()))

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from atoll.base.errors import RunError, UserError
+from atoll.base.toml import nested_to_toml
+from atoll.base.unexpected import LONGEST, LONGEST_ENTRY, LONGEST_LINE
 from atoll.cli.main import main
-from atoll.data.tokenizer import train_bpe
-from atoll.errors import RunError, UserError
-from atoll.toml import nested_to_toml
-from atoll.unexpected import LONGEST, LONGEST_ENTRY, LONGEST_LINE
+from atoll.training.data.tokenizer import train_bpe
 
 LONG = 1_000_000
 
@@ -53,7 +53,7 @@ def test_what_nobody_expected_is_bounded_and_kept(
         except KeyError as cause:
             raise ValueError(f"begins\n{'y' * length} \ud800 ends") from cause
 
-    monkeypatch.setattr("atoll.schedules.build", fails)
+    monkeypatch.setattr("atoll.plans.schedules.build", fails)
     code, err = said(monkeypatch, capsys, "schedule", "1f1b")
     *traceback, line, where = err.splitlines()
     assert code == 1
@@ -89,7 +89,7 @@ def test_a_panic_of_a_library_in_rust_is_an_error(
     def panics(*_: object, **__: object) -> None:
         raise PanicException("index out of bounds")
 
-    monkeypatch.setattr("atoll.schedules.build", panics)
+    monkeypatch.setattr("atoll.plans.schedules.build", panics)
     code, err = said(monkeypatch, capsys, "schedule", "1f1b")
     assert code == 1
     assert "PanicException: index out of bounds (" in err.splitlines()[-1]
@@ -136,7 +136,7 @@ def test_what_a_library_says_at_a_door_is_bounded(
 BREAKS = """
 import sys
 from atoll.cli.main import main
-from atoll.models.decoder import Attention
+from atoll.runtime.models.decoder import Attention
 
 def fails(*_):
     raise ValueError("x" * 1_000_000)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from atoll.cli.main import main
-from atoll.data import prepare
 from atoll.runtime.checkpoint import Piece, save, step_folder
+from atoll.training.data import prepare
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from atoll.base.errors import RunError
 from atoll.cli.main import app
 from atoll.cli.watch import serve
-from atoll.errors import RunError
 from atoll.testing.progress import Progress, finish, join, run
 from atoll.training.sheet import RunReader
 from benchmarks.browser import browser, found

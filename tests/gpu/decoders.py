@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from atoll import schedules
-from atoll.ir.residency import Residency
-from atoll.layouts import Layout, Precision
-from atoll.models import Decoder, DecoderConfig
-from atoll.plans import MeshShape, Plan
+from atoll.plans import schedules
+from atoll.plans.ir.residency import Residency
+from atoll.plans.layouts import Layout, Precision
+from atoll.plans.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
+from atoll.runtime.models import Decoder, DecoderConfig
 
 VOCABULARY = 256
 MICROBATCHES = 2

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 
-from atoll.layouts import NO_CODECS
+from atoll.plans.layouts import NO_CODECS
 from atoll.program.table import OPERATIONS
 from atoll.runtime.lanes import Job, Lane
 from atoll.runtime.pipeline.executor import Executor

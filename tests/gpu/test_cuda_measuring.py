@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from atoll.cost import Cluster
-from atoll.measuring.measure import measure
+from atoll.prediction.cost import Cluster
+from atoll.runtime.measuring.measure import measure
 from atoll.testing import run_ranks
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from atoll.layouts import EFFECTIVE
+from atoll.plans.layouts import EFFECTIVE
 from atoll.program import Do
 from tests.gpu import decoders
 from tests.gpu.conftest import Record

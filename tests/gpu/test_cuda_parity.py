@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from atoll.layouts import EFFECTIVE
+from atoll.plans.layouts import EFFECTIVE
 from atoll.testing.parity import Case, reference, train, worst_difference
 from atoll.testing.tiny import TinyConfig
 from tests.gpu.ranks import on_host

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from atoll.layouts import Codec, Codecs
-from atoll.outer import Outer
+from atoll.plans.layouts import Codec, Codecs
+from atoll.plans.outer import Outer
 from atoll.testing.parity import Case
 from atoll.testing.tiny import TinyConfig
 from tests.gpu.ranks import assert_equals_one_process, assert_equals_the_cpu, assert_same_bits, run, train_late

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from atoll.ir import Placement
+from atoll.plans.ir import Placement
 from atoll.program import BlockShape, Do, Operation, Phase, RankShape, StageShape, UnitShape
 
 WHOLE = 100

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from atoll import schedules
-from atoll.errors import ScheduleError
+from atoll.base.errors import ScheduleError
+from atoll.plans import schedules
 from atoll.program import OPERATIONS, Instruction, Operation, Program, Programs
 from atoll.program.draw import draw_program
 from atoll.program.memory import held_after
+from atoll.program.sim.programs import Rates, Speed, play
 from atoll.program.table import Buffer, Fact, Lane, Need, Per, Use
 from atoll.runtime.plays import PLAYS, check_complete, of_unit
-from atoll.sim.programs import Rates, Speed, play
 from atoll.testing.parity import Case
 from tests.program.test_lower import programs
 

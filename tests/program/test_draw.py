@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from atoll import schedules
-from atoll.ir import lower
+from atoll.plans import schedules
+from atoll.plans.ir import lower
 from atoll.program import Do, Program, lower_row
 from atoll.program.draw import draw_program, listing
 from tests.program.shapes import shapes_of

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from atoll import schedules
-from atoll.errors import ScheduleError
-from atoll.ir import Op, Schedule, insert_vocabulary, lower
-from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, counts
+from atoll.base.errors import ScheduleError
+from atoll.plans import schedules
+from atoll.plans.ir import Op, Schedule, insert_vocabulary, lower
+from atoll.plans.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, counts
 from atoll.program import Bytes, Do, Ending, Instruction, Operation, Program, lower_row, makes
 from atoll.program.memory import held_after
 from tests.drawn import drawn, example

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from atoll.layouts import EFFECTIVE, FlatMap, Nest, Precision, SegmentShape, Sharding
+from atoll.plans.layouts import EFFECTIVE, FlatMap, Nest, Precision, SegmentShape, Sharding
 from atoll.program import Do, UnitShape
 from atoll.program.units import unit_shape
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from atoll.errors import PlanError
-from atoll.layouts import EFFECTIVE
+from atoll.base.errors import PlanError
+from atoll.plans.layouts import EFFECTIVE
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, reference, whole_parameters
 from atoll.testing.tiny import TinyConfig

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from atoll.errors import CheckpointError, RankError
+from atoll.base.errors import CheckpointError, RankError
 from atoll.runtime.checkpoint import Background, Piece, background, folders, is_complete, load, verify
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, History, reference, whole_parameters, worst_difference

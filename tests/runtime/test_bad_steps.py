@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from atoll import Engine
-from atoll.errors import BadStepError, PlanError
-from atoll.faults import ROLLBACKS, SKIPS_IN_A_ROW, Fault, Made, Policy, Sighting
+from atoll.base.errors import BadStepError, PlanError
+from atoll.base.faults import ROLLBACKS, SKIPS_IN_A_ROW, Fault, Made, Policy, Sighting
 from atoll.runtime.pipeline.step_end import LossScaler, StepResult
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, History, results, whole_parameters, worst_difference

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from atoll.errors import RunError
+from atoll.base.errors import RunError
 from atoll.runtime.pipeline.block import Draw, LocalBlock, Passage, pass_on
 
 DRAW = Draw(seed=1, step=2, microbatch=3)

@@ -33,8 +33,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from atoll._torch import CHECKPOINT_RECORDS, TORCH
-from atoll.errors import AtollError, CheckpointError, DamageError, RankError, UnverifiedWarning
+from atoll.base._torch import CHECKPOINT_RECORDS, TORCH
+from atoll.base.errors import AtollError, CheckpointError, DamageError, RankError, UnverifiedWarning
 from atoll.runtime.checkpoint import (
     Archive,
     Piece,

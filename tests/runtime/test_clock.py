@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from atoll.ir import Action, Op
+from atoll.plans.ir import Action, Op
 from atoll.program import Do, Instruction
 from atoll.runtime.pipeline import clock
 from atoll.runtime.pipeline.clock import Clock

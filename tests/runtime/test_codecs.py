@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll.errors import CostWarning
-from atoll.faults import Policy
-from atoll.layouts import CODES, Codec, Codecs, Footprint, Level
+from atoll.base.errors import CostWarning
+from atoll.base.faults import Policy
+from atoll.plans.layouts import CODES, Codec, Codecs, Footprint, Level
 from atoll.program.traffic import sent_by
 from atoll.runtime.checkpoint import folders
 from atoll.runtime.sharding.segment import Segment

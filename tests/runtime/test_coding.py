@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from atoll.layouts import CODES, Codec
+from atoll.plans.layouts import CODES, Codec
 from atoll.runtime.sharding import coding
 from atoll.testing.coded import Kind, coded
 

@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.pipelining._backward import stage_backward_input
 
-from atoll import schedules
-from atoll.ir import Op
-from atoll.layouts import Layout, Nest, Precision, Sharding
-from atoll.models import Decoder, DecoderConfig
-from atoll.plans import MeshShape
+from atoll.plans import schedules
+from atoll.plans.ir import Op
+from atoll.plans.layouts import Layout, Nest, Precision, Sharding
+from atoll.plans.plan import MeshShape
+from atoll.program.sim import Costs
 from atoll.runtime.engine import Engine
 from atoll.runtime.lanes import AT_ONCE, lanes_of
+from atoll.runtime.models import Decoder, DecoderConfig
 from atoll.runtime.pipeline.deferred import Collector, compute_weights, defer
 from atoll.runtime.sharding.segment import Surroundings
 from atoll.runtime.sharding.unit import Unit, UnitSpec
 from atoll.runtime.transport import connect
-from atoll.sim import Costs
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, History, assert_parity, reference, train, worst_difference
 from atoll.testing.tiny import TinyConfig, tiny_model

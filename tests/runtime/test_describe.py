@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from atoll.ir.residency import Residency
-from atoll.models import Decoder, DecoderConfig
+from atoll.plans.ir.residency import Residency
 from atoll.program import Do, Program
+from atoll.program.sim import Rates, simulate
 from atoll.runtime.assemble.describe import describe, programs_of
-from atoll.sim import Rates, simulate
+from atoll.runtime.models import Decoder, DecoderConfig
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case
 from atoll.testing.tiny import TinyConfig

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from atoll.errors import PlanError
-from atoll.models import Decoder, DecoderConfig, adapter_for, check_documents
+from atoll.base.errors import PlanError
+from atoll.runtime.models import Decoder, DecoderConfig, adapter_for, check_documents
 from atoll.testing import run_ranks
 from atoll.testing.families import CAUSAL, Family
 from atoll.testing.parity import Case, train, worst_difference

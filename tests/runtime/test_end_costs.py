@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from atoll import schedules
-from atoll.layouts import Layout, Precision
-from atoll.models import Decoder, DecoderConfig
-from atoll.models.batch import as_tensors, on_device
-from atoll.plans import MeshShape, Plan
+from atoll.plans import schedules
+from atoll.plans.layouts import Layout, Precision
+from atoll.plans.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
+from atoll.runtime.models import Decoder, DecoderConfig
+from atoll.runtime.models.batch import as_tensors, on_device
 from atoll.runtime.sharding.optimizer import fused_by_default
 from atoll.runtime.sharding.room import Room
 from atoll.runtime.sharding.segment import _AT_A_TIME, _sum_by_rows

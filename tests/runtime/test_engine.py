@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from atoll import Engine
-from atoll.errors import PlanError, RankError, RunError
-from atoll.ir import Op, lower
-from atoll.models import adapter_for, initialise_model
+from atoll.base.errors import PlanError, RankError, RunError
+from atoll.plans.ir import Op, lower
+from atoll.runtime.models import adapter_for, initialise_model
 from atoll.runtime.pipeline.step_end import StepResult
 from atoll.testing import run_ranks
 from atoll.testing.parity import (

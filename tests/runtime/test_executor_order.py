@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atoll import schedules
-from atoll.ir import Action, Op
-from atoll.layouts import Layout
-from atoll.models import Adapter
-from atoll.models.adapter import SequentialAdapter
-from atoll.plans import MeshShape, Plan
+from atoll.plans import schedules
+from atoll.plans.ir import Action, Op
+from atoll.plans.layouts import Layout
+from atoll.plans.plan import MeshShape, Plan
 from atoll.program import Do, Ending
+from atoll.program.trace import Span
 from atoll.runtime.engine import Engine
 from atoll.runtime.failure import Doing
+from atoll.runtime.models import Adapter
+from atoll.runtime.models.adapter import SequentialAdapter
 from atoll.runtime.pipeline.executor import Executor
 from atoll.runtime.transport import world_store
 from atoll.testing import run_ranks
-from atoll.trace import Span
 
 MICROBATCHES = 4
 WIDTH = 8

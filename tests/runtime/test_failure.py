@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from atoll.errors import ConfigError, RankError
+from atoll.base.errors import ConfigError, RankError
 from atoll.runtime.failure import Pace, Watch, frames_of, words_of
 from atoll.runtime.monitor import (
     BEAT_SECONDS,
@@ -537,7 +537,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
-from atoll.errors import AtollError
+from atoll.base.errors import AtollError
 from atoll.testing.parity import Case
 from atoll.testing.tiny import TinyConfig
 dist.init_process_group("gloo")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll.errors import RankError
+from atoll.base.errors import RankError
 from atoll.testing import run_ranks
 from atoll.testing.families import CAUSAL, IN_FOLDERS, MASKED, Family, family_config
 from atoll.testing.parity import (

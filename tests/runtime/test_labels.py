@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from atoll import Engine, Layout, MeshShape, Plan, schedules
-from atoll.errors import PlanError, RankError
+from atoll import Engine, Layout, MeshShape, Plan
+from atoll.base.errors import PlanError, RankError
+from atoll.plans import schedules
 from atoll.testing import run_ranks
 
 VOCABULARY = 48

@@ -12,8 +12,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from atoll.errors import RankError
-from atoll.layouts import Codec, Codecs
+from atoll.base.errors import RankError
+from atoll.plans.layouts import Codec, Codecs
 from atoll.runtime.lanes import AT_ONCE, KINDS, Job, Kind, Threads, lane_of, lanes_of
 from atoll.runtime.pipeline.clock import clock_of
 from atoll.runtime.sharding.segment import Segment

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.errors import ConfigError, RankError, UserError
+from atoll.base.errors import ConfigError, RankError, UserError
 from atoll.runtime.launch import Rendezvous, interface_of, launch_local, torchrun_environment
 from atoll.runtime.monitor import Monitor
 from atoll.testing.clock import Clock

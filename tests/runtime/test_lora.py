@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from atoll import Engine, schedules
-from atoll.layouts import Layout, Precision, traffic
-from atoll.layouts.flat import aligned
-from atoll.models import SequentialAdapter
-from atoll.plans import MeshShape, Plan
+from atoll import Engine
+from atoll.plans import schedules
+from atoll.plans.layouts import Layout, Precision, traffic
+from atoll.plans.layouts.flat import aligned
+from atoll.plans.plan import MeshShape, Plan
+from atoll.runtime.models import SequentialAdapter
 from atoll.testing import run_ranks
 
 HIDDEN, RANK, BLOCKS, MICROBATCHES, STEPS = 16, 2, 4, 2, 3

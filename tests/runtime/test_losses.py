@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atoll import Engine, Layout, MeshShape, Plan, schedules
-from atoll.errors import AtollError, BadStepError, PlanError, RankError
-from atoll.models import Loss
+from atoll import Engine, Layout, MeshShape, Plan
+from atoll.base.errors import AtollError, BadStepError, PlanError, RankError
+from atoll.plans import schedules
+from atoll.runtime.models import Loss
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_parity, difference, reference, train, unsplit
 from atoll.testing.reference import History, forward, rows

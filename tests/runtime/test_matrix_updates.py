@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll.layouts import Whole, saved_besides
+from atoll.plans.layouts import Whole, saved_besides
 from atoll.runtime.checkpoint import Archive
 from atoll.runtime.sharding.muon import MatricesAndRest
 from atoll.testing import run_ranks

@@ -8,8 +8,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from atoll.layouts import ALL, EFFECTIVE, Footprint, Layout, traffic
-from atoll.layouts.flat import aligned
+from atoll.plans.layouts import ALL, EFFECTIVE, Footprint, Layout, traffic
+from atoll.plans.layouts.flat import aligned
 from atoll.runtime.sharding.segment import Segment
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case

@@ -17,12 +17,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from atoll import schedules
-from atoll.ir.residency import Residency
-from atoll.layouts import EFFECTIVE, Layout, Precision
-from atoll.models import Decoder, DecoderConfig, adapter_for, initialise_model, token_cross_entropy
-from atoll.plans import MeshShape, Plan
+from atoll.plans import schedules
+from atoll.plans.ir.residency import Residency
+from atoll.plans.layouts import EFFECTIVE, Layout, Precision
+from atoll.plans.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
+from atoll.runtime.models import Decoder, DecoderConfig, adapter_for, initialise_model, token_cross_entropy
 
 SIZES = DecoderConfig(vocabulary=64, layers=2, hidden=192, heads=2, kv_heads=2, ffn=768)
 TOKENS = 4

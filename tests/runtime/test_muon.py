@@ -12,9 +12,9 @@ from torch import nn
 
 import atoll
 from atoll import Engine
-from atoll.errors import CheckpointError, PlanError, RankError
-from atoll.layouts import EFFECTIVE, Codec, Codecs
-from atoll.outer import Outer
+from atoll.base.errors import CheckpointError, PlanError, RankError
+from atoll.plans.layouts import EFFECTIVE, Codec, Codecs
+from atoll.plans.outer import Outer
 from atoll.program import Do, way_of
 from atoll.runtime.sharding.muon import orthogonalize
 from atoll.testing import run_ranks

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from atoll.errors import PlanError
-from atoll.ir import Action, Op, Placement
+from atoll.base.errors import PlanError
+from atoll.plans.ir import Action, Op, Placement
+from atoll.plans.schedules import CATALOGUE
 from atoll.runtime.mail import Mail
 from atoll.runtime.outline import _check_false_starts
 from atoll.runtime.transport import Channel, Tag
-from atoll.schedules import CATALOGUE
 from atoll.testing import run_ranks
 from atoll.testing.ordered import in_order
 from atoll.testing.parity import Case, History, reference, train, worst_difference

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from atoll.base.errors import PlanError, RankError
 from atoll.cli.program import outer_turns
-from atoll.errors import PlanError, RankError
-from atoll.layouts import CODES, Codec, Codecs
-from atoll.outer import Outer
+from atoll.plans.layouts import CODES, Codec, Codecs
+from atoll.plans.outer import Outer
 from atoll.runtime.assemble.describe import describe
 from atoll.runtime.checkpoint import Archive
 from atoll.runtime.pipeline.step_end import LossScaler

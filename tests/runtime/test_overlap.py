@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from atoll import schedules
-from atoll.errors import ConfigError, RankError
-from atoll.layouts import Layout, Precision
-from atoll.layouts.flat import aligned
-from atoll.models import Adapter
-from atoll.models.adapter import SequentialAdapter
-from atoll.plans import MeshShape, Plan
+from atoll.base.errors import ConfigError, RankError
+from atoll.plans import schedules
+from atoll.plans.layouts import Layout, Precision
+from atoll.plans.layouts.flat import aligned
+from atoll.plans.plan import MeshShape, Plan
 from atoll.program import Do
 from atoll.runtime.engine import Engine
+from atoll.runtime.models import Adapter
+from atoll.runtime.models.adapter import SequentialAdapter
 from atoll.runtime.sharding.segment import Segment, State
 from atoll.runtime.transport import GlooTransport
 from atoll.testing import run_ranks

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from atoll.layouts import ALL, EFFECTIVE
+from atoll.plans.layouts import ALL, EFFECTIVE
 from atoll.testing.parity import Case, assert_parity
 from atoll.testing.tiny import TinyConfig
 from tests.drawn import drawn

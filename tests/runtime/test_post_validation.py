@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from atoll import Engine, schedules
-from atoll.errors import RunError
-from atoll.layouts import EFFECTIVE, Layout, Precision
-from atoll.models import SequentialAdapter
-from atoll.plans import MeshShape, Plan
+from atoll import Engine
+from atoll.base.errors import RunError
+from atoll.plans import schedules
+from atoll.plans.layouts import EFFECTIVE, Layout, Precision
+from atoll.plans.plan import MeshShape, Plan
+from atoll.runtime.models import SequentialAdapter
 from atoll.runtime.pipeline.step_end import StepResult
 from atoll.runtime.sharding.optimizer import decay_matrices
 from atoll.runtime.sharding.unit import Unit

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from atoll import schedules
-from atoll.layouts import Layout, Precision
-from atoll.models import Decoder, DecoderConfig
-from atoll.plans import MeshShape, Plan
+from atoll.plans import schedules
+from atoll.plans.layouts import Layout, Precision
+from atoll.plans.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
+from atoll.runtime.models import Decoder, DecoderConfig
 from atoll.testing import run_ranks
 
 STEPS = 200

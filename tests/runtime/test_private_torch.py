@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh
 
-from atoll._torch import (
+from atoll.base._torch import (
     TORCH,
     SeenItems,
     bare_copy,

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from atoll import Engine, schedules
-from atoll.layouts import Layout
-from atoll.models import Adapter
-from atoll.models.adapter import SequentialAdapter
-from atoll.plans import MeshShape, Plan
+from atoll import Engine
+from atoll.plans import schedules
+from atoll.plans.layouts import Layout
+from atoll.plans.plan import MeshShape, Plan
+from atoll.runtime.models import Adapter
+from atoll.runtime.models.adapter import SequentialAdapter
 from atoll.runtime.randomness import block_seed, draw_alike, draw_apart, seed_block
 from atoll.testing import run_ranks
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atoll.errors import ReplicaError
+from atoll.base.errors import ReplicaError
 from atoll.runtime.sharding.replicas import Difference, Holding, differences
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case

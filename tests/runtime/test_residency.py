@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from atoll.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, counts, held_stages
-from atoll.layouts import Level
+from atoll.plans.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, counts, held_stages
+from atoll.plans.layouts import Level
 from atoll.program import Do
 from atoll.runtime.sharding.segment import Segment, State
 from atoll.testing import run_ranks

@@ -13,13 +13,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from atoll import schedules
-from atoll.errors import CheckpointError, DamageError, RankError, RunError
-from atoll.layouts import Codec, Codecs, Layout
-from atoll.models import Adapter
-from atoll.models.adapter import SequentialAdapter
-from atoll.plans import MeshShape, Plan
+from atoll.base.errors import CheckpointError, DamageError, RankError, RunError
+from atoll.plans import schedules
+from atoll.plans.layouts import Codec, Codecs, Layout
+from atoll.plans.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
+from atoll.runtime.models import Adapter
+from atoll.runtime.models.adapter import SequentialAdapter
 from atoll.runtime.pipeline.step_end import LossScaler
 from atoll.runtime.sharding.state import SCALER
 from atoll.testing import run_ranks

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from atoll.errors import ConfigError
+from atoll.base.errors import ConfigError
 from atoll.runtime import same
 from atoll.runtime.engine import Engine
 from atoll.runtime.same import difference

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atoll import schedules
+from atoll.plans import schedules
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_parity, train
 from atoll.testing.tiny import TinyConfig

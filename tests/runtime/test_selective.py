@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from atoll._torch import watched_operations
-from atoll.errors import RunError
-from atoll.models import operations
+from atoll.base._torch import watched_operations
+from atoll.base.errors import RunError
+from atoll.runtime.models import operations
 from atoll.runtime.pipeline.block import Draw, LocalBlock, Passage
 from atoll.runtime.pipeline.deferred import Collector, defer
 from atoll.runtime.pipeline.selective import PRODUCTS, Selective

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from atoll import Engine, schedules
-from atoll.layouts import Layout, Precision
-from atoll.models import Adapter, adapter_for, initialise_model
-from atoll.models.adapter import SequentialAdapter
-from atoll.plans import MeshShape, Plan
+from atoll import Engine
+from atoll.plans import schedules
+from atoll.plans.layouts import Layout, Precision
+from atoll.plans.plan import MeshShape, Plan
+from atoll.runtime.models import Adapter, adapter_for, initialise_model
+from atoll.runtime.models.adapter import SequentialAdapter
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_parity, whole_parameters
 from atoll.testing.tiny import TinyConfig

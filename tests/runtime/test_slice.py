@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atoll.layouts.flat import Box
-from atoll.models import Vocabulary
+from atoll.plans.layouts.flat import Box
+from atoll.runtime.models import Vocabulary
 from atoll.runtime.sharding.room import Room
 from atoll.runtime.vocabulary.slice import VocabularySlice, VocabularyTable
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from atoll.plans import Place
+from atoll.plans.plan import Place
 from atoll.runtime import engine
 from atoll.runtime.transport import StagedTransport, Tag, gloo
 from atoll.testing import run_ranks
@@ -58,7 +58,7 @@ def test_a_message_arrives_in_its_tensor() -> None:
 
 
 def pass_on() -> list[float]:
-    from atoll.plans import MeshShape
+    from atoll.plans.plan import MeshShape
     from atoll.runtime.transport import Channel, world_rank
 
     rank = world_rank()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from atoll import Engine
-from atoll.errors import RankError
+from atoll.base.errors import RankError
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_parity
 from atoll.testing.tiny import TinyConfig

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from atoll import Engine
-from atoll.errors import CostWarning, PlanError, WeightsWarning
-from atoll.models import adapter_for, initialise_model
+from atoll.base.errors import CostWarning, PlanError, WeightsWarning
+from atoll.runtime.models import adapter_for, initialise_model
 from atoll.testing.parity import Case, assert_parity, whole_parameters
 from atoll.testing.reference import named_parameters
 from atoll.testing.tasks import CLASSIFIERS, IMAGES, LISTENERS, TRANSLATORS, Headed

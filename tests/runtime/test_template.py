@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from atoll.errors import RankError
+from atoll.base.errors import RankError
 from atoll.runtime.launch import run_local, template_of
 from atoll.runtime.template import Fork, Template
 from atoll.testing.progress import finish, wait_until

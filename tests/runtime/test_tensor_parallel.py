@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from atoll._torch import local_part
-from atoll.errors import PlanError, RankError
-from atoll.layouts import EFFECTIVE
-from atoll.models import Decoder, DecoderConfig
+from atoll.base._torch import local_part
+from atoll.base.errors import PlanError, RankError
+from atoll.plans.layouts import EFFECTIVE
+from atoll.runtime.models import Decoder, DecoderConfig
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_checkpoint_parity, assert_parity, whole_parameters
 from atoll.testing.tiny import TinyConfig

@@ -7,11 +7,11 @@ from unittest.mock import patch
 
 import pytest
 
-from atoll.ir import Action, Op
+from atoll.plans.ir import Action, Op
 from atoll.program import Do, Instruction, Program, Programs
+from atoll.program.sim import Rates, simulate
 from atoll.runtime.pipeline import clock
 from atoll.runtime.pipeline.clock import Clock
-from atoll.sim import Rates, simulate
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case
 from atoll.testing.tiny import TinyConfig

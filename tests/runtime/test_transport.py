@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from atoll.errors import RunError
-from atoll.plans import MeshShape
+from atoll.base.errors import RunError
+from atoll.plans.plan import MeshShape
 from atoll.runtime.transport import Channel, GlooTransport, Tag, connect, world_rank
 from atoll.testing import run_ranks
 

@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from atoll.models import adapter_for
 from atoll.runtime.assemble.build import groups_of
+from atoll.runtime.models import adapter_for
 from atoll.runtime.sharding.segment import Segment, State, sum_of_squares
 from atoll.runtime.sharding.unit import unit_specs
 from atoll.testing import run_ranks

@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import nn
 
-from atoll import schedules
-from atoll.errors import PlanError, RankError
-from atoll.layouts import Layout
-from atoll.models import Decoder, DecoderConfig, SequentialAdapter, Vocabulary
-from atoll.plans import MeshShape, Plan
+from atoll.base.errors import PlanError, RankError
+from atoll.plans import schedules
+from atoll.plans.layouts import Layout
+from atoll.plans.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
+from atoll.runtime.models import Decoder, DecoderConfig, SequentialAdapter, Vocabulary
 from atoll.runtime.vocabulary.split import SplitVocabulary
 from atoll.testing import RankPool, run_ranks
 from atoll.testing.parity import (

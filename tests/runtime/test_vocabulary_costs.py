@@ -1,4 +1,4 @@
-"""What slices of a vocabulary send and keep is what `atoll.cost` says."""
+"""What slices of a vocabulary send and keep is what `atoll.prediction.cost` says."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from atoll import schedules
-from atoll.cost import Prediction, Use
-from atoll.layouts import Layout, Precision
-from atoll.models import Decoder, DecoderConfig, transformer_of
-from atoll.plans import MeshShape, Plan
+from atoll.plans import schedules
+from atoll.plans.layouts import Layout, Precision
+from atoll.plans.plan import MeshShape, Plan
+from atoll.prediction.cost import Prediction, Use
 from atoll.runtime.engine import Engine
+from atoll.runtime.models import Decoder, DecoderConfig, transformer_of
 from atoll.runtime.vocabulary.slice import Scores, VocabularySlice
 from atoll.testing import run_ranks
 

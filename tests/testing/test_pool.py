@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from atoll.errors import LayoutError, RankError
+from atoll.base.errors import LayoutError, RankError
 from atoll.testing import RankPool, pool, run_ranks, worker
 from atoll.testing.parity import Case, train
 from atoll.testing.progress import run, wait_until

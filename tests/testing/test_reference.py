@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from atoll.models import Block, SequentialAdapter, reset_module, token_cross_entropy
+from atoll.runtime.models import Block, SequentialAdapter, reset_module, token_cross_entropy
 from atoll.testing.parity import Case, assert_parity, difference, reference, unsplit
 from atoll.testing.reference import block_seed, module_seed, start, tied, token_loss
 from atoll.testing.tiny import TinyConfig

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from atoll.config import Config
-from atoll.cost import Cluster, Product, Use, Work
-from atoll.errors import ConfigError
-from atoll.planner import Space
+from atoll.base.errors import ConfigError
+from atoll.prediction.cost import Cluster, Product, Use, Work
+from atoll.prediction.planner import Space
 from atoll.training.build import build_model
 from atoll.training.choosing import plan
+from atoll.training.config import Config
 from atoll.training.prediction import predict_on, workload_of
 
 pytest.importorskip("transformers")

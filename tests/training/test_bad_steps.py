@@ -10,10 +10,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from atoll.config.load import from_dict
-from atoll.errors import BadStepError, ConfigError
-from atoll.models import decoder
+from atoll.base.errors import BadStepError, ConfigError
+from atoll.runtime.models import decoder
 from atoll.testing import run_ranks
+from atoll.training.config.load import from_dict
 from atoll.training.folder import RunFolder, Start, read_records
 from atoll.training.samples import Samples
 from atoll.training.session import run

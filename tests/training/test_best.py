@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from atoll.config.load import from_dict
 from atoll.testing import run_ranks
 from atoll.training.best import Best
+from atoll.training.config.load import from_dict
 from atoll.training.folder import RunFolder, Start, read_records
 from atoll.training.session import RunResult, run
 from atoll.training.signals import StopRequest

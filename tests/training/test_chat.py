@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import tokenizers
 
-from atoll.config.load import from_dict
-from atoll.data import IGNORED_LABEL, Batch, Supply
-from atoll.data.conversations import Rendered, conversation_of
-from atoll.data.tokenizer import FileTokenizer, train_bpe
-from atoll.errors import ConfigError, DataError
-from atoll.plans import MeshShape
+from atoll.base.errors import ConfigError, DataError
+from atoll.plans.plan import MeshShape
 from atoll.training.chat import Template
+from atoll.training.config.load import from_dict
+from atoll.training.data import IGNORED_LABEL, Batch, Supply
+from atoll.training.data.conversations import Rendered, conversation_of
+from atoll.training.data.tokenizer import FileTokenizer, train_bpe
 from atoll.training.samples import Samples, prepare_corpus
 
 transformers = pytest.importorskip("transformers")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from atoll.config import from_dict
-from atoll.errors import ConfigError
+from atoll.base.errors import ConfigError
 from atoll.training import dry_run
+from atoll.training.config import from_dict
 from atoll.training.dry_run import check_run
 from atoll.training.process import Request
 

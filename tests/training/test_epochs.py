@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from atoll.config import Config, load
-from atoll.config.load import from_dict
-from atoll.errors import CheckpointError, ConfigError, DataError
-from atoll.plans import MeshShape
+from atoll.base.errors import CheckpointError, ConfigError, DataError
+from atoll.plans.plan import MeshShape
 from atoll.testing import run_ranks
+from atoll.training.config import Config, load
+from atoll.training.config.load import from_dict
 from atoll.training.dry_run import check_run
 from atoll.training.folder import RunFolder, Start, read_records
 from atoll.training.process import Request

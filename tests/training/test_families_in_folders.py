@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from atoll import Engine, Layout, MeshShape, Plan, schedules
-from atoll.config.load import from_dict
-from atoll.errors import PlanError
-from atoll.models import adapter_for
+from atoll import Engine, Layout, MeshShape, Plan
+from atoll.base.errors import PlanError
+from atoll.plans import schedules
+from atoll.runtime.models import adapter_for
 from atoll.testing import run_ranks
 from atoll.testing.families import IN_FOLDERS, Family, quietly
 from atoll.training.build import build_engine, build_model
+from atoll.training.config.load import from_dict
 from atoll.training.interchange import export_folder, import_folder
 
 transformers = pytest.importorskip("transformers")

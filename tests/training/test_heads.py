@@ -11,16 +11,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from atoll import Engine, Layout, MeshShape, Plan, schedules
+from atoll import Engine, Layout, MeshShape, Plan
+from atoll.base.errors import PlanError, WeightsWarning
+from atoll.base.toml import nested_to_toml
 from atoll.cli.main import app
-from atoll.config import Config
-from atoll.config.load import from_dict
-from atoll.errors import PlanError, WeightsWarning
-from atoll.models import SequentialAdapter, weights_for
+from atoll.plans import schedules
 from atoll.runtime.assemble.describe import describe
+from atoll.runtime.models import SequentialAdapter, weights_for
 from atoll.testing.families import Family, quietly
-from atoll.toml import nested_to_toml
 from atoll.training.build import build_as_stored, build_engine, build_model
+from atoll.training.config import Config
+from atoll.training.config.load import from_dict
 from atoll.training.dry_run import check_run
 from atoll.training.interchange import export_folder, import_folder
 from atoll.training.prediction import predict_on

@@ -13,21 +13,21 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from atoll.base.errors import CheckpointError, ConfigError, PlanError, RankError
 from atoll.cli.main import app
-from atoll.config import from_dict
-from atoll.data.tokenizer import FileTokenizer
-from atoll.errors import CheckpointError, ConfigError, PlanError, RankError
-from atoll.models import adapter_for
-from atoll.models.weights import weights_for
 from atoll.runtime.checkpoint import Archive, Piece, step_folder
 from atoll.runtime.checkpoint import save as save_checkpoint
 from atoll.runtime.checkpoint.archive import read_state
 from atoll.runtime.engine import Engine
+from atoll.runtime.models import adapter_for
+from atoll.runtime.models.weights import weights_for
 from atoll.testing import run_ranks
 from atoll.testing.families import Family
 from atoll.testing.parity import Case, whole_parameters
 from atoll.training import interchange
 from atoll.training.build import build_model
+from atoll.training.config import from_dict
+from atoll.training.data.tokenizer import FileTokenizer
 from atoll.training.folder import RunFolder, Start
 from atoll.training.interchange import export_folder, import_folder
 from atoll.training.pretrained import hugging_face_config, hugging_face_model
@@ -132,7 +132,7 @@ def test_a_rank_reads_only_what_it_keeps(name: str, tmp_path: Path) -> None:
 
 
 def elements_read(case: Case, folder: Path) -> int:
-    from atoll.models.unread import Stored
+    from atoll.runtime.models.unread import Stored
 
     read = 0
     original = Stored.fill

@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 import atoll
-from atoll.errors import DataError
-from atoll.plans import Plan
+from atoll.base.errors import DataError
+from atoll.plans.plan import Plan
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, whole_parameters
 from atoll.testing.tiny import TinyConfig
@@ -149,7 +149,7 @@ def test_what_the_plan_decides_is_refused(name: str) -> None:
 def test_what_cannot_be_gone_on_with_is_refused() -> None:
     batches = atoll.data.loader(Numbers(), plan_of(), seed=1)
     with pytest.raises(DataError, match="seed is 1, and was 2"):
-        batches.load_state_dict(atoll.data.loader(Numbers(), plan_of(), seed=2).state_dict())
+        batches.load_state_dict(atoll.training.data.loader(Numbers(), plan_of(), seed=2).state_dict())
     with pytest.raises(DataError, match="not a state of a loader: it has step"):
         batches.load_state_dict({"step": 3})
     with pytest.raises(DataError, match="has 37 samples, and a step takes 64"):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.errors import ConfigError, RunError
+from atoll.base.errors import ConfigError, RunError
 from atoll.testing.clock import Clock
 from atoll.testing.progress import run, wait_until
 from atoll.training import lock as module
@@ -56,7 +56,7 @@ def test_a_lock_is_there_while_it_is_held(tmp_path: Path) -> None:
 AS_NOBODY = """
 import os, sys
 from pathlib import Path
-from atoll.errors import ConfigError
+from atoll.base.errors import ConfigError
 from atoll.training.lock import RunLock
 os.setgroups([])
 os.setgid(65534)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from atoll.config.load import from_dict
-from atoll.cost import Cluster
-from atoll.errors import ConfigError, RunError
-from atoll.plans import Plan
+from atoll.base.errors import ConfigError, RunError
+from atoll.plans.plan import Plan
+from atoll.prediction.cost import Cluster
 from atoll.testing.loggers import FakeMlflow, FakeWandb
+from atoll.training.config.load import from_dict
 from atoll.training.folder import RunFolder, Start, read_records
 from atoll.training.loggers import Logger, check_loggers
 from atoll.training.prediction import predict_on

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from atoll.config import from_dict
 from atoll.runtime import checkpoint
 from atoll.runtime.checkpoint import background, folders
+from atoll.training.config import from_dict
 from atoll.training.folder import RunFolder, Start
 from atoll.training.session import run
 from atoll.training.signals import StopRequest

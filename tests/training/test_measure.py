@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from atoll.plans import MeshShape
+from atoll.plans.plan import MeshShape
 from atoll.program import Do
 from atoll.training import measure
 from atoll.training.measure import share_timing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from atoll.plans import MeshShape
+from atoll.plans.plan import MeshShape
 from atoll.training.oddities import LEAST, Spikes, straggler
 
 

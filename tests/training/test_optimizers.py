@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 import torch
 
+from atoll.base.errors import CheckpointError, ConfigError, RankError
 from atoll.cli.predict import describe
-from atoll.config import Config, Train
-from atoll.config.load import from_dict
-from atoll.cost import Cluster
-from atoll.errors import CheckpointError, ConfigError, RankError
-from atoll.report.traffic import traffic
+from atoll.prediction.cost import Cluster
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_parity, whole_parameters
 from atoll.testing.tiny import TinyConfig
 from atoll.training.build import build_engine, build_model
 from atoll.training.choosing import question
+from atoll.training.config import Config, Train
+from atoll.training.config.load import from_dict
 from atoll.training.folder import read_records
 from atoll.training.optimizers import REASONS, check_optimizer, named_optimizer, planned, states_of
 from atoll.training.prediction import predict_on
 from atoll.training.rates import learning_rates
+from atoll.training.report.traffic import traffic
 from tests.training.test_train import TEXT, assert_same_run, died_after_step_3, settings, train_on_ranks
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from atoll.errors import ConfigError
-from atoll.layouts import Codec
+from atoll.base.errors import ConfigError
+from atoll.plans.layouts import Codec
 from atoll.testing import run_ranks
 from atoll.training.folder import Start, read_records
 from tests.training.test_train import TEXT, assert_same, assert_same_run, in_rank, settings, train_on_ranks
@@ -93,7 +93,7 @@ def test_more_islands_go_on_from_the_anchors(two: Path, corpus: Path, tmp_path: 
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], words: str, tmp_path: Path, corpus: Path) -> None:
-    from atoll.config.load import from_dict
+    from atoll.training.config.load import from_dict
 
     values = islands(tmp_path, corpus)
     for section, keys in changes.items():
@@ -104,8 +104,8 @@ def test_what_is_refused(changes: dict[str, Any], words: str, tmp_path: Path, co
 
 
 def test_a_config_with_outer_steps_is_written_and_read(tmp_path: Path, corpus: Path) -> None:
-    from atoll.config import load
-    from atoll.config.load import from_dict
+    from atoll.training.config import load
+    from atoll.training.config.load import from_dict
 
     encoded = {**OUTER, "codec": "int4", "block": 64, "rounding": "stochastic", "feedback": False}
     config = from_dict(islands(tmp_path, corpus, outer=encoded))

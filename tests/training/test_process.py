@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from atoll.config import from_dict
-from atoll.errors import ConfigError
+from atoll.base.errors import ConfigError
 from atoll.training import process
+from atoll.training.config import from_dict
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ConfigError("nothing can be kept")])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.errors import RankError
+from atoll.base.errors import RankError
 from atoll.runtime.launch import Ending
 from atoll.testing.clock import Clock
 from atoll.training.folder import RunFolder

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from atoll.config import Config
-from atoll.config.load import from_dict
-from atoll.data import IGNORED_LABEL, Batch, Supply
-from atoll.plans import MeshShape
+from atoll.plans.plan import MeshShape
+from atoll.training.config import Config
+from atoll.training.config.load import from_dict
+from atoll.training.data import IGNORED_LABEL, Batch, Supply
 from atoll.training.samples import Samples, prepare_corpus
 
 BATCH = 12

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from atoll.config.load import from_dict
-from atoll.errors import ConfigError
+from atoll.base.errors import ConfigError
+from atoll.training.config.load import from_dict
 from atoll.training.process import Request, train
 from atoll.training.sources import check_source
 

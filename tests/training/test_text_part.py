@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from atoll.errors import ConfigError
-from atoll.models import adapter_for
-from atoll.models.weights import weights_for
+from atoll.base.errors import ConfigError
+from atoll.runtime.models import adapter_for
+from atoll.runtime.models.weights import weights_for
 from atoll.training.interchange import export_folder, import_folder
 
 transformers: Any = pytest.importorskip("transformers")
@@ -79,7 +79,7 @@ def test_names_of_older_and_newer_folders_are_those_of_the_text_part(prefixes: t
 
 
 def test_a_run_says_what_it_leaves_out_and_a_part_without_a_language_model_is_refused_in_one_line() -> None:
-    from atoll.config import Config
+    from atoll.training.config import Config
     from atoll.training.pretrained import hugging_face_config, notes_of_source
 
     def config(family: str) -> Config:

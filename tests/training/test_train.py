@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from atoll.config import Config, Train
-from atoll.config.load import from_dict
-from atoll.errors import CheckpointError, ConfigError, RankError, RunError
+from atoll.base.errors import CheckpointError, ConfigError, RankError, RunError
 from atoll.testing import run_ranks
 from atoll.training.build import RateSchedule, build_model, choose_trained, learning_rates
+from atoll.training.config import Config, Train
+from atoll.training.config.load import from_dict
 from atoll.training.folder import RunFolder, Start, append, read_records
 from atoll.training.lock import Holder, RunLock
 from atoll.training.samples import prepare_corpus, vocabulary_of

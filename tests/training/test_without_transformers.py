@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from atoll.config import Config
-from atoll.models.sizes import DEFAULTS, SIZES, known_config, transformer_of
+from atoll.runtime.models.sizes import DEFAULTS, SIZES, known_config, transformer_of
 from atoll.training import prediction
+from atoll.training.config import Config
 from atoll.training.prediction import expected_vocabulary, workload_of
 
 VALUES = {

@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from atoll.layouts import CODES, Codec
+from atoll.plans.layouts import CODES, Codec
 from atoll.runtime.sharding import coding
 from atoll.testing.coded import Kind, coded
 from atoll.testing.parity import Case, reference, train

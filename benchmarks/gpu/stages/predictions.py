@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from atoll.cost.calibration import Step, calibrate
-from atoll.errors import ConfigError
-from atoll.measuring.measure import measure, to_text
+from atoll.base.errors import ConfigError
+from atoll.prediction.cost.calibration import Step, calibrate
+from atoll.runtime.measuring.measure import measure, to_text
 from benchmarks.gpu import forecast, jobs
 from benchmarks.gpu.stage import Run, attempt
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from atoll.layouts import ALL
+from atoll.plans.layouts import ALL
 from atoll.testing.parity import Case, train
 from atoll.testing.tiny import TinyConfig
 from benchmarks.gpu.stage import Run

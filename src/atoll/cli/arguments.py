@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.toml import value_to_toml
+from atoll.base.toml import value_to_toml
 
 if TYPE_CHECKING:
-    from atoll.config import Config
-    from atoll.cost import Cluster
+    from atoll.prediction.cost import Cluster
+    from atoll.training.config import Config
 
 ConfigFile = Annotated[Path, typer.Argument(help="A TOML file.", show_default=False)]
 
@@ -57,8 +57,8 @@ def cluster_of(config: Config) -> Cluster:
 
 def read_cluster(path: str | Path | None) -> Cluster:
     """Return the cluster of a file. Raises ConfigError if no file is given, and names the keys to write into one."""
-    from atoll.cost import Cluster, presets
-    from atoll.errors import ConfigError
+    from atoll.base.errors import ConfigError
+    from atoll.prediction.cost import Cluster, presets
 
     if path is not None:
         return Cluster.read(path)

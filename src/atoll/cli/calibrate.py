@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from atoll.base.units import format_seconds
 from atoll.cli.arguments import CLUSTER, AsJson, read_cluster
-from atoll.units import format_seconds
 
 if TYPE_CHECKING:
-    from atoll.cost import Cluster
-    from atoll.cost.calibration import Fitted, Step
+    from atoll.prediction.cost import Cluster
+    from atoll.prediction.cost.calibration import Fitted, Step
 
 WIDEST = 0.99
 """Largest spread that a cluster may have."""
@@ -45,7 +45,7 @@ def command(
     Keys of the JSON object: file; error and spread, relative; steps (name, measured, before, after: seconds; error,
     relative); constants (name, before, after).
     """
-    from atoll.cost.calibration import calibrate, changed
+    from atoll.prediction.cost.calibration import calibrate, changed
     from atoll.training.folder import write
     from atoll.training.measurements import read_rows, steps_of
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from atoll.base.units import format_bytes, format_seconds
 from atoll.cli.arguments import CLUSTER, AsJson, read_cluster
-from atoll.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from atoll.cost import Prediction
-    from atoll.cost.comparison import Difference
+    from atoll.prediction.cost import Prediction
+    from atoll.prediction.cost.comparison import Difference
     from atoll.training.measurements import Run
 
 SHOWN = 10
@@ -39,7 +39,7 @@ def command(
     object a pipeline rank with rank, predicted (bytes by component), measured_bytes and memory, what these are of:
     "allocated" tensors or "resident" memory; calibration, the file that was written.
     """
-    from atoll.cost.comparison import compare
+    from atoll.prediction.cost.comparison import compare
     from atoll.training.folder import write
     from atoll.training.measurements import read_run
 
@@ -67,8 +67,8 @@ def _error(run: Run, predicted: float) -> str:
 
 
 def _values(run: Run, prediction: Prediction, differences: tuple[Difference, ...]) -> dict[str, Any]:
-    from atoll.cost.comparison import by_part
-    from atoll.cost.summary import bytes_of
+    from atoll.prediction.cost.comparison import by_part
+    from atoll.prediction.cost.summary import bytes_of
 
     ranks = range(len(run.timed))
     return {
@@ -131,8 +131,8 @@ def _describe(run: Run, prediction: Prediction, differences: tuple[Difference, .
 
 def _parts(run: Run, prediction: Prediction, differences: tuple[Difference, ...]) -> Iterator[str]:
     """Yield the breakdown of the timed step on each pipeline rank, and the time between its instructions."""
-    from atoll.cost.breakdown import PARTS
-    from atoll.cost.comparison import by_part
+    from atoll.prediction.cost.breakdown import PARTS
+    from atoll.prediction.cost.comparison import by_part
 
     for rank in range(len(run.timed)):
         parts = {PARTS[part]: pair for part, pair in by_part(differences, rank).items()}

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atoll.errors import ConfigError
+from atoll.base.errors import ConfigError
 
 if TYPE_CHECKING:
-    from atoll.settings.convert import Conversion
+    from atoll.training.settings.convert import Conversion
 
 
 def command(
@@ -28,8 +28,8 @@ def command(
     of its own system. Each such default, each setting without an equivalent, and each key that the file does not
     decide is printed to stderr, one a line, and written as a comment at the end of the config.
     """
-    from atoll.settings.convert import VERSIONS
-    from atoll.toml import to_toml
+    from atoll.base.toml import to_toml
+    from atoll.training.settings.convert import VERSIONS
 
     found = converted(path)
     told = {
@@ -56,8 +56,8 @@ def command(
 def converted(path: Path) -> Conversion:
     """Return the config converted from a file of a known system. Raises ConfigError for other files, and if the values
     do not fit together."""
-    from atoll.config import from_dict
-    from atoll.settings.convert import convert
+    from atoll.training.config import from_dict
+    from atoll.training.settings.convert import convert
 
     found = convert(_document(path))
     from_dict(found.tables)
@@ -66,7 +66,7 @@ def converted(path: Path) -> Conversion:
 
 def _document(path: Path) -> dict[str, Any]:
     """Read a config file. Raises ConfigError if it cannot be read."""
-    from atoll.documents import LARGEST_TOML, parse_yaml, read_json, read_text, read_toml
+    from atoll.base.documents import LARGEST_TOML, parse_yaml, read_json, read_text, read_toml
 
     try:
         match path.suffix.lower():

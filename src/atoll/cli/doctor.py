@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from atoll.cli.arguments import AsJson
-from atoll.measuring.host import machine_memory
+from atoll.runtime.measuring.host import machine_memory
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def command(
     (what, remedy, fatal). With --measure: device, node, network, the tables of the file.
     """
     if measure is not None:
-        from atoll.measuring.process import Request, run
+        from atoll.runtime.measuring.process import Request, run
 
         code = run(Request(measure, ranks, cards, seconds, as_json))
         if code:
@@ -165,7 +165,7 @@ def exchange() -> None:
     """Join the other process, all-reduce one number with it, and leave. Run by both processes."""
     import torch
 
-    from atoll.plans import MeshShape
+    from atoll.plans.plan import MeshShape
     from atoll.runtime import transport
     from atoll.runtime.launch import meet, torchrun_environment, watch_parent
 
@@ -200,7 +200,7 @@ def _devices() -> tuple[Device, ...]:
 
 
 def _version_problems(installed: str) -> list[Problem]:
-    from atoll._torch import TORCH
+    from atoll.base._torch import TORCH
 
     first, end = TORCH
     if _minor(first) <= _minor(installed) < _minor(end):
@@ -231,7 +231,7 @@ def _time_message(problems: list[Problem]) -> float | None:
     """Return the seconds for two processes to start as in `atoll train`, rendezvous, and exchange a message."""
     import time
 
-    from atoll.errors import AtollError
+    from atoll.base.errors import AtollError
     from atoll.runtime.launch import launch_local
 
     start = time.monotonic()
@@ -278,7 +278,7 @@ def _version(package: str) -> str | None:
 
 
 def _print(found: Examination) -> None:
-    from atoll.units import format_bytes, format_seconds
+    from atoll.base.units import format_bytes, format_seconds
 
     cuda = f"built for CUDA {found.torch_cuda}" if found.torch_cuda else "built for the CPU"
     has = {True: "yes", False: "no"}

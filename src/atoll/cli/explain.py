@@ -10,7 +10,7 @@ import typer
 from atoll.cli.arguments import CLUSTER, AsJson, Overrides, cluster_of, read_cluster, with_cluster
 
 if TYPE_CHECKING:
-    from atoll.explain import Explanation
+    from atoll.prediction.explain import Explanation
 
 
 def command(
@@ -43,11 +43,11 @@ def command(
     undone, names of the alternatives that undo a choice; measured, null without a run. With --ask: answers, each with
     key, question, sentences and alternatives. With --as: system, version, files (text by name), launch and limits.
     """
-    from atoll.explain import ask, text
-    from atoll.explain import values as plain
+    from atoll.prediction.explain import ask, text
+    from atoll.prediction.explain import values as plain
 
     if keys and not asks:
-        from atoll.errors import ConfigError
+        from atoll.base.errors import ConfigError
 
         raise ConfigError(f"{' '.join(keys)}: keys of questions follow --ask, as in --ask {keys[0]}")
     if asks and not keys:
@@ -75,11 +75,11 @@ def _settings(system: str, path: Path, overrides: tuple[str, ...], cluster: Path
     """Print the plan of a config, or of a run's, as another system's settings. A cluster is not needed."""
     from dataclasses import asdict
 
-    from atoll.cost import Cluster
-    from atoll.settings import settings_for
+    from atoll.prediction.cost import Cluster
     from atoll.training.choosing import load_chosen
     from atoll.training.measurements import read_run
     from atoll.training.prediction import predict_on
+    from atoll.training.settings import settings_for
 
     if path.is_dir():
         measured = read_run(path).measured
@@ -108,7 +108,7 @@ def _echo_json(found: object) -> None:
 
 
 def _explanation(path: Path, overrides: tuple[str, ...], cluster: Path | None) -> Explanation:
-    from atoll.explain import Explanation
+    from atoll.prediction.explain import Explanation
     from atoll.training.choosing import load_chosen
     from atoll.training.prediction import predict_on
 
@@ -121,9 +121,9 @@ def _explanation(path: Path, overrides: tuple[str, ...], cluster: Path | None) -
 
 
 def _of_run(path: Path, overrides: tuple[str, ...], cluster: Path | None) -> Explanation:
-    from atoll.cost.comparison import by_part, compare
-    from atoll.errors import ConfigError
-    from atoll.explain import Explanation, Measured
+    from atoll.base.errors import ConfigError
+    from atoll.prediction.cost.comparison import by_part, compare
+    from atoll.prediction.explain import Explanation, Measured
     from atoll.training.measurements import read_run
 
     if overrides:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.units import format_bytes
+from atoll.base.units import format_bytes
 
 if TYPE_CHECKING:
     from atoll.training.interchange import Moved

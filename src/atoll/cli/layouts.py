@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from atoll.units import parse_count
+from atoll.base.units import parse_count
 
 
 def command(
@@ -51,7 +51,7 @@ def table(
     gradient_bytes: float = 2,
 ) -> list[dict[str, Any]]:
     """Return one object per layout, with the documented keys of `atoll layouts --json`."""
-    from atoll.layouts import ALL, published_memory, traffic
+    from atoll.plans.layouts import ALL, published_memory, traffic
 
     travel_bytes = 2
     rows: list[dict[str, Any]] = []
@@ -102,7 +102,7 @@ def _print(rows: list[dict[str, Any]], *, title: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from atoll.units import format_bytes
+    from atoll.base.units import format_bytes
 
     grid = Table(
         title=title, box=box.SIMPLE_HEAD, caption="per rank; kB, MB, GB are powers of 1000", title_justify="left"

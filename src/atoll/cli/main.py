@@ -16,6 +16,8 @@ from typing import Annotated
 
 import typer
 
+from atoll.base.errors import AtollError
+from atoll.base.unexpected import print_unexpected
 from atoll.cli import (
     calibrate,
     compare,
@@ -33,8 +35,6 @@ from atoll.cli import (
     verify,
     watch,
 )
-from atoll.errors import AtollError
-from atoll.unexpected import print_unexpected
 
 app = typer.Typer(
     name="atoll",

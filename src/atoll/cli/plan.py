@@ -10,9 +10,9 @@ import typer
 from atoll.cli.arguments import CLUSTER, AsJson, ConfigFile, Overrides, cluster_of, with_cluster
 
 if TYPE_CHECKING:
-    from atoll.config import Config
-    from atoll.cost import Cluster, Prediction
-    from atoll.planner import Answer, Candidate
+    from atoll.prediction.cost import Cluster, Prediction
+    from atoll.prediction.planner import Answer, Candidate
+    from atoll.training.config import Config
 
 
 def command(
@@ -36,9 +36,9 @@ def command(
     alternatives, by choice, other and its seconds (undone is their old name); changes, each with what, same and best
     (seconds or null) and plan; own, the seconds of the config's own plan, or null.
     """
-    from atoll.config import load
-    from atoll.planner.text import describe
+    from atoll.prediction.planner.text import describe
     from atoll.training.choosing import load_chosen, overrides_of, plan
+    from atoll.training.config import load
 
     sets = with_cluster(overrides, cluster)
     loaded = load(config, sets)
@@ -60,7 +60,7 @@ def command(
 
 def _own(config: Config, cluster: Cluster) -> Prediction | None:
     """Return the config's own plan, or None if it has none."""
-    from atoll.errors import UserError
+    from atoll.base.errors import UserError
     from atoll.training.prediction import predict_on
 
     try:
@@ -76,8 +76,8 @@ def _own(config: Config, cluster: Cluster) -> Prediction | None:
 
 def summary(answer: Answer, own: Prediction | None = None) -> dict[str, Any]:
     """Return the JSON object of `atoll plan`."""
-    from atoll.cost.summary import summary as predicted
-    from atoll.planner import choices, settings
+    from atoll.prediction.cost.summary import summary as predicted
+    from atoll.prediction.planner import choices, settings
 
     def row(candidate: Candidate) -> dict[str, Any]:
         return {"plan": choices(candidate), "seconds": candidate.seconds}

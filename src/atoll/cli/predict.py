@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from atoll.base.units import format_bytes, format_count, format_rate, format_seconds
 from atoll.cli.arguments import CLUSTER, AsJson, ConfigFile, Overrides, cluster_of, with_cluster
-from atoll.units import format_bytes, format_count, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from atoll.cost import Breakdown, Held, Prediction
+    from atoll.prediction.cost import Breakdown, Held, Prediction
 
 
 def command(
@@ -48,7 +48,7 @@ def report(prediction: Prediction, *, as_json: bool) -> None:
     if as_json:
         import json
 
-        from atoll.cost.summary import summary
+        from atoll.prediction.cost.summary import summary
 
         typer.echo(json.dumps(summary(prediction)))
         return
@@ -105,7 +105,7 @@ def _seconds(prediction: Prediction) -> Iterator[str]:
 
 
 def _parts(breakdown: Sequence[Breakdown]) -> Iterator[str]:
-    from atoll.cost.breakdown import PARTS, busiest_rank, mean
+    from atoll.prediction.cost.breakdown import PARTS, busiest_rank, mean
 
     busiest = busiest_rank(breakdown)
     columns = {f"rank {busiest}, the busiest": breakdown[busiest]}

@@ -11,9 +11,9 @@ import typer
 from atoll.cli.arguments import AsJson, ConfigFile, Overrides
 
 if TYPE_CHECKING:
-    from atoll.config import Config
-    from atoll.plans import Plan
+    from atoll.plans.plan import Plan
     from atoll.runtime.assemble.describe import Described
+    from atoll.training.config import Config
 
 
 def command(
@@ -58,8 +58,8 @@ def command(
 
 def outer_turns(found: Described, plan: Plan) -> list[dict[str, Any]]:
     """Return the outer work of a rank in an interval, once the first fragments have been applied."""
-    from atoll.layouts import ITEM_BYTES
-    from atoll.outer import Way
+    from atoll.plans.layouts import ITEM_BYTES
+    from atoll.plans.outer import Way
 
     outer, islands, turns = plan.outer, plan.mesh.inter, []
     item = ITEM_BYTES[plan.precision.master]
@@ -76,7 +76,7 @@ def outer_turns(found: Described, plan: Plan) -> list[dict[str, Any]]:
 
 def _outer_lines(turns: Sequence[Mapping[str, Any]], plan: Plan) -> list[str]:
     """Describe the outer work, a line for each fragment."""
-    from atoll.units import format_bytes
+    from atoll.base.units import format_bytes
 
     lines = ["", f"outer steps: {plan.outer}", "after step"] if turns else []
     for turn in turns:
@@ -89,7 +89,7 @@ def _outer_lines(turns: Sequence[Mapping[str, Any]], plan: Plan) -> list[str]:
 
 
 def _described(config: Config, plan: Plan, rank: int, *, training: bool) -> Described:
-    from atoll.errors import UserError
+    from atoll.base.errors import UserError
     from atoll.runtime.assemble.describe import describe as described
     from atoll.training.build import build_as_stored
     from atoll.training.samples import prepare_corpus, vocabulary_of
@@ -112,8 +112,8 @@ def _has_gpus(config: Config) -> bool:
 
 def describe(found: Described, *, microbatch: int | None = None) -> list[str]:
     """Yield the units, the listing, and the peak of gathered parameters and gradients."""
+    from atoll.base.units import format_bytes
     from atoll.program.draw import listing
-    from atoll.units import format_bytes
 
     lines = ["unit  blocks     whole  name"]
     for index, unit in sorted(found.program.shape.units.items()):

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from atoll.base.units import format_bytes
 from atoll.cli.arguments import CLUSTER, Overrides, with_cluster
-from atoll.units import format_bytes
 
 if TYPE_CHECKING:
-    from atoll.report import Sheet
+    from atoll.training.report import Sheet
 
 
 def command(
@@ -33,8 +33,8 @@ def command(
     A PLAN is a config file; it is predicted, and nothing runs. Without a cluster there is no predicted step time and no
     predicted timeline.
     """
-    from atoll.report import page
     from atoll.training.folder import write
+    from atoll.training.report import page
 
     sheets = [_sheet(path, tuple(overrides or ()), cluster) for path in run_or_plan]
     names = Counter(sheet.name for sheet in sheets)
@@ -49,7 +49,7 @@ def command(
 
 
 def _sheet(path: Path, overrides: tuple[str, ...], cluster: Path | None) -> Sheet:
-    from atoll.errors import ConfigError
+    from atoll.base.errors import ConfigError
     from atoll.training.sheet import RunReader, is_run, sheet_of_config
 
     if path.is_dir():

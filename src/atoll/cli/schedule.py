@@ -11,11 +11,11 @@ import typer
 from atoll.cli.arguments import AsJson
 
 if TYPE_CHECKING:
-    from atoll.ir.schedule import Schedule
-    from atoll.schedules import Links, Memory, Problem
-    from atoll.schedules.problem import Objective
-    from atoll.sim import Costs
-    from atoll.trace import Trace
+    from atoll.plans.ir.schedule import Schedule
+    from atoll.plans.schedules import Links, Memory, Problem
+    from atoll.plans.schedules.problem import Objective
+    from atoll.program.sim import Costs
+    from atoll.program.trace import Trace
 
 _COST = "for a rank's full share of a microbatch: one number, or one for each rank separated by commas."
 _BYTES = "one number, or one for each rank separated by commas."
@@ -77,8 +77,8 @@ def command(
     below which no order on these ranks has its objective, a split head not counted; critical_path, the actions of the
     chain that ends last, in its order; actions, per rank, in torch's notation.
     """
-    from atoll.schedules import Memory
-    from atoll.sim import Costs, simulate
+    from atoll.plans.schedules import Memory
+    from atoll.program.sim import Costs, simulate
 
     costs = Costs(
         forward=_numbers("--forward", forward),
@@ -101,11 +101,11 @@ def command(
     trace = simulate(schedule, costs, memory)
     _note_excess(schedule, memory)
     if csv is not None:
-        from atoll.ir.text import to_csv
+        from atoll.plans.ir.text import to_csv
 
         _write(csv, to_csv(schedule))
     if svg is not None:
-        from atoll.ir.draw import draw_svg
+        from atoll.plans.ir.draw import draw_svg
 
         _write(svg, draw_svg(trace))
     typer.echo(json.dumps(summary(schedule, trace, bound)) if as_json else _describe(schedule, trace, bound, objective))
@@ -115,8 +115,8 @@ def _build(
     name: str, sizes: dict[str, int], asked: dict[str, Any], costs: Costs, memory: Memory
 ) -> tuple[Schedule, float]:
     """Return the schedule and the lower bound of its problem. Prints a note for each option without effect."""
-    from atoll import schedules
-    from atoll.schedules.exact import solve
+    from atoll.plans import schedules
+    from atoll.plans.schedules.exact import solve
 
     _check_words(asked)
     entry = schedules.CATALOGUE.get(name)
@@ -146,8 +146,8 @@ def _split_head(schedule: Schedule, costs: Costs, head: float) -> tuple[Schedule
     """Return the schedule with the look-ups and scores of a split vocabulary, and their costs."""
     from dataclasses import replace
 
-    from atoll.ir import insert_vocabulary
-    from atoll.schedules import Links
+    from atoll.plans.ir import insert_vocabulary
+    from atoll.plans.schedules import Links
 
     each = head / schedule.ranks
     forward = sum(takes for takes, _, _ in costs.per_rank(schedule.ranks)) / schedule.ranks
@@ -157,8 +157,8 @@ def _split_head(schedule: Schedule, costs: Costs, head: float) -> tuple[Schedule
 
 
 def _problem_of(given: dict[str, Any], sizes: dict[str, int], costs: Costs, memory: Memory) -> Problem:
-    from atoll.schedules import Problem
-    from atoll.schedules.automatic import placement_of
+    from atoll.plans.schedules import Problem
+    from atoll.plans.schedules.automatic import placement_of
 
     placement = placement_of(given["placement"], sizes["ranks"], given["chunks"])
     return Problem.of(placement, sizes["microbatches"], costs=costs, memory=memory, objective=given["objective"])
@@ -168,8 +168,8 @@ def _bound(schedule: Schedule, objective: Objective, costs: Costs, memory: Memor
     """Return the lower bound within the schedule's or the user's memory limit, or without one if it exceeds that."""
     from dataclasses import replace
 
-    from atoll.schedules import Problem, lower_bound
-    from atoll.schedules.automatic import own_limit
+    from atoll.plans.schedules import Problem, lower_bound
+    from atoll.plans.schedules.automatic import own_limit
 
     limited = own_limit(schedule.name, memory, schedule.ranks, schedule.microbatches)
     if _excess(schedule, limited):
@@ -181,8 +181,8 @@ def _bound(schedule: Schedule, objective: Objective, costs: Costs, memory: Memor
 
 def _excess(schedule: Schedule, memory: Memory) -> list[tuple[int, float, float]]:
     """Return the excess of each rank above its memory limit, and the limit."""
-    from atoll.schedules.memory import peak_of
-    from atoll.schedules.problem import TOLERANCE
+    from atoll.plans.schedules.memory import peak_of
+    from atoll.plans.schedules.problem import TOLERANCE
 
     found = []
     for rank, bytes_of in enumerate(memory.per_rank(schedule.ranks)):
@@ -198,7 +198,7 @@ def _note_excess(schedule: Schedule, memory: Memory) -> None:
 
 
 def _check_words(asked: dict[str, Any]) -> None:
-    from atoll.errors import ConfigError
+    from atoll.base.errors import ConfigError
 
     for option, words in (("placement", KINDS), ("objective", OBJECTIVES)):
         if asked[option] is not None and asked[option] not in words:
@@ -225,7 +225,7 @@ def summary(schedule: Schedule, trace: Trace, bound: float) -> dict[str, object]
 
 
 def _describe(schedule: Schedule, trace: Trace, bound: float, objective: str) -> str:
-    from atoll.ir.draw import draw
+    from atoll.plans.ir.draw import draw
 
     lines = [str(schedule), "", draw(schedule, trace), ""]
     lines.append(f"makespan {trace.makespan:g}, bubble {trace.bubble_rate:.2%}")
@@ -246,7 +246,7 @@ def _describe(schedule: Schedule, trace: Trace, bound: float, objective: str) ->
 
 def _numbers(option: str, text: str) -> float | tuple[float, ...]:
     """Parse `"1"` to 1.0 and `"1,2"` to (1.0, 2.0). Raises ConfigError for anything else."""
-    from atoll.errors import ConfigError
+    from atoll.base.errors import ConfigError
 
     try:
         numbers = tuple(float(number) for number in text.split(","))
@@ -259,7 +259,7 @@ def _numbers(option: str, text: str) -> float | tuple[float, ...]:
 
 def _hop(text: str) -> float | Links:
     """Return a number, or the links read from a file."""
-    from atoll.schedules import Links
+    from atoll.plans.schedules import Links
 
     try:
         return float(text)
@@ -268,7 +268,7 @@ def _hop(text: str) -> float | Links:
 
 
 def _write(path: Path, text: str) -> None:
-    from atoll.errors import ConfigError
+    from atoll.base.errors import ConfigError
 
     try:
         path.write_text(text, encoding="utf-8")

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from atoll.base.errors import ConfigError, UserError
 from atoll.cli.arguments import CLUSTER, ConfigFile, Overrides, with_cluster
 from atoll.cli.predict import report
-from atoll.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from atoll.training.process import Request
@@ -72,7 +72,7 @@ def command(
 
 def _dry_run(request: Request, *, elsewhere: bool) -> None:
     """Print the prediction of the run. Raises the errors of a start. elsewhere: the run is for other machines."""
-    from atoll.cost import Cluster
+    from atoll.prediction.cost import Cluster
     from atoll.training.dry_run import check_run
     from atoll.training.here import measured_cluster
     from atoll.training.prediction import predict

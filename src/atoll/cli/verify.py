@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from atoll.errors import CheckpointError, DataError
-from atoll.units import format_bytes
+from atoll.base.errors import CheckpointError, DataError
+from atoll.base.units import format_bytes
 
 
 def command(
@@ -62,8 +62,8 @@ class Finding:
 
 
 def _findings(path: Path) -> Iterator[Finding]:
-    from atoll.data.store import is_cache
     from atoll.runtime import checkpoint
+    from atoll.training.data.store import is_cache
     from atoll.training.folder import RunFolder
 
     if is_cache(path):
@@ -88,7 +88,7 @@ def _findings(path: Path) -> Iterator[Finding]:
 
 
 def _cache(path: Path) -> Finding:
-    from atoll.data.store import verify
+    from atoll.training.data.store import verify
 
     try:
         return Finding(str(path), "cache", bytes=verify(path))

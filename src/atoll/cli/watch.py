@@ -16,7 +16,7 @@ import typer
 from atoll.cli.arguments import CLUSTER
 
 if TYPE_CHECKING:
-    from atoll.report import Sheet
+    from atoll.training.report import Sheet
     from atoll.training.sheet import RunReader
 
 LOOPBACK = "127.0.0.1"
@@ -33,7 +33,7 @@ def command(
 
     The folder is only read. It may still be empty: the page waits for the run to start.
     """
-    from atoll.errors import RunError
+    from atoll.base.errors import RunError
     from atoll.training.sheet import RunReader
 
     try:
@@ -87,14 +87,14 @@ class _Source:
             return self._content
 
     def _make(self, stamp: object) -> _Content:
-        from atoll.report import fragment
+        from atoll.training.report import fragment
 
         sheet = self._read()
         return _Content(f'"{hashlib.sha256(repr(stamp).encode()).hexdigest()[:16]}"', sheet, fragment([sheet]))
 
     def _read(self) -> Sheet:
-        from atoll.errors import UserError
-        from atoll.report import Sheet
+        from atoll.base.errors import UserError
+        from atoll.training.report import Sheet
 
         try:
             return self.reader.sheet()
@@ -115,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer one GET request."""
-        from atoll.report import page
+        from atoll.training.report import page
 
         # The name of a page of another origin may resolve to this host (DNS rebinding); its requests carry that name.
         port = self.connection.getsockname()[1]

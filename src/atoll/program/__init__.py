@@ -4,7 +4,8 @@ Lowering ends here: a row of a schedule, and what the rank's stages are made of,
 it, and the memory that it takes is a sum over it. Nothing about what to gather, free or reduce is decided later.
 """
 
-from atoll.program.end import BACKWARD, Ending
+from atoll.plans.plan import Ending
+from atoll.program.end import BACKWARD
 from atoll.program.fold import makes
 from atoll.program.instruction import Instruction
 from atoll.program.laws import check

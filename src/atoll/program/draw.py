@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from atoll.ir.draw import SVG_STYLE
+from atoll.base.units import format_bytes
+from atoll.plans.ir.draw import SVG_STYLE
 from atoll.program.fold import Place
 from atoll.program.instruction import Instruction
 from atoll.program.memory import Bytes, held_after
 from atoll.program.program import Program
 from atoll.program.shape import RankShape
 from atoll.program.table import Fact, Lane, Per
-from atoll.units import format_bytes
 
 _COLUMNS = (Lane.COMPUTE, Lane.DATA, Lane.PIPELINE)
 _WIDTH = 16

@@ -18,21 +18,12 @@ where the choice between them is known: ahead if the previous step was taken unc
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from enum import StrEnum
 
-from atoll.ir import Action, Op
+from atoll.plans.ir import Action, Op
+from atoll.plans.plan import Ending
 from atoll.program.instruction import Instruction
 from atoll.program.shape import RankShape, UnitShape
 from atoll.program.table import PHASES, Do, Operation
-
-
-class Ending(StrEnum):
-    """The kind of a step's end."""
-
-    AT_ONCE = "at once"
-    AHEAD = "ahead"
-    CHAIN = "chain"
-
 
 BACKWARD = frozenset({Op.RECV_B, Op.B, Op.I, Op.RECV_S, Op.S})
 """The first of these starts the backwards: scores are the first part of the last stage's backward."""

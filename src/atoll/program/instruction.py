@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from atoll.ir import Action
+from atoll.plans.ir import Action
 from atoll.program.table import Operation, Phase, Scope
 
 

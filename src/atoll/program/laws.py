@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from atoll.errors import ScheduleError
+from atoll.base.errors import ScheduleError
 from atoll.program.fold import OF_STEP, Key, Place
 from atoll.program.instruction import Instruction
 from atoll.program.shape import RankShape

@@ -18,9 +18,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from atoll.ir import Action, Op
-from atoll.ir.residency import held_stages
-from atoll.program.end import Ending, insert_end
+from atoll.plans.ir import Action, Op
+from atoll.plans.ir.residency import held_stages
+from atoll.plans.plan import Ending
+from atoll.program.end import insert_end
 from atoll.program.fold import makes, reads
 from atoll.program.instruction import Instruction
 from atoll.program.program import Program
@@ -51,7 +52,7 @@ def lower_row(
 
     end: how the step ends; None: with the row, where nothing is trained.
     frees: look-ups and scores after which their slice of the vocabulary is freed, at the row's end at last; after each
-    if not given (`atoll.ir.residency.slices_freed`).  reduces_each: whether their gradients are
+    if not given (`atoll.plans.ir.residency.slices_freed`).  reduces_each: whether their gradients are
     reduced with every microbatch, or after the last.
     """
     steps = cut_into_blocks(row, shape)

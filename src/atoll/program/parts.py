@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from atoll.ir import Action
+from atoll.plans.ir import Action
 from atoll.program.instruction import Instruction
 
 

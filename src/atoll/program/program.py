@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
-from atoll.errors import ScheduleError
-from atoll.ir import Placement
+from atoll.base.errors import ScheduleError
+from atoll.plans.ir import Placement
 from atoll.program.instruction import Instruction
 from atoll.program.laws import check
 from atoll.program.memory import Bytes, peaks

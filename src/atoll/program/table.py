@@ -21,7 +21,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
-from atoll.errors import ConfigError
+from atoll.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from atoll.program.shape import RankShape, UnitShape

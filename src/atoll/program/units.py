@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from atoll.layouts import (
+from atoll.plans.layouts import (
     GATHER_PARAMETER,
     REDUCE_GRADIENT,
     SYNC_GRADIENT,

@@ -9,10 +9,18 @@ from typing import Any, Literal
 
 import torch
 
-from atoll.errors import PlanError
-from atoll.models.batch import IGNORED_LABEL, Batch, as_tensors, count_labels, map_tensors, on_device, tensors_in
-from atoll.plans import Place, Plan
+from atoll.base.errors import PlanError
+from atoll.plans.plan import Place, Plan
 from atoll.runtime.agreement import Agreement, Question
+from atoll.runtime.models.batch import (
+    IGNORED_LABEL,
+    Batch,
+    as_tensors,
+    count_labels,
+    map_tensors,
+    on_device,
+    tensors_in,
+)
 from atoll.runtime.vocabulary.slice import VocabularySlice
 
 

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
-from atoll._torch import local_part
-from atoll.advice import advice
-from atoll.digests import digest
-from atoll.errors import (
+from atoll.base._torch import local_part
+from atoll.base.digests import digest
+from atoll.base.errors import (
     BadStepError,
     CheckpointError,
     CostWarning,
@@ -34,15 +33,13 @@ from atoll.errors import (
     RunError,
     WeightsWarning,
 )
-from atoll.faults import ROLLBACKS, SKIPS_IN_A_ROW, Answer, Fault, Made, Policy, Rollback, Sighting
-from atoll.ir import Schedule
-from atoll.layouts import Footprint, WorkingMemory, swapped_along
-from atoll.models import Adapter, Batch, Loss, adapter_for, weights_for
-from atoll.models.batch import IGNORED_LABEL
-from atoll.models.buffers import buffers_outside, first_names, persistent_buffers, transient_buffers
-from atoll.models.sums import check_sum
-from atoll.plans import Plan
+from atoll.base.faults import ROLLBACKS, SKIPS_IN_A_ROW, Answer, Fault, Made, Policy, Rollback, Sighting
+from atoll.plans.ir import Schedule
+from atoll.plans.layouts import Footprint, WorkingMemory, swapped_along
+from atoll.plans.plan import Plan
+from atoll.prediction.advice import advice
 from atoll.program import Instruction, Operation, Program
+from atoll.program.trace import Trace
 from atoll.runtime import checkpoint
 from atoll.runtime.agreement import Agreement
 from atoll.runtime.allocator import keep_freed_memory
@@ -53,6 +50,10 @@ from atoll.runtime.batches import Batches, Labels, Share
 from atoll.runtime.checkpoint import Archive, Background, Piece, Told, is_complete
 from atoll.runtime.lanes import Kind, Lane, lane_of, lanes_of
 from atoll.runtime.launch import share_cores
+from atoll.runtime.models import Adapter, Batch, Loss, adapter_for, weights_for
+from atoll.runtime.models.batch import IGNORED_LABEL
+from atoll.runtime.models.buffers import buffers_outside, first_names, persistent_buffers, transient_buffers
+from atoll.runtime.models.sums import check_sum
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.deferred import Collector
 from atoll.runtime.pipeline.executor import Executor, Outcome
@@ -72,7 +73,6 @@ from atoll.runtime.sharding.tensors import whole_output
 from atoll.runtime.transport import Channel, Peers, connect, world_rank, world_size, world_store
 from atoll.runtime.verdict import SHOWN
 from atoll.runtime.vocabulary.split import ways_of
-from atoll.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Evaluation:
 class Engine:
     """Trains a model under a plan.
 
-    model: a module with an adapter (atoll.models), built on `meta` or with the same values on every rank.
+    model: a module with an adapter (atoll.runtime.models), built on `meta` or with the same values on every rank.
     optimizer: a function from parameter groups of 1-D slices to an elementwise torch optimizer, or a `MatrixUpdate`,
     such as `atoll.Muon`.
     groups: (name, shape) -> options of the parameter's group, such as {"weight_decay": 0.0}.
@@ -108,7 +108,7 @@ class Engine:
     weights: a folder of initial weights, safetensors or a checkpoint; each rank reads its own shards. What of a folder
     is not used, or not as its config says, is in `notes` and a WeightsWarning on rank 0.
     bad_steps: how to handle steps whose loss or gradients are not finite: "stop", "skip" or "rollback N"; see
-    `atoll.faults`.
+    `atoll.base.faults`.
     labels: "shifted" if a label is the token that its position predicts, "unshifted" if it is the token at its own
     position, as in transformers; the engine then shifts them.
     loss: (outputs of the model's last block, microbatch) -> the loss summed over what counts, or a pair of this sum and

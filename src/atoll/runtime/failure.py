@@ -27,8 +27,8 @@ from itertools import accumulate, chain, repeat
 from operator import attrgetter, getitem
 from typing import Any, ClassVar, NamedTuple
 
-from atoll.documents import parse_json
-from atoll.errors import AtollError, RankError
+from atoll.base.documents import parse_json
+from atoll.base.errors import AtollError, RankError
 from atoll.runtime.monitor import (
     BEAT_SECONDS,
     CROWD,

@@ -41,7 +41,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from atoll.layouts import AT_ONCE
+from atoll.plans.layouts import AT_ONCE
 
 Kind = Literal["reduce", "sync", "gather", "outer"]
 

@@ -50,12 +50,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from atoll.errors import AtollError, ConfigError, RankError, RunError, UserError
+from atoll.base.errors import AtollError, ConfigError, RankError, RunError, UserError
+from atoll.base.unexpected import print_unexpected
 from atoll.runtime.failure import CAUSE_SECONDS, HOST_SECONDS, Watch, error_of, words_of
 from atoll.runtime.monitor import Address, Monitor, family_of
 from atoll.runtime.template import Fork, Template, become
 from atoll.runtime.verdict import LONGEST_SECONDS
-from atoll.unexpected import print_unexpected
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore

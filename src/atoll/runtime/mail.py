@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 import torch
 
-from atoll.errors import RunError
-from atoll.ir import Action, Op
-from atoll.models.batch import Batch, tensors_in
+from atoll.base.errors import RunError
+from atoll.plans.ir import Action, Op
+from atoll.runtime.models.batch import Batch, tensors_in
 from atoll.runtime.transport import Channel, Message, Tag, Transport
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

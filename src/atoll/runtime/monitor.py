@@ -29,7 +29,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from atoll.documents import parse_json
+from atoll.base.documents import parse_json
 from atoll.runtime.page import View, own_page, read_page, status_of
 from atoll.runtime.verdict import LONGEST_SECONDS, OUTSIDE, SHORTEST_SECONDS, SILENT_SECONDS, State, judge, named
 

@@ -9,16 +9,16 @@ from typing import Any, Self
 
 from torch import nn
 
-from atoll.advice import StageSize
-from atoll.errors import PlanError
-from atoll.ir import Action, Op, Schedule, insert_vocabulary, lower
-from atoll.ir.residency import Slices, slices_freed
-from atoll.layouts import ITEM_BYTES
-from atoll.models import Adapter, Vocabulary, relative_score, weigh_blocks
-from atoll.plans import Plan
+from atoll.base.errors import PlanError
+from atoll.plans.ir import Action, Op, Schedule, insert_vocabulary, lower
+from atoll.plans.ir.residency import Slices, slices_freed
+from atoll.plans.layouts import ITEM_BYTES
+from atoll.plans.plan import Plan
+from atoll.plans.stages import split_blocks
+from atoll.prediction.advice import StageSize
 from atoll.program import BACKWARD, Ending, Program, RankShape, lower_row
+from atoll.runtime.models import Adapter, Vocabulary, relative_score, weigh_blocks
 from atoll.runtime.vocabulary.slice import vocabulary_of
-from atoll.stages import split_blocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import atoll
-from atoll.digests import digest
-from atoll.documents import parse_json
-from atoll.errors import ConfigError
+from atoll.base.digests import digest
+from atoll.base.documents import parse_json
+from atoll.base.errors import ConfigError
 from atoll.runtime.verdict import named
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from atoll.layouts import EFFECTIVE
-from atoll.plans import ORDERS
-from atoll.schedules import CATALOGUE
+from atoll.plans.layouts import EFFECTIVE
+from atoll.plans.plan import ORDERS
+from atoll.plans.schedules import CATALOGUE
 from atoll.testing.parity import Case
 from atoll.testing.tiny import TinyConfig
 

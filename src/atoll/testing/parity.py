@@ -15,12 +15,12 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from atoll import schedules
-from atoll.errors import CostWarning
-from atoll.ir.residency import Reduction, Residency
-from atoll.layouts import NO_CODECS, Codec, Codecs, Layout, Precision
-from atoll.outer import Outer
-from atoll.plans import AXES, MeshShape, Plan
+from atoll.base.errors import CostWarning
+from atoll.plans import schedules
+from atoll.plans.ir.residency import Reduction, Residency
+from atoll.plans.layouts import NO_CODECS, Codec, Codecs, Layout, Precision
+from atoll.plans.outer import Outer
+from atoll.plans.plan import AXES, MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.pipeline.step_end import StepResult
 from atoll.runtime.sharding.muon import Muon

@@ -49,7 +49,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from atoll.errors import RankError
+from atoll.base.errors import RankError
 from atoll.runtime.launch import LOOPBACK, host_store
 from atoll.runtime.template import Fork, Template
 from atoll.testing.progress import LOOK_SECONDS, Progress

@@ -40,7 +40,7 @@ def serve(*ahead: str) -> None:
     import torch.distributed
 
     import atoll.runtime.engine  # noqa: F401
-    from atoll._torch import import_ahead
+    from atoll.base._torch import import_ahead
     from atoll.testing.worker import main
 
     import_ahead()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atoll.models import SequentialAdapter, Vocabulary
+from atoll.runtime.models import SequentialAdapter, Vocabulary
 
 
 @dataclass(frozen=True, slots=True)

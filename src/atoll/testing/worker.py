@@ -165,7 +165,7 @@ def _leave_group() -> None:
     """
     from torch import distributed
 
-    from atoll._torch import release_groups
+    from atoll.base._torch import release_groups
 
     if distributed.is_initialized():
         distributed.destroy_process_group()

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from atoll.config import Config, Model, Train
-from atoll.errors import ConfigError, PlanError
-from atoll.models import Decoder, DecoderConfig, check_documents
-from atoll.plans import Plan
+from atoll.base.errors import ConfigError, PlanError
+from atoll.plans.plan import Plan
 from atoll.runtime.assemble.ties import untie_as_stored
 from atoll.runtime.engine import Engine
+from atoll.runtime.models import Decoder, DecoderConfig, check_documents
 from atoll.runtime.sharding.optimizer import decay_matrices, spare_vectors
+from atoll.training.config import Config, Model, Train
 from atoll.training.optimizers import named_optimizer
 from atoll.training.pretrained import check_exported, first_weights, hugging_face_model
 from atoll.training.rates import learning_rates

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from atoll.config import Config
-from atoll.data.conversations import Conversation, Message, Rendered, texts_of
-from atoll.documents import parse_json, read_json, read_text
-from atoll.errors import DataError
+from atoll.base.documents import parse_json, read_json, read_text
+from atoll.base.errors import DataError
+from atoll.training.config import Config
+from atoll.training.data.conversations import Conversation, Message, Rendered, texts_of
 from atoll.training.sources import package
 
 LARGEST_TEMPLATE = 1 << 20

@@ -12,14 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from atoll.config import Config, load
-from atoll.config.worlds import check_world, fit
-from atoll.cost import Cluster, Transformer, Workload
-from atoll.errors import ConfigError
-from atoll.layouts import Layout
-from atoll.planner import EFFORT, Answer, Candidate, Goal, Order, Search, Space, settings
+from atoll.base.errors import ConfigError
+from atoll.base.toml import value_to_toml
+from atoll.plans.layouts import Layout
+from atoll.prediction.cost import Cluster, Transformer, Workload
+from atoll.prediction.planner import EFFORT, Answer, Candidate, Goal, Order, Search, Space, settings
 from atoll.runtime.launch import torchrun_environment
-from atoll.toml import value_to_toml
+from atoll.training.config import Config, load
+from atoll.training.config.worlds import check_world, fit
 from atoll.training.here import measured_cluster
 from atoll.training.optimizers import states_of, whole_of
 from atoll.training.prediction import expected_vocabulary, is_on_cpu, workload_of

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Column
 
+from atoll.base.units import format_bytes, format_rate, format_seconds
 from atoll.runtime.pipeline.step_end import StepResult
 from atoll.training.folder import WARM_UP
-from atoll.units import format_bytes, format_rate, format_seconds
 
 PLAIN_SECONDS = 5.0
 

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from atoll.config import Config
-from atoll.cost import Cluster
-from atoll.data import Supply
-from atoll.errors import CheckpointError, DamageError
-from atoll.models import adapter_for
-from atoll.models.weights import weights_for
-from atoll.plans import Plan
+from atoll.base.errors import CheckpointError, DamageError
+from atoll.plans.plan import Plan
+from atoll.prediction.cost import Cluster
 from atoll.runtime.assemble.describe import describe
 from atoll.runtime.checkpoint import Archive, is_complete
+from atoll.runtime.models import adapter_for
+from atoll.runtime.models.weights import weights_for
 from atoll.training.build import build_as_stored
 from atoll.training.choosing import load_chosen
+from atoll.training.config import Config
+from atoll.training.data import Supply
 from atoll.training.folder import RunFolder, Start
 from atoll.training.here import has_gpus
 from atoll.training.loggers import check_loggers

@@ -39,10 +39,10 @@ from statistics import median
 from types import NoneType
 from typing import Any
 
-from atoll.data.tokenizer import BESIDE, TOKENIZER
-from atoll.digests import read_sealed, seal
-from atoll.documents import count, parse_json
-from atoll.errors import CheckpointError, ConfigError, RunError
+from atoll.base.digests import read_sealed, seal
+from atoll.base.documents import count, parse_json
+from atoll.base.errors import CheckpointError, ConfigError, RunError
+from atoll.training.data.tokenizer import BESIDE, TOKENIZER
 
 WARM_UP = 3
 """Number of first steps of a start that are slower than later ones."""

@@ -7,14 +7,14 @@ Several machines are not measured: their network takes all of them, see `atoll d
 
 from __future__ import annotations
 
-from atoll.config import Config
-from atoll.cost import Cluster
-from atoll.errors import ConfigError, RunError
-from atoll.layouts import Precision
-from atoll.measuring.host import graphics_names
-from atoll.measuring.known import Machine
+from atoll.base.errors import ConfigError, RunError
+from atoll.plans.layouts import Precision
+from atoll.prediction.cost import Cluster
 from atoll.runtime.launch import restarts
+from atoll.runtime.measuring.host import graphics_names
+from atoll.runtime.measuring.known import Machine
 from atoll.runtime.places import measures
+from atoll.training.config import Config
 
 
 def machine_of(config: Config, ranks: int, device: str | None = None) -> Machine | None:

@@ -17,14 +17,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from atoll.config import Config, from_dict
-from atoll.data.tokenizer import FileTokenizer
-from atoll.documents import parse_toml
-from atoll.errors import CheckpointError, ConfigError, DamageError, PlanError
-from atoll.layouts import Box
-from atoll.models import adapter_for, initial_values, shared_parameters
-from atoll.models.buffers import kept_in_fp32, persistent_buffers
-from atoll.models.weights import (
+from atoll.base.documents import parse_toml
+from atoll.base.errors import CheckpointError, ConfigError, DamageError, PlanError
+from atoll.plans.layouts import Box
+from atoll.runtime import checkpoint
+from atoll.runtime.assemble.ties import untie_as_stored
+from atoll.runtime.checkpoint import Piece
+from atoll.runtime.checkpoint.meeting import listing
+from atoll.runtime.models import adapter_for, initial_values, shared_parameters
+from atoll.runtime.models.buffers import kept_in_fp32, persistent_buffers
+from atoll.runtime.models.weights import (
     INDEX,
     SINGLE,
     has_weights,
@@ -35,10 +37,8 @@ from atoll.models.weights import (
     untie_parameter,
     weights_for,
 )
-from atoll.runtime import checkpoint
-from atoll.runtime.assemble.ties import untie_as_stored
-from atoll.runtime.checkpoint import Piece
-from atoll.runtime.checkpoint.meeting import listing
+from atoll.training.config import Config, from_dict
+from atoll.training.data.tokenizer import FileTokenizer
 from atoll.training.folder import RunFolder
 from atoll.training.pretrained import (
     ADAPTERS,

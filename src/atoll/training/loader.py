@@ -14,10 +14,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from atoll.data import SampleOrder
-from atoll.errors import DataError
-from atoll.plans import Plan
+from atoll.base.errors import DataError
+from atoll.plans.plan import Plan
 from atoll.runtime.transport import world_rank
+from atoll.training.data import SampleOrder
 
 Collate = Callable[[list[Any]], Any]
 

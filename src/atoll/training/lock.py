@@ -27,8 +27,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from atoll.documents import count, parse_json, string
-from atoll.errors import ConfigError, RunError
+from atoll.base.documents import count, parse_json, string
+from atoll.base.errors import ConfigError, RunError
 
 BEAT_SECONDS = 2.0
 SILENCE_SECONDS = 10.0

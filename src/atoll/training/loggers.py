@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from atoll.config import Config
-from atoll.errors import ConfigError, RunError
+from atoll.base.errors import ConfigError, RunError
+from atoll.training.config import Config
 from atoll.training.named import load_named
 
 Log = Callable[[Mapping[str, float], int], object]

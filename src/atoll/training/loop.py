@@ -31,12 +31,8 @@ from typing import Any
 
 import torch
 
-from atoll.config import Config
-from atoll.cost import Cluster
-from atoll.data import Name, Supply
-from atoll.data.mixing import shares
-from atoll.digests import digest
-from atoll.errors import (
+from atoll.base.digests import digest
+from atoll.base.errors import (
     BadStepError,
     CheckpointError,
     ConfigError,
@@ -44,8 +40,9 @@ from atoll.errors import (
     UnverifiedWarning,
     UserError,
 )
-from atoll.faults import Fault, Rollback
-from atoll.layouts import Footprint
+from atoll.base.faults import Fault, Rollback
+from atoll.plans.layouts import Footprint
+from atoll.prediction.cost import Cluster
 from atoll.runtime import checkpoint
 from atoll.runtime.checkpoint.manifest import Manifest
 from atoll.runtime.checkpoint.meeting import listing
@@ -56,6 +53,9 @@ from atoll.runtime.sharding.state import stored_states
 from atoll.runtime.transport import Later
 from atoll.training.best import Best
 from atoll.training.build import RateSchedule
+from atoll.training.config import Config
+from atoll.training.data import Name, Supply
+from atoll.training.data.mixing import shares
 from atoll.training.display import Display
 from atoll.training.folder import RunFolder, Start, read_records, writing
 from atoll.training.lock import RunLock

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from atoll.documents import parse_json
-from atoll.ir import Action
+from atoll.base.documents import parse_json
+from atoll.plans.ir import Action
+from atoll.program.trace import GATHER_LANE, REDUCE_LANE, Span, Trace
 from atoll.runtime.engine import Engine
 from atoll.runtime.transport import world_store
-from atoll.trace import GATHER_LANE, REDUCE_LANE, Span, Trace
 
 
 def peak_memory(device: torch.device) -> int:

@@ -20,14 +20,14 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atoll import documents
-from atoll.config import Config, from_dict, load
-from atoll.cost import Cluster, Prediction
-from atoll.cost.calibration import Step
-from atoll.cost.comparison import Taken, Timed
-from atoll.documents import LARGEST_BYTES, LARGEST_JSON, count, finite, parse_json, read_text, string
-from atoll.errors import ConfigError, UserError
+from atoll.base import documents
+from atoll.base.documents import LARGEST_BYTES, LARGEST_JSON, count, finite, parse_json, read_text, string
+from atoll.base.errors import ConfigError, UserError
+from atoll.prediction.cost import Cluster, Prediction
+from atoll.prediction.cost.calibration import Step
+from atoll.prediction.cost.comparison import Taken, Timed
 from atoll.program import named
+from atoll.training.config import Config, from_dict, load
 from atoll.training.folder import RunFolder, typical_seconds
 from atoll.training.optimizers import planned
 from atoll.training.prediction import predict

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from atoll.errors import ConfigError
+from atoll.base.errors import ConfigError
 
 
 def load_named(key: str, text: str) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median, median_low
 
-from atoll.plans import MeshShape
+from atoll.plans.plan import MeshShape
 
 WINDOW = 64
 """Number of steps that a step is compared with."""

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from atoll.config import Config, Train
-from atoll.config.schema import ADAMW
-from atoll.errors import ConfigError, PlanError
-from atoll.layouts import Whole
-from atoll.plans import Plan
+from atoll.base.errors import ConfigError, PlanError
+from atoll.plans.layouts import Whole
+from atoll.plans.plan import Plan
+from atoll.training.config import Config, Train
+from atoll.training.config.schema import ADAMW
 from atoll.training.named import load_named
 
 if TYPE_CHECKING:

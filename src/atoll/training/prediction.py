@@ -8,14 +8,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from atoll.config import Config
-from atoll.cost import Cluster, Prediction, Transformer, Use, Workload
-from atoll.data import expected_ids
-from atoll.documents import read_json
-from atoll.plans import Plan
+from atoll.base.documents import read_json
+from atoll.base.units import format_bytes, format_seconds
+from atoll.plans.plan import Plan
+from atoll.prediction.cost import Cluster, Prediction, Transformer, Use, Workload
+from atoll.training.config import Config
+from atoll.training.data import expected_ids
 from atoll.training.optimizers import planned
 from atoll.training.sources import FAMILY
-from atoll.units import format_bytes, format_seconds
 
 PREDICTED = ("llama", "mistral", "qwen2", "gpt2")
 """Families of `transformers` whose sizes are read from their configuration."""
@@ -81,11 +81,11 @@ def predict_on(config: Config, cluster: Cluster | None, *, world: int | None = N
 
 def workload_of(config: Config, vocabulary: int, *, on_cpu: bool = False) -> Workload:
     """Return the model of `config` with this vocabulary: by formula if its family has one, otherwise counted, see
-    `atoll.models.count`. Raises ConfigError if its costs are unknown."""
+    `atoll.runtime.models.count`. Raises ConfigError if its costs are unknown."""
     sizes = None if _leaves_out(config) or _is_eager(config) else _sizes(config, vocabulary, on_cpu)
     if sizes is not None:
         return (replace(sizes, tied=False) if sizes.tied and _is_untied(config, vocabulary) else sizes).workload
-    from atoll.models import count
+    from atoll.runtime.models import count
     from atoll.training.build import build_as_stored
     from atoll.training.pretrained import hugging_face_config
 
@@ -119,7 +119,7 @@ def _without_transformers(config: Config, vocabulary: int | None = None) -> Any 
     know its family; otherwise None."""
     if find_spec("transformers") is not None:
         return None
-    from atoll.models.sizes import known_config
+    from atoll.runtime.models.sizes import known_config
 
     source, values = config.model.source, dict(config.model.config)
     family = source.removeprefix(FAMILY)
@@ -154,7 +154,7 @@ def expected_vocabulary(config: Config) -> int:
 
 def _sizes(config: Config, vocabulary: int, on_cpu: bool) -> Transformer | None:
     if not config.model.is_builtin:
-        from atoll.models import transformer_of
+        from atoll.runtime.models import transformer_of
         from atoll.training.pretrained import hugging_face_config
 
         found: Any = _without_transformers(config, vocabulary)

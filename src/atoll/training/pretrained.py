@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from atoll.config import Config
-from atoll.documents import read_json
-from atoll.errors import ConfigError
-from atoll.models.text_part import parts_besides, text_part_of
-from atoll.models.weights import has_weights
+from atoll.base.documents import read_json
+from atoll.base.errors import ConfigError
+from atoll.runtime.models.text_part import parts_besides, text_part_of
+from atoll.runtime.models.weights import has_weights
+from atoll.training.config import Config
 from atoll.training.sources import FAMILY, check_folder, package
 
 MOST_MODULES = 1000

@@ -23,12 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from atoll.config import Config, load
-from atoll.cost import Cluster
-from atoll.errors import AtollError
-from atoll.measuring.errand import run_errand
-from atoll.measuring.known import measure_here
-from atoll.plans import Plan
+from atoll.base.errors import AtollError
+from atoll.plans.plan import Plan
+from atoll.prediction.cost import Cluster
 from atoll.runtime.failure import Watch
 from atoll.runtime.launch import (
     SAVED_AND_LEFT,
@@ -45,10 +42,13 @@ from atoll.runtime.launch import (
     torchrun_environment,
     watch_parent,
 )
+from atoll.runtime.measuring.errand import run_errand
+from atoll.runtime.measuring.known import measure_here
 from atoll.runtime.same import check_same, software
 from atoll.runtime.template import Template, is_template
 from atoll.runtime.verdict import LONGEST_SECONDS
 from atoll.training.choosing import fewer_ranks, load_chosen
+from atoll.training.config import Config, load
 from atoll.training.folder import RunFolder, Start
 from atoll.training.here import has_gpus, machine_of, measured_cluster
 from atoll.training.lock import RunLock
@@ -97,7 +97,7 @@ def train(request: Request) -> int:
     """Train as a rank if the environment describes one, or start the ranks. Return the exit code."""
     if is_template():
         import atoll.training.session  # noqa: F401
-        from atoll._torch import import_ahead
+        from atoll.base._torch import import_ahead
 
         import_ahead()
         become_rank()
@@ -165,7 +165,7 @@ def _check_tensor(config: Config) -> None:
         return
     import torch
 
-    from atoll.models import adapter_for
+    from atoll.runtime.models import adapter_for
     from atoll.training.pretrained import hugging_face_model
 
     with torch.device("meta"):

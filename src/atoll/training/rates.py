@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from atoll.config import Train
-from atoll.errors import ConfigError
+from atoll.base.errors import ConfigError
+from atoll.training.config import Train
 from atoll.training.named import load_named
 
 Rates = Callable[[int], float]

@@ -9,17 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from atoll.config import Config
-from atoll.cost import Prediction
-from atoll.cost.summary import summary
-from atoll.data import Name
-from atoll.data.tokenizer import FileTokenizer, Tokenizer
-from atoll.layouts import Footprint
-from atoll.plans import Plan
+from atoll.plans.layouts import Footprint
+from atoll.plans.plan import Plan
+from atoll.prediction.cost import Prediction
+from atoll.prediction.cost.summary import summary
+from atoll.program.trace import Trace, to_chrome
 from atoll.runtime.engine import Evaluation
 from atoll.runtime.pipeline.step_end import StepResult
-from atoll.trace import Trace, to_chrome
 from atoll.training import folder as files
+from atoll.training.config import Config
+from atoll.training.data import Name
+from atoll.training.data.tokenizer import FileTokenizer, Tokenizer
 from atoll.training.folder import RunFolder
 from atoll.training.loggers import open_loggers
 

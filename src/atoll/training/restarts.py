@@ -24,8 +24,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from atoll.documents import read_text
-from atoll.errors import RankError
+from atoll.base.documents import read_text
+from atoll.base.errors import RankError
 from atoll.runtime.launch import Ending
 from atoll.training.folder import RunFolder, read_records
 

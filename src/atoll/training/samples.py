@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from atoll.config import Config
-from atoll.data import Batch, Name, Supply, hide, prepare_supply, preview_supply
-from atoll.errors import ConfigError
-from atoll.plans import Place
+from atoll.base.errors import ConfigError
+from atoll.plans.plan import Place
 from atoll.runtime.places import cache_folder
 from atoll.training.chat import chat_template
+from atoll.training.config import Config
+from atoll.training.data import Batch, Name, Supply, hide, prepare_supply, preview_supply
 
 
 def prepare_corpus(config: Config, *, say: Callable[[str], None] | None = None) -> Supply:
@@ -21,7 +21,7 @@ def prepare_corpus(config: Config, *, say: Callable[[str], None] | None = None) 
 
 def preview_corpus(config: Config) -> Supply | None:
     """Return the configured corpus without writing to the cache; None if it would take long. See
-    `atoll.data.preview`."""
+    `atoll.training.data.preview`."""
     return preview_supply(config.data.sources, **_recipe(config))
 
 

@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from atoll.config import Config
-from atoll.cost import Cluster
-from atoll.data import Supply
-from atoll.documents import LARGEST_BYTES, count, finite, read_json
-from atoll.errors import CostWarning, WeightsWarning
-from atoll.plans import Plan
+from atoll.base.documents import LARGEST_BYTES, count, finite, read_json
+from atoll.base.errors import CostWarning, WeightsWarning
+from atoll.base.units import format_bytes, format_count, format_rate, format_seconds
+from atoll.plans.plan import Plan
+from atoll.prediction.cost import Cluster
 from atoll.runtime import checkpoint
 from atoll.runtime.same import DIGEST, check_same
 from atoll.runtime.transport import world_rank, world_size, world_store
 from atoll.training.build import build_as_stored, build_engine
+from atoll.training.config import Config
+from atoll.training.data import Supply
 from atoll.training.display import Display
 from atoll.training.folder import RunFolder, Start, is_of, read_records, typical_seconds
 from atoll.training.lock import RunLock
@@ -31,7 +32,6 @@ from atoll.training.measure import peak_memory
 from atoll.training.pretrained import notes_of_source
 from atoll.training.samples import prepare_corpus, vocabulary_of
 from atoll.training.signals import StopRequest
-from atoll.units import format_bytes, format_count, format_rate, format_seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,19 +9,19 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from atoll.config import load
-from atoll.cost import Cluster, Prediction
-from atoll.documents import LARGEST_JSON, count, read_text
-from atoll.errors import ConfigError, UserError
-from atoll.report import Curves, Sheet, Timeline, measured, predicted_sheet, recorded_timeline, traced_timeline
-from atoll.trace import from_chrome
+from atoll.base.documents import LARGEST_JSON, count, read_text
+from atoll.base.errors import ConfigError, UserError
+from atoll.base.units import format_bytes, format_rate, format_seconds
+from atoll.prediction.cost import Cluster, Prediction
+from atoll.program.trace import from_chrome
 from atoll.training.choosing import load_chosen
+from atoll.training.config import load
 from atoll.training.folder import WARM_UP, RunFolder, is_of, read_records
 from atoll.training.here import measured_cluster
 from atoll.training.measurements import read_json, read_started, read_timing
 from atoll.training.optimizers import planned
 from atoll.training.prediction import predict, predict_on
-from atoll.units import format_bytes, format_rate, format_seconds
+from atoll.training.report import Curves, Sheet, Timeline, measured, predicted_sheet, recorded_timeline, traced_timeline
 
 SHOWN = ("loss", "grad_norm", "tokens_per_second", "seconds", "lr", "bubble", "memory_bytes")
 """Keys of metrics.jsonl that are drawn."""

@@ -6,8 +6,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from atoll.config import Config
-from atoll.errors import ConfigError
+from atoll.base.errors import ConfigError
+from atoll.training.config import Config
 
 FAMILY = "transformers:"
 """Prefix of a model.source that names a family."""
@@ -60,7 +60,7 @@ def _check_tokenizer(config: Config) -> None:
     is_made = name == "bytes" or name.startswith("bpe-")
     if not is_made or not own.is_file() or config.model.weights is not None:
         return
-    from atoll.models.weights import has_weights
+    from atoll.runtime.models.weights import has_weights
 
     if has_weights(own.parent):
         raise ConfigError(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from atoll.data import Tokenizer
 from atoll.runtime.engine import Engine
+from atoll.training.data import Tokenizer
 
 TEMPERATURE = 0.8
 CANDIDATES = 40

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from atoll.cost import Cluster, Prediction, presets
+from atoll.prediction.cost import Cluster, Prediction, presets
 
 OTHERS = ("d", "laptop", "mig", "nvl", "pcie")
 """Words in a GPU's name which mean that its peak differs from the preset with its number."""

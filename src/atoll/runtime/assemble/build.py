@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from atoll.errors import PlanError
-from atoll.models import Adapter, Block, Vocabulary, initialise_block, name_seed, shared_parameters
-from atoll.models.buffers import buffers_of, buffers_outside, modules_outside, on_meta, written
-from atoll.plans import Plan
+from atoll.base.errors import PlanError
+from atoll.plans.plan import Plan
 from atoll.program import Phase
+from atoll.runtime.models import Adapter, Block, Vocabulary, initialise_block, name_seed, shared_parameters
+from atoll.runtime.models.buffers import buffers_of, buffers_outside, modules_outside, on_meta, written
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.block import LocalBlock
 from atoll.runtime.pipeline.deferred import Collector, Layer, defer, is_deferrable

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from atoll._torch import pretended_ranks
-from atoll.layouts import Level
-from atoll.models import adapter_for
-from atoll.plans import Plan
+from atoll.base._torch import pretended_ranks
+from atoll.plans.layouts import Level
+from atoll.plans.plan import Plan
 from atoll.program import Program, Programs
 from atoll.runtime.assemble.build import build
 from atoll.runtime.assemble.holdings import shape_of
+from atoll.runtime.models import adapter_for
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.deferred import Collector
 from atoll.runtime.sharding.segment import Surroundings

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from atoll.layouts import Footprint, Sharding, WorkingMemory, footprint, reduced_at_once, working_memory
-from atoll.plans import Place, Plan
+from atoll.plans.layouts import Footprint, Sharding, WorkingMemory, footprint, reduced_at_once, working_memory
+from atoll.plans.plan import Place, Plan
 from atoll.program import Bytes, RankShape
 from atoll.runtime.pipeline.stage import Sharded
 from atoll.runtime.sharding.unit import Unit
@@ -28,7 +28,7 @@ def held_now(units: Iterable[Unit], states: Iterable[torch.Tensor]) -> Footprint
 
 
 def held_at_rest(units: Iterable[Unit], sharding: Sharding, *, states: int | None) -> Footprint:
-    """Return the bytes predicted by the layouts' accounting; `states` as in `atoll.layouts.footprint`."""
+    """Return the bytes predicted by the layouts' accounting; `states` as in `atoll.plans.layouts.footprint`."""
     return footprint([segment.shape for unit in units for segment in unit.segments], sharding, states=states)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from atoll.models.weights import has_weights, plain_name, tensors_of, tied_names, untie, untie_parameter
 from atoll.runtime.checkpoint import Archive, is_complete
+from atoll.runtime.models.weights import has_weights, plain_name, tensors_of, tied_names, untie, untie_parameter
 
 
 def untie_as_stored(model: Any, folder: Path) -> list[str]:

@@ -7,8 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from atoll.documents import LARGEST_JSON, parse_json, read
-from atoll.errors import CheckpointError, DamageError
+from atoll.base.documents import LARGEST_JSON, parse_json, read
+from atoll.base.errors import CheckpointError, DamageError
 from atoll.runtime.checkpoint.folders import FIRST_VERSION, FORMAT_VERSION, METADATA, STATE, is_complete
 from atoll.runtime.checkpoint.manifest import MANIFEST, Manifest
 from atoll.runtime.checkpoint.metadata import Contents, Stored, read_contents

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from atoll.errors import CheckpointError, RankError
+from atoll.base.errors import CheckpointError, RankError
 from atoll.runtime.checkpoint.meeting import Meeting
 from atoll.runtime.checkpoint.pieces import Piece
 from atoll.runtime.checkpoint.saving import Saving

@@ -23,8 +23,8 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from atoll.documents import read_text
-from atoll.errors import CheckpointError, DamageError
+from atoll.base.documents import read_text
+from atoll.base.errors import CheckpointError, DamageError
 from atoll.runtime.checkpoint.manifest import MANIFEST, Manifest
 
 STATE = "state.json"

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from atoll.errors import CheckpointError, DamageError, UnverifiedWarning
-from atoll.layouts.flat import Shape
+from atoll.base.errors import CheckpointError, DamageError, UnverifiedWarning
+from atoll.plans.layouts.flat import Shape
 from atoll.runtime.checkpoint.archive import Archive
 from atoll.runtime.checkpoint.meeting import Meeting, listing
 from atoll.runtime.checkpoint.metadata import Stored

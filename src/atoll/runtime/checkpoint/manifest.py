@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atoll.digests import ALGORITHM, digest, read_sealed, seal
-from atoll.errors import DamageError
+from atoll.base.digests import ALGORITHM, digest, read_sealed, seal
+from atoll.base.errors import DamageError
 
 MANIFEST = "manifest.json"
 VERSION = 1

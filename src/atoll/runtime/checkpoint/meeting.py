@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from atoll.documents import parse_json
-from atoll.errors import CheckpointError, DamageError, RankError, UserError
+from atoll.base.documents import parse_json
+from atoll.base.errors import CheckpointError, DamageError, RankError, UserError
 
 Failure = tuple[str, str]
 """Kind of an error, one of `KINDS`, and its text."""

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from atoll._torch import CHECKPOINT_RECORDS
-from atoll.errors import DamageError
+from atoll.base._torch import CHECKPOINT_RECORDS
+from atoll.base.errors import DamageError
 from atoll.runtime.checkpoint.opcodes import check_opcodes
 
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}

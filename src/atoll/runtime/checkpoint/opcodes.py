@@ -11,7 +11,7 @@ import pickletools
 from collections.abc import Iterable
 from typing import Any
 
-from atoll.errors import DamageError
+from atoll.base.errors import DamageError
 
 LARGEST_TUPLE = 1 << 16
 """Maximum number of objects in a tuple, including those of nested tuples, each counted as often as it occurs."""

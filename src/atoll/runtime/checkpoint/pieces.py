@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from atoll.errors import CheckpointError
-from atoll.layouts.flat import Box, Shape
+from atoll.base.errors import CheckpointError
+from atoll.plans.layouts.flat import Box, Shape
 
 
 @dataclass(frozen=True, eq=False, slots=True)

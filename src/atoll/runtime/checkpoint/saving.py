@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from atoll._torch import SeenItems, written_box
-from atoll.digests import Digest, digest
-from atoll.errors import CheckpointError
-from atoll.layouts.flat import Box
+from atoll.base._torch import SeenItems, written_box
+from atoll.base.digests import Digest, digest
+from atoll.base.errors import CheckpointError
+from atoll.plans.layouts.flat import Box
 from atoll.runtime.checkpoint import folders
 from atoll.runtime.checkpoint.manifest import Manifest, Range
 from atoll.runtime.checkpoint.meeting import Meeting, listing

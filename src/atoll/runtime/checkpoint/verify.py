@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atoll.errors import CheckpointError, DamageError
+from atoll.base.errors import CheckpointError, DamageError
 from atoll.runtime.checkpoint.archive import Archive
 from atoll.runtime.checkpoint.manifest import Manifest
 

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from atoll._torch import run_backward
-from atoll.errors import RunError
+from atoll.base._torch import run_backward
+from atoll.base.errors import RunError
 from atoll.runtime.pipeline.selective import Pair, Selective, of_torch
 from atoll.runtime.randomness import seed_block
 from atoll.runtime.sharding.unit import Unit

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 
 import torch
 
-from atoll.ir import Action, Op
+from atoll.plans.ir import Action, Op
 from atoll.program import Instruction, Operation
+from atoll.program.trace import Span, lane_of
 from atoll.runtime.lanes import Kind
-from atoll.trace import Span, lane_of
 
 _OP: Mapping[Kind, Op] = {"gather": Op.UNSHARD, "reduce": Op.REDUCE_GRAD}
 

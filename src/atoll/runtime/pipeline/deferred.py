@@ -51,8 +51,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from atoll._torch import local_part
-from atoll.errors import RunError
+from atoll.base._torch import local_part
+from atoll.base.errors import RunError
 from atoll.runtime.pipeline.selective import Multiplier
 from atoll.runtime.sharding.unit import Unit
 

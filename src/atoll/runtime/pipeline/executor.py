@@ -55,17 +55,18 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from atoll._torch import is_profiling, local_part
-from atoll.errors import AtollError, RunError
-from atoll.faults import Made
-from atoll.ir import Action, Op
-from atoll.models import Batch, Loss
-from atoll.models.adapter import sum_and_count
+from atoll.base._torch import is_profiling, local_part
+from atoll.base.errors import AtollError, RunError
+from atoll.base.faults import Made
+from atoll.plans.ir import Action, Op
 from atoll.program import BACKWARD, Do, Ending, Instruction, Operation, Part, Peers, Phase, Program, RankShape, parts_of
 from atoll.program.table import OPERATIONS
+from atoll.program.trace import Span
 from atoll.runtime.failure import Doing
 from atoll.runtime.lanes import Lane
 from atoll.runtime.mail import Mail, Wire
+from atoll.runtime.models import Batch, Loss
+from atoll.runtime.models.adapter import sum_and_count
 from atoll.runtime.outline import Outline
 from atoll.runtime.page import AT, own_page, row_of
 from atoll.runtime.pipeline.block import Arguments, Draw, LocalBlock, Passage, pass_on, tensors_of
@@ -79,7 +80,6 @@ from atoll.runtime.sharding.tensors import like_parameter, whole_output
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Transport
 from atoll.runtime.vocabulary.split import SplitVocabulary
-from atoll.trace import Span
 
 Key = tuple[int, int]
 """(stage, microbatch)"""

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from atoll._torch import local_part
-from atoll.faults import Made, Sighting
+from atoll.base._torch import local_part
+from atoll.base.faults import Made, Sighting
 from atoll.runtime.sharding.unit import Unit, UnitSpec
 from atoll.runtime.transport import Transport
 

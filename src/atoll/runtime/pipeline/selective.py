@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from atoll._torch import version
-from atoll.errors import RunError
+from atoll.base._torch import version
+from atoll.base.errors import RunError
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 """Operations whose outputs are kept. Attention, norms and activation functions are computed again."""

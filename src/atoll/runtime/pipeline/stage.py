@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from atoll.models import Adapter, Batch
 from atoll.program import BlockShape, StageShape
+from atoll.runtime.models import Adapter, Batch
 from atoll.runtime.pipeline.block import LocalBlock
 from atoll.runtime.pipeline.deferred import Layer
 from atoll.runtime.sharding.unit import Unit, UnitSpec

@@ -44,7 +44,7 @@ from typing import Any
 
 import torch
 
-from atoll.faults import Fault, Rollback
+from atoll.base.faults import Fault, Rollback
 from atoll.program import Do, Ending, Operation
 from atoll.runtime.sharding.optimizer import ShardedOptimizer
 from atoll.runtime.sharding.unit import Unit, UnitSpec

@@ -14,8 +14,8 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from atoll._torch import version
-from atoll.errors import PlanError
+from atoll.base._torch import version
+from atoll.base.errors import PlanError
 from atoll.runtime.agreement import DIGESTS
 from atoll.runtime.sharding.segment import Segment
 from atoll.runtime.sharding.unit import Unit, UnitSpec

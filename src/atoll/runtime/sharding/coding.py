@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from atoll.layouts import Codec
+from atoll.plans.layouts import Codec
 from atoll.runtime.transport import Peers, Tag, Transport
 
 _AT_A_TIME = 1 << 16

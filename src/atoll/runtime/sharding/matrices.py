@@ -18,8 +18,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from atoll.layouts import Box, Holders, Matrix, Piece, Whole
-from atoll.plans import Place
+from atoll.plans.layouts import Box, Holders, Matrix, Piece, Whole
+from atoll.plans.plan import Place
 from atoll.runtime import lanes
 from atoll.runtime.sharding.segment import Segment, dtype_of
 from atoll.runtime.transport import Channel, Tag

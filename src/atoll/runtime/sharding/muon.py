@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from atoll.errors import PlanError
-from atoll.layouts import NewtonSchulz, Whole
+from atoll.base.errors import PlanError
+from atoll.plans.layouts import NewtonSchulz, Whole
 from atoll.runtime.sharding.matrices import Options
 from atoll.runtime.sharding.optimizer import fused_by_default
 

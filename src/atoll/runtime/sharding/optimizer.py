@@ -14,9 +14,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from atoll._torch import scaled_gradients, takes_scale
-from atoll.errors import CheckpointError, PlanError
-from atoll.layouts import Box, Matrix
+from atoll.base._torch import scaled_gradients, takes_scale
+from atoll.base.errors import CheckpointError, PlanError
+from atoll.plans.layouts import Box, Matrix
 from atoll.runtime.sharding.matrices import Exchange, MatrixUpdate, Options
 from atoll.runtime.sharding.unit import Unit
 

@@ -1,7 +1,7 @@
 """Outer steps of this rank: anchors, outer gradients in flight, and parameters that are mixed with the anchor.
 
-`atoll.outer` gives the algorithm and the steps after which fragments are sent and applied. Applying a fragment does not
-overlap with the end of the step.
+`atoll.plans.outer` gives the algorithm and the steps after which fragments are sent and applied. Applying a fragment
+does not overlap with the end of the step.
 
 [Note: anchors] A rank stores the part of each trained parameter's anchor, and of its outer momentum, that it has at
 level G of its island. Nothing of them is sharded over islands, so a lost island takes nothing with it. One rank for
@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
-from atoll.layouts import SYNC_PARAMETER, Codec, Level, Slice
-from atoll.outer import Outer, Way
+from atoll.plans.layouts import SYNC_PARAMETER, Codec, Level, Slice
+from atoll.plans.outer import Outer, Way
 from atoll.runtime.checkpoint import Piece
 from atoll.runtime.lanes import Job, Lane
 from atoll.runtime.sharding import coding

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from atoll.digests import Digest, digest
-from atoll.layouts import Level
-from atoll.plans import Place
+from atoll.base.digests import Digest, digest
+from atoll.plans.layouts import Level
+from atoll.plans.plan import Place
 from atoll.runtime.sharding.outer import OuterSteps
 from atoll.runtime.sharding.segment import Segment
 from atoll.runtime.sharding.tensors import Spread

@@ -40,8 +40,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from atoll._torch import local_part
-from atoll.layouts import (
+from atoll.base._torch import local_part
+from atoll.plans.layouts import (
     GATHER_PARAMETER,
     REDUCE_GRADIENT,
     SYNC_GRADIENT,
@@ -56,9 +56,9 @@ from atoll.layouts import (
     Sharding,
     Stored,
 )
-from atoll.models import Weights
 from atoll.program import Phase
 from atoll.runtime import lanes
+from atoll.runtime.models import Weights
 from atoll.runtime.sharding import coding
 from atoll.runtime.sharding.room import Room
 from atoll.runtime.sharding.tensors import Spread, box_of, lay_in, part_of, split_dim, whole_of
@@ -183,7 +183,7 @@ class Segment:
     permanent: whether the parameters rest whole, so that nothing is gathered.
     keeps_copy, residuals, before: [Note: copies and residuals]; `before` is the copy without a step taken ahead.
     matrices: those that the parameters are made of, where the optimizer transforms them whole.  matrix_owners: which of
-    their holders owns each, see `atoll.layouts.Holders`.
+    their holders owns each, see `atoll.plans.layouts.Holders`.
     """
 
     def __init__(

@@ -34,8 +34,8 @@ from typing import Any
 
 import torch
 
-from atoll.errors import CheckpointError, DamageError
-from atoll.layouts import Level
+from atoll.base.errors import CheckpointError, DamageError
+from atoll.plans.layouts import Level
 from atoll.runtime import checkpoint
 from atoll.runtime.checkpoint import Piece
 from atoll.runtime.sharding.optimizer import ShardedOptimizer

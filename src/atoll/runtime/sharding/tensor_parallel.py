@@ -30,10 +30,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from atoll.errors import PlanError
-from atoll.models import STYLES, Adapter, Block
-from atoll.models.probe import hidden_argument, replace_hidden
-from atoll.plans import Plan
+from atoll.base.errors import PlanError
+from atoll.plans.plan import Plan
+from atoll.runtime.models import STYLES, Adapter, Block
+from atoll.runtime.models.probe import hidden_argument, replace_hidden
 from atoll.runtime.randomness import draw_alike, draw_apart
 from atoll.runtime.sharding.tensors import Spread, is_split
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from atoll.layouts import Box
+from atoll.plans.layouts import Box
 
 
 class Spread(Enum):

@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from atoll.errors import RunError
-from atoll.plans import MOST_MICROBATCHES, Place
+from atoll.base.errors import RunError
+from atoll.plans.plan import MOST_MICROBATCHES, Place
 
 _MESHES = itertools.count()
 

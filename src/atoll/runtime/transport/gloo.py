@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from atoll.plans import Place
+from atoll.plans.plan import Place
 from atoll.runtime.transport import shared_memory
 from atoll.runtime.transport.base import Channel, Later, Message, Peers, Tag, Transport
 from atoll.runtime.transport.shared_memory import HEADERS, Arena, SharedMemory

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from atoll.plans import Place
+from atoll.plans.plan import Place
 from atoll.runtime.transport.base import Channel, Later, Message, Outbox, Peers, Tag, Transport, link_of
 
 

@@ -7,8 +7,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from atoll.errors import RunError
-from atoll.plans import Place
+from atoll.base.errors import RunError
+from atoll.plans.plan import Place
 from atoll.runtime.transport.base import Transport
 from atoll.runtime.transport.gloo import GlooTransport, StagedTransport
 from atoll.runtime.transport.nccl import NcclTransport

@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import nn
 
-from atoll._torch import parameter_replaced
-from atoll.models import Block
+from atoll.base._torch import parameter_replaced
+from atoll.runtime.models import Block
 
 
 class End(ABC):

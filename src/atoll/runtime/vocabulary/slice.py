@@ -31,12 +31,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from atoll._torch import local_part
-from atoll.errors import PlanError
-from atoll.layouts import Box
-from atoll.models import Adapter, Batch, Block, Vocabulary
-from atoll.models.batch import IGNORED_LABEL
+from atoll.base._torch import local_part
+from atoll.base.errors import PlanError
+from atoll.plans.layouts import Box
 from atoll.program import EMBEDDING, HEAD
+from atoll.runtime.models import Adapter, Batch, Block, Vocabulary
+from atoll.runtime.models.batch import IGNORED_LABEL
 from atoll.runtime.sharding.room import Room
 from atoll.runtime.sharding.tensors import added_up, part_of
 from atoll.runtime.sharding.unit import Unit

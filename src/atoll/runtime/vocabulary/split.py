@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from atoll.errors import RunError
-from atoll.ir import Action, Op, Placement
-from atoll.models import Batch
+from atoll.base.errors import RunError
+from atoll.plans.ir import Action, Op, Placement
 from atoll.runtime.mail import Mail, Parcel, Wire
+from atoll.runtime.models import Batch
 from atoll.runtime.transport import Channel, Tag
 from atoll.runtime.vocabulary.slice import Scores, VocabularySlice
 

@@ -1,1 +1,0 @@
-"""Measurement of a machine's devices and links, written as the TOML of an `atoll.cost.Cluster`."""

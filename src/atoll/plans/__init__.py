@@ -1,0 +1,1 @@
+"""What is decided before anything runs: orders of actions, layouts, meshes, stages, outer steps."""

@@ -1,0 +1,282 @@
+"""Plans, which the planner returns and the engine executes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import product
+
+from atoll.base.errors import PlanError
+from atoll.plans.ir import Schedule
+from atoll.plans.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, current
+from atoll.plans.layouts import GATHER_PARAMETER, NO_CODECS, Codecs, Layout, Level, Nest, Precision, Sharding, Whole
+from atoll.plans.outer import Outer
+
+MOST_MICROBATCHES = 8_191
+"""Maximum number of microbatches of a rank in a step. A message's tag has 13 bits for its microbatch."""
+
+RECOMPUTE = ("none", "block", "selective")
+COMPILE = ("none", "block", "block-eager")
+
+
+class Ending(StrEnum):
+    """The kind of a step's end."""
+
+    AT_ONCE = "at once"
+    AHEAD = "ahead"
+    CHAIN = "chain"
+
+
+AXES = ("pp", "inter", "intra", "tp")
+"""The axes of a mesh in their usual order, outermost first."""
+
+ORDERS = (AXES, ("inter", "pp", "intra", "tp"), ("inter", "intra", "pp", "tp"))
+"""Allowed orders of the axes: the pipeline between nodes, or inside them as far as it fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshShape:
+    """Ranks along each mesh axis.
+
+    order: the axes over the ranks of the world, outermost first. Ranks along inner axes are consecutive, so they share
+    a node as far as possible. `pp` may be first, before `intra` or after it; `inter` comes before `intra`, and `tp`
+    last.
+
+    Raises PlanError for an axis without ranks, and for any other order.
+    """
+
+    pipeline: int = 1
+    inter: int = 1
+    intra: int = 1
+    tensor: int = 1
+    order: tuple[str, ...] = AXES
+
+    def __post_init__(self) -> None:
+        if self.order not in ORDERS:
+            known = "; ".join(", ".join(order) for order in ORDERS)
+            raise PlanError(f"order of the mesh's axes = {', '.join(self.order)}; known: {known}")
+        for axis, size in self.sizes.items():
+            if size < 1:
+                raise PlanError(f"mesh axis {axis!r} has {size} ranks; every axis needs at least 1")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis name -> ranks, outermost first."""
+        sizes = {"pp": self.pipeline, "inter": self.inter, "intra": self.intra, "tp": self.tensor}
+        return {axis: sizes[axis] for axis in self.order}
+
+    @property
+    def data(self) -> int:
+        """Data-parallel ranks, inter * intra."""
+        return self.inter * self.intra
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.pipeline * self.data * self.tensor
+
+    def place(self, rank: int) -> Place:
+        """Return the place of the world rank `rank`."""
+        if not 0 <= rank < self.world:
+            raise PlanError(f"rank {rank} is outside a mesh of {self.world} ranks {self.sizes}")
+        at = {}
+        for axis, size in reversed(self.sizes.items()):
+            rank, at[axis] = divmod(rank, size)
+        return Place(self, **at)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Coordinates of one rank in a mesh."""
+
+    mesh: MeshShape
+    pp: int
+    inter: int
+    intra: int
+    tp: int
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """Axis name -> position."""
+        return {"pp": self.pp, "inter": self.inter, "intra": self.intra, "tp": self.tp}
+
+    @property
+    def rank(self) -> int:
+        """The world rank."""
+        rank, at = 0, self.coordinates
+        for axis, size in self.mesh.sizes.items():
+            rank = rank * size + at[axis]
+        return rank
+
+    @property
+    def data(self) -> int:
+        """Index of the data-parallel rank, which takes the `data`-th run of consecutive microbatches."""
+        return self.inter * self.mesh.intra + self.intra
+
+    @property
+    def nest(self) -> Nest:
+        """The place among the data-parallel ranks."""
+        return Nest(self.mesh.inter, self.mesh.intra, self.inter, self.intra)
+
+    def peers(self, *axes: str) -> tuple[int, ...]:
+        """Return the world ranks along `axes` through this one, in order; along one axis, this rank is at its own
+        coordinate."""
+        sizes, own = self.mesh.sizes, self.coordinates
+        positions = product(*(range(sizes[axis]) for axis in axes))
+        return tuple(Place(self.mesh, **{**own, **dict(zip(axes, at, strict=True))}).rank for at in positions)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A plan: mesh, layout, schedule, precision, recompute and microbatches.
+
+    microbatch: samples of one microbatch. Microbatches a rank and step: `schedule.microbatches`.
+    residency: how long gathered parameters are kept: `action`, each block during its use; `run`, stages while they fit
+    in memory; `step`. If not given, `step` where a gather sends nothing, and `action` elsewhere.
+    resident: bytes of gathered parameters that `run` may keep on a rank between actions; the size of its largest stage
+    if not given.
+    unit: blocks that are gathered and reduced together, where they follow each other in a stage and are of one class.
+    reduction: how often gradients are reduced to their shards: `microbatch`, `run` (before another stage's), `step`.
+    compile: `block` compiles each block with torch.compile; `block-eager` traces the same graphs and runs them without
+    generating code, which needs no compiler.
+    post_validation: stages take the optimizer step without waiting for the global norm, which is checked afterwards.
+    sequence_parallel: with tensor parallelism, modules between the split ones compute a part of the sequence.
+    vocabulary_parallel: each pipeline rank has a slice of embedding and head, looks up and scores every microbatch.
+    With tensor parallelism, each rank of its group has a part of that slice.
+    prefetch: bytes of parameters that may be prefetched; the size of a block for each link that a gather crosses if not
+    given. 0 uses the least memory: nothing is prefetched, and a block's gradients are reduced before those of the next
+    block are computed.
+    layers_per_stage: the number of layers of each stage; as even as possible if not given (atoll.plans.stages).
+    states: tensors that the optimizer keeps of every parameter besides the master (Adam 2, momentum 1, SGD 0), for
+    predicted bytes.  whole: matrices that it transforms whole, and what it keeps of these; an engine takes it from its
+    optimizer.
+    codecs: what is sent of gradients and parameters between groups; nothing is encoded if not given.
+    outer: outer steps of islands that train independently, each at one position along `inter`: see `atoll.plans.outer`.
+    Levels I and G of the layout are then both of the island's data-parallel ranks.
+    """
+
+    mesh: MeshShape
+    layout: Layout
+    schedule: Schedule
+    microbatch: int
+    precision: Precision = field(default_factory=lambda: Precision.preset("fp32"))
+    residency: Residency | None = None
+    reduction: Reduction = "microbatch"
+    resident: int | None = None
+    unit: int = 1
+    recompute: str = "none"
+    post_validation: bool = False
+    compile: str = "none"
+    prefetch: int | None = None
+    sequence_parallel: bool = False
+    vocabulary_parallel: bool = False
+    layers_per_stage: tuple[int, ...] | None = None
+    states: int = 2
+    codecs: Codecs = NO_CODECS
+    outer: Outer | None = None
+    whole: Whole | None = None
+
+    def __post_init__(self) -> None:
+        if self.outer is not None and self.mesh.inter < 2:
+            raise PlanError(
+                "outer steps are between islands, and a mesh with inter = 1 has one; use two groups or more, or leave "
+                "outer out"
+            )
+        if self.schedule.ranks != self.mesh.pipeline:
+            raise PlanError(
+                f"schedule {self.schedule.name!r} is for {self.schedule.ranks} pipeline ranks, the mesh has "
+                f"{self.mesh.pipeline}; build the schedule for the mesh"
+            )
+        if self.schedule.microbatches > MOST_MICROBATCHES:
+            raise PlanError(
+                f"{self.schedule.microbatches} microbatches a rank and step: at most {MOST_MICROBATCHES}, so that each "
+                "has a message of its own; make them larger"
+            )
+        if self.microbatch < 1:
+            raise PlanError(f"microbatch = {self.microbatch}; a microbatch needs at least one sample")
+        if self.recompute not in RECOMPUTE:
+            raise PlanError(f"recompute = {self.recompute!r}; known: {', '.join(RECOMPUTE)}")
+        if self.compile not in COMPILE:
+            raise PlanError(f"compile = {self.compile!r}; known: {', '.join(COMPILE)}")
+        if self.prefetch is not None and self.prefetch < 0:
+            raise PlanError(f"prefetch = {self.prefetch} bytes; use 0 for the least memory, or leave it out")
+        if self.unit < 1:
+            raise PlanError(f"unit = {self.unit}; a unit has at least one block")
+        if self.sequence_parallel and self.mesh.tensor == 1:
+            raise PlanError("sequence_parallel splits sequences over a tensor-parallel group, and tensor = 1 has none")
+        if self.vocabulary_parallel and self.mesh.pipeline == 1:
+            raise PlanError(
+                "vocabulary_parallel splits embedding and head over two or more pipeline ranks, and the mesh has one; "
+                "turn it off, or use pipeline = 2 or more"
+            )
+        if self.residency is not None:
+            object.__setattr__(self, "residency", current(self.residency))
+        if self.residency not in (None, *RESIDENCIES):
+            raise PlanError(f"residency = {self.residency!r}; known: {', '.join(RESIDENCIES)}")
+        if self.reduction not in REDUCTIONS:
+            raise PlanError(f"reduction = {self.reduction!r}; known: {', '.join(REDUCTIONS)}")
+        if self.resident is not None and (self.resident < 0 or self.residency != "run"):
+            raise PlanError(
+                f"resident = {self.resident} bytes with residency = {self.stays!r}; 0 or more, for 'run' alone"
+            )
+
+    @property
+    def stays(self) -> Residency:
+        """How long gathered parameters are kept: `residency`, or its default.
+
+        A gather that sends nothing is a copy on the device, or a cast of the master where p and os are sharded alike.
+        `action` would save the memory of these copies, and make two of each block in a microbatch.
+        """
+        if self.residency is not None:
+            return self.residency
+        sharding = self.sharding(self.mesh.place(0))
+        return "action" if sharding.real(GATHER_PARAMETER[self.layout.parameters]) else "step"
+
+    @property
+    def least_states(self) -> int:
+        """The fewest tensors that the optimizer keeps of any parameter besides the master."""
+        return self.states if self.whole is None else min(self.states, self.whole.states)
+
+    @property
+    def matrices(self) -> str | None:
+        """Where matrices are transformed whole, in words; None for an elementwise optimizer."""
+        if self.whole is None:
+            return None
+        shards = {Level.N: 1, Level.I: self.mesh.intra, Level.G: self.mesh.data // self.islands}[self.layout.optimizer]
+        among = f"on one of the {shards} ranks that shard its momentum" if shards > 1 else "on every rank"
+        if self.mesh.tensor > 1:
+            among = f"on one of {shards * self.mesh.tensor} ranks, with its {self.mesh.tensor} tensor-parallel parts"
+        return f"{self.whole.name}: each matrix is transformed whole, {among}; AdamW for everything else"
+
+    @property
+    def end(self) -> Ending:
+        """The rule by which the plan's steps end."""
+        return Ending.AHEAD if self.post_validation else Ending.AT_ONCE
+
+    @property
+    def islands(self) -> int:
+        """Number of islands that train independently: 1 without outer steps."""
+        return 1 if self.outer is None else self.mesh.inter
+
+    def nest(self, place: Place) -> Nest:
+        """The place of a rank among the data-parallel ranks that it shares the layout with: those of its island."""
+        return place.nest if self.outer is None else Nest(1, self.mesh.intra, 0, place.intra)
+
+    def sharding(self, place: Place) -> Sharding:
+        """Return the layout on the rank at `place`."""
+        return Sharding(
+            self.layout,
+            self.precision,
+            self.nest(place),
+            keeps_apart=self.post_validation,
+            states=self.states,
+            codecs=self.codecs,
+            anchors=0 if self.outer is None else self.outer.tensors,
+            whole=self.whole,
+            tp=place.tp,
+        )
+
+    @property
+    def global_batch(self) -> int:
+        """Number of samples per step over all ranks."""
+        return self.microbatch * self.schedule.microbatches * self.mesh.data

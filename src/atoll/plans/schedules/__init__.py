@@ -1,0 +1,22 @@
+"""Schedules as pure functions, their catalogue, and lower bounds."""
+
+from atoll.plans.schedules.bounds import lower_bound
+from atoll.plans.schedules.catalogue import CATALOGUE, Entry, build
+from atoll.plans.schedules.closed_form import ClosedForm, RankForm, Sizes
+from atoll.plans.schedules.links import Link, Links
+from atoll.plans.schedules.memory import Memory
+from atoll.plans.schedules.problem import Problem
+
+__all__ = [
+    "CATALOGUE",
+    "ClosedForm",
+    "Entry",
+    "Link",
+    "Links",
+    "Memory",
+    "Problem",
+    "RankForm",
+    "Sizes",
+    "build",
+    "lower_bound",
+]

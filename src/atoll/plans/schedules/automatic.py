@@ -1,0 +1,185 @@
+"""Orders searched for given costs and limits: `auto`, its presets `zb-1p` and `zb-2p`, and `zb-v` if costs are given.
+
+[Note: how an order is found]
+1. Orders of the catalogue for the placement, if they fit.
+2. The published heuristic with each rank's own costs and limit (atoll.plans.schedules.published).
+3. List scheduling by rules with parameters per rank, over a grid and then by hill climbing on a shortened step.
+4. The best order so far as urgencies of the list scheduler: W are placed again, and actions may overtake.
+5. Single critical actions moved a few places.
+6. Those urgencies changed one by one, if the step is small enough for many tries.
+7. One microbatch after the other, which always fits.
+The best is kept, so the result is never worse than any of them; the search ends where a lower bound is reached.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from atoll.plans.ir.placement import Kind, Placement
+from atoll.plans.ir.schedule import Schedule
+from atoll.plans.schedules.memory import Amount, Memory, peak_of
+from atoll.plans.schedules.problem import Objective, Problem
+from atoll.plans.schedules.timing import StageCosts
+from atoll.plans.schedules.zero_bubble_v import fixed_zero_bubble_v
+
+if TYPE_CHECKING:
+    from atoll.plans.schedules.search import Search
+
+
+def automatic(
+    *,
+    ranks: int,
+    microbatches: int,
+    placement: Kind | None = None,
+    chunks: int | None = None,
+    costs: StageCosts | None = None,
+    objective: Objective = "makespan",
+    memory_limit: Amount | None = None,
+    static_bytes: Amount = 0.0,
+    activation_bytes: Amount = 1.0,
+    weight_grad_bytes: Amount = 1.0,
+) -> Schedule:
+    """Return the best order found for `costs` within `memory_limit` bytes per rank (default: no limit), on any
+    placement.
+
+    Raises ConfigError if a rank cannot hold one microbatch's activations, with the rank and the bytes that it needs.
+
+        rank 0  F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4
+        rank 1  .  F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4
+        rank 2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
+    """
+    memory = Memory(activation_bytes, weight_grad_bytes, static_bytes, memory_limit)
+    return _search("auto", placement_of(placement, ranks, chunks), microbatches, costs, memory, objective)
+
+
+def zb_1p(
+    *,
+    ranks: int,
+    microbatches: int,
+    placement: Kind | None = None,
+    chunks: int | None = None,
+    costs: StageCosts | None = None,
+    objective: Objective = "makespan",
+    memory_limit: Amount | None = None,
+    static_bytes: Amount = 0.0,
+    activation_bytes: Amount = 1.0,
+    weight_grad_bytes: Amount = 1.0,
+) -> Schedule:
+    """`auto` in the activation memory of 1F1B: by default a rank may keep p times its `activation_bytes`.
+
+    Raises ConfigError if a rank cannot hold one microbatch's activations.
+
+        rank 0  F0 F1 F2 .  .  I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4
+        rank 1  .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
+        rank 2  .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
+    """
+    memory = Memory(activation_bytes, weight_grad_bytes, static_bytes, memory_limit)
+    return _search("zb-1p", placement_of(placement, ranks, chunks), microbatches, costs, memory, objective)
+
+
+def zb_2p(
+    *,
+    ranks: int,
+    microbatches: int,
+    placement: Kind | None = None,
+    chunks: int | None = None,
+    costs: StageCosts | None = None,
+    objective: Objective = "makespan",
+    memory_limit: Amount | None = None,
+    static_bytes: Amount = 0.0,
+    activation_bytes: Amount = 1.0,
+    weight_grad_bytes: Amount = 1.0,
+) -> Schedule:
+    """`auto` in twice the activation memory of 1F1B: by default a rank may keep 2p times its `activation_bytes`.
+
+    Raises ConfigError if a rank cannot hold one microbatch's activations.
+
+        rank 0  F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4
+        rank 1  .  F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4
+        rank 2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
+    """
+    memory = Memory(activation_bytes, weight_grad_bytes, static_bytes, memory_limit)
+    return _search("zb-2p", placement_of(placement, ranks, chunks), microbatches, costs, memory, objective)
+
+
+def zero_bubble_v(
+    *,
+    ranks: int,
+    microbatches: int,
+    costs: StageCosts | None = None,
+    objective: Objective = "makespan",
+    memory_limit: Amount | None = None,
+    static_bytes: Amount = 0.0,
+    activation_bytes: Amount = 1.0,
+    weight_grad_bytes: Amount = 1.0,
+) -> Schedule:
+    """No rank keeps more than p microbatches between F and W, and no bubble is in a span where F = I = W, m >= 2p-1.
+
+    With fewer microbatches, it is the order for 2p-1 without the missing ones. This order is the result without `costs`
+    and one candidate with them: then it is `auto` on a V, by default in p times `activation_bytes`.
+
+        rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3
+        rank 1  .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
+    """
+    placement = Placement("v", ranks, 2)
+    if costs is None and memory_limit is None:
+        return fixed_zero_bubble_v(ranks=ranks, microbatches=microbatches)
+    memory = Memory(activation_bytes, weight_grad_bytes, static_bytes, memory_limit)
+    return _search("zb-v", placement, microbatches, costs, memory, objective)
+
+
+def memory_of_zero_bubble_v(memory: Memory, ranks: int, microbatches: int) -> Memory:
+    """Return `memory` with ZB-V's own limit if it has none: p microbatches, or those of its fixed order if more."""
+    if memory.limit is not None:
+        return memory
+    fixed = fixed_zero_bubble_v(ranks=ranks, microbatches=microbatches)
+    limits = []
+    for row, bytes_of in zip(fixed.actions, memory.per_rank(ranks), strict=True):
+        peak = peak_of(row, fixed.chunks, bytes_of)
+        limits.append(max(peak, bytes_of.static + ranks * bytes_of.activation))
+    return replace(memory, limit=tuple(limits))
+
+
+def own_limit(name: str, memory: Memory, ranks: int, microbatches: int) -> Memory:
+    """Return `memory` with the limit of the schedule `name` if it has none."""
+    if name == "zb-v":
+        return memory_of_zero_bubble_v(memory, ranks, microbatches)
+    kept = {"zb-1p": ranks, "zb-2p": 2 * ranks}.get(name)
+    return memory if kept is None else _limited(memory, ranks, kept)
+
+
+def placement_of(kind: Kind | None, ranks: int, chunks: int | None) -> Placement:
+    """Return the requested placement: a line, or a loop if only chunks are given."""
+    chosen: Kind = kind or ("loop" if (chunks or 1) > 1 else "line")
+    return Placement(chosen, ranks, chunks or {"line": 1, "v": 2, "loop": 2}[chosen])
+
+
+def _limited(memory: Memory, ranks: int, kept: int) -> Memory:
+    """Return `memory` with a limit of `kept` microbatches plus the static bytes, if it has none."""
+    if memory.limit is not None:
+        return memory
+    return replace(memory, limit=tuple(row.static + kept * row.activation for row in memory.per_rank(ranks)))
+
+
+def _search(
+    name: str,
+    placement: Placement,
+    microbatches: int,
+    costs: StageCosts | None,
+    memory: Memory,
+    objective: Objective,
+) -> Schedule:
+    limited = own_limit(name, memory, placement.ranks, microbatches)
+    problem = Problem.of(placement, microbatches, costs=costs, memory=limited, objective=objective)
+    return find(problem).schedule(name)
+
+
+def find(problem: Problem) -> Search:
+    """Search for an order: see the note above."""
+    from atoll.plans.schedules import portfolio
+    from atoll.plans.schedules.search import Search
+
+    search = Search(problem)
+    portfolio.run(search)
+    return search

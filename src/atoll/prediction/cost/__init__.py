@@ -1,0 +1,85 @@
+"""Cost of a plan: workloads, clusters, and the predicted seconds and bytes. Imports no torch.
+
+Names are loaded on first access. Models count their work with some of them, and only clusters are validated by
+pydantic: a program that trains, and predicts nothing, works without it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from atoll.prediction.cost.breakdown import Breakdown, break_down
+    from atoll.prediction.cost.cluster import Cluster, Device, Efficiency, Link, Node, presets
+    from atoll.prediction.cost.implementation import Implementation
+    from atoll.prediction.cost.kernels import Attention, Clock, Exchange, Kernel, Pass, Product, collective
+    from atoll.prediction.cost.prediction import Held, Prediction
+    from atoll.prediction.cost.ranks import Ranks
+    from atoll.prediction.cost.transformer import Transformer
+    from atoll.prediction.cost.work import Saved, Use, Work, Workload
+
+_HOMES = {
+    "Attention": "atoll.prediction.cost.kernels",
+    "Breakdown": "atoll.prediction.cost.breakdown",
+    "Clock": "atoll.prediction.cost.kernels",
+    "Cluster": "atoll.prediction.cost.cluster",
+    "Device": "atoll.prediction.cost.cluster",
+    "Efficiency": "atoll.prediction.cost.cluster",
+    "Exchange": "atoll.prediction.cost.kernels",
+    "Held": "atoll.prediction.cost.prediction",
+    "Implementation": "atoll.prediction.cost.implementation",
+    "Kernel": "atoll.prediction.cost.kernels",
+    "Link": "atoll.prediction.cost.cluster",
+    "Node": "atoll.prediction.cost.cluster",
+    "Pass": "atoll.prediction.cost.kernels",
+    "Prediction": "atoll.prediction.cost.prediction",
+    "Product": "atoll.prediction.cost.kernels",
+    "Ranks": "atoll.prediction.cost.ranks",
+    "Saved": "atoll.prediction.cost.work",
+    "Transformer": "atoll.prediction.cost.transformer",
+    "Use": "atoll.prediction.cost.work",
+    "Work": "atoll.prediction.cost.work",
+    "Workload": "atoll.prediction.cost.work",
+    "break_down": "atoll.prediction.cost.breakdown",
+    "collective": "atoll.prediction.cost.kernels",
+    "presets": "atoll.prediction.cost.cluster",
+}
+"""Module in which each name is defined."""
+
+__all__ = [
+    "Attention",
+    "Breakdown",
+    "Clock",
+    "Cluster",
+    "Device",
+    "Efficiency",
+    "Exchange",
+    "Held",
+    "Implementation",
+    "Kernel",
+    "Link",
+    "Node",
+    "Pass",
+    "Prediction",
+    "Product",
+    "Ranks",
+    "Saved",
+    "Transformer",
+    "Use",
+    "Work",
+    "Workload",
+    "break_down",
+    "collective",
+    "presets",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'atoll.prediction.cost' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,149 @@
+"""Kernels of a device, and their durations.
+
+A product of matrices is bound by compute or by memory. Its compute reaches a share of the peak that grows with its
+inner size and falls with the empty part of the last wave of tiles. Fused attention reaches a share of its own, and all
+other kernels move bytes. A block takes the longer of the total time of its kernels on the device and the time that the
+host needs to launch them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from atoll.program.sim import Speed
+
+if TYPE_CHECKING:
+    from atoll.prediction.cost.cluster import Device
+
+TILE = (128, 256)
+"""Rows and columns of a product that one multiprocessor computes at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """`count` products of matrices, [rows, inner] x [inner, columns] each.
+
+    share: factor of the usual rate, if tensor cores cannot be used.
+    """
+
+    rows: int
+    inner: int
+    columns: int
+    count: int = 1
+    share: float = 1.0
+
+    @property
+    def flops(self) -> float:
+        """Number of operations."""
+        return 2.0 * self.rows * self.inner * self.columns * self.count
+
+    def moved(self, item: int) -> float:
+        """Return the bytes read and written with elements of `item` bytes."""
+        sizes = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
+        return float(item * sizes * self.count)
+
+    @property
+    def swapped(self) -> Product:
+        """Return the gradient of the left factor: [rows, columns] x [columns, inner]."""
+        return replace(self, inner=self.columns, columns=self.inner)
+
+    @property
+    def learnt(self) -> Product:
+        """Return the gradient of the right factor: [inner, rows] x [rows, columns]."""
+        return replace(self, rows=self.inner, inner=self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Fused attention: its operations, and the bytes that it reads and writes."""
+
+    flops: float
+    nbytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Kernels that read and write memory: `nbytes` in total."""
+
+    nbytes: float
+    kernels: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A collective over the tensor-parallel group, of a whole buffer of `nbytes`."""
+
+    kind: Literal["all-gather", "reduce-scatter", "all-reduce"]
+    nbytes: float
+
+
+Kernel = Product | Attention | Pass | Exchange
+
+
+def launches(kernel: Kernel) -> int:
+    """Return how many kernels the host launches for it."""
+    return kernel.kernels if isinstance(kernel, Pass) else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Computes the duration of kernels on a device, in a dtype, with a tensor-parallel group.
+
+    item: bytes of an element.  ranks: of the group, which communicates over `link`.
+    """
+
+    device: Device
+    dtype: str
+    item: int
+    ranks: int = 1
+    link: Speed = field(default_factory=Speed)
+
+    def seconds(self, kernels: Iterable[Kernel]) -> float:
+        """Return the seconds of kernels run one after the other on the device, or of their launches on the host if
+        longer."""
+        device = host = 0.0
+        for kernel in kernels:
+            device += self.of(kernel)
+            host += self.device.efficiency.dispatch * launches(kernel)
+        return max(device, host)
+
+    def of(self, kernel: Kernel) -> float:
+        """Return the seconds of one kernel on the device."""
+        efficiency = self.device.efficiency
+        match kernel:
+            case Product():
+                own = max(self._arithmetic(kernel), self._memory(kernel.moved(self.item)))
+            case Attention():
+                own = max(
+                    kernel.flops / (self.device.rate(self.dtype) * efficiency.attention), self._memory(kernel.nbytes)
+                )
+            case Pass():
+                reached = efficiency.half if self.item == 2 else 1.0
+                return max(self._memory(kernel.nbytes) / reached, efficiency.launch * kernel.kernels)
+            case Exchange():
+                return collective(kernel.kind, kernel.nbytes, ranks=self.ranks, link=self.link)
+        return max(own, efficiency.launch)
+
+    def _memory(self, nbytes: float) -> float:
+        return nbytes / (self.device.bandwidth * self.device.efficiency.memory)
+
+    def _arithmetic(self, product: Product) -> float:
+        efficiency = self.device.efficiency
+        deep = product.inner / (product.inner + efficiency.depth)
+        tiles = math.ceil(product.rows / TILE[0]) * math.ceil(product.columns / TILE[1]) * product.count
+        waves = tiles / self.device.units
+        lost = efficiency.waves * (math.ceil(waves) / waves - 1.0)
+        rate = self.device.rate(self.dtype) * product.share
+        return product.flops * (1.0 + lost) / (rate * efficiency.products * deep)
+
+
+def collective(kind: str, nbytes: float, *, ranks: int, link: Speed) -> float:
+    """Return the seconds of a ring over `ranks`: each sends (ranks - 1) / ranks of the buffer, twice in an
+    all-reduce."""
+    if ranks == 1:
+        return 0.0
+    rounds = (ranks - 1) * (2 if kind == "all-reduce" else 1)
+    return rounds * (link.latency + link.seconds(nbytes / ranks))

@@ -1,0 +1,176 @@
+"""A workload: the work of a model's blocks on a device.
+
+A `Use` describes how the model is executed, and a block returns its `Work` under that use: parameters, kernels of F, I
+and W, bytes kept between them, and bytes sent. Blocks are those of a model's adapter, including embedding and head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+from atoll.plans.layouts import ITEM_BYTES
+from atoll.prediction.cost.kernels import Kernel, Product
+
+AttentionKind = Literal["eager", "flash"]
+LossKind = Literal["eager", "fused"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """How a model is executed.
+
+    samples, sequence: of one microbatch.  tensor: ranks of a tensor-parallel group.  compute: torch's name of the dtype
+    of activations.  recompute: as `Plan` has it.  attention: "eager" writes all scores to memory, "flash" none of them;
+    None: that of a counted model, by formulas "flash".
+    loss: "eager" keeps the logits in compute and in fp32, "fused" once.
+    chunks: number of parts in which the loss is computed, each with its own part of the logits.
+    """
+
+    samples: int
+    sequence: int
+    tensor: int = 1
+    sequence_parallel: bool = False
+    compute: str = "bfloat16"
+    recompute: str = "none"
+    attention: AttentionKind | None = None
+    loss: LossKind = "eager"
+    chunks: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of a microbatch."""
+        return self.samples * self.sequence
+
+    @property
+    def item(self) -> int:
+        """Bytes of an activation's element."""
+        return ITEM_BYTES[self.compute]
+
+    @property
+    def parts(self) -> int:
+        """Number of ranks over which tensors between the split modules are divided."""
+        return self.tensor if self.sequence_parallel else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A tensor that is saved for the backward. until: its last use, the loss's backward or the block's I or W."""
+
+    name: str
+    nbytes: int
+    until: Literal["loss", "I", "W"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Work of one block for one microbatch on one rank.
+
+    parameters: elements on a rank.  matrices: those whose gradients W computes in a split backward.
+    frozen: those that are not trained.
+    forward, backward, weights: kernels of F, of I and of W. Recomputing is part of `backward`.
+    saved: from F on.  pending: computed by I for W, the gradients of outputs of linear layers.
+    again: saved by a recomputed forward within the block's I.  peak: temporary bytes within an operation.
+    loss: temporary bytes in the loss's backward, before the block's I.
+    wire: bytes of the output, sent if the next block is on another stage.
+    linear: rows and columns of the trained weights with two dimensions, in order, before a tensor-parallel group splits
+    them; known of blocks between the first and the last.
+    """
+
+    parameters: int
+    matrices: int
+    frozen: int = 0
+    forward: tuple[Kernel, ...]
+    backward: tuple[Kernel, ...]
+    weights: tuple[Kernel, ...]
+    saved: tuple[Saved, ...]
+    pending: tuple[Saved, ...] = ()
+    again: tuple[Saved, ...] = ()
+    peak: int = 0
+    loss: int = 0
+    wire: int = 0
+    linear: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def kept(self) -> int:
+        """Bytes kept from F to I."""
+        return sum(each.nbytes for each in self.saved)
+
+    @property
+    def kept_for_loss(self) -> int:
+        """Part of them that is freed after the loss's backward."""
+        return sum(each.nbytes for each in self.saved if each.until == "loss")
+
+    @property
+    def kept_for_weights(self) -> int:
+        """Bytes kept from I to W."""
+        return sum(each.nbytes for each in (*self.saved, *self.again, *self.pending) if each.until == "W")
+
+
+class BlockOf(Protocol):
+    """A block of a workload."""
+
+    @property
+    def name(self) -> str:
+        """Name in the model."""
+
+    def work(self, use: Use) -> Work:
+        """Return the work under a use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Rows of embedding and head, if they are split over the ranks of a pipeline and belong to no block.
+
+    rows: of each table, one for each id.  embedding, head: the largest slice of each. Their F and W are L and G, and S
+    and T; they have no I.  is_tied: whether one table is both.
+    """
+
+    rows: int
+    embedding: BlockOf
+    head: BlockOf
+    is_tied: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A model: its blocks in order.
+
+    layers: the blocks that are layers.  shared: elements that the first block and the last share.
+    trains_shared: whether these are trained.
+    joined: blocks that stay on the stage of the block before them.  costs: for each block, the multiplications of a
+    token with its parameters, by which stages are balanced; by default three for each element of `matrices`.
+    vocabulary: the rows of which each pipeline rank has a slice, if they are split.  split: returns the same model with
+    its vocabulary split over a number of pipeline ranks; None if those costs are unknown.
+    """
+
+    name: str
+    blocks: Sequence[BlockOf]
+    layers: range
+    shared: int = 0
+    trains_shared: bool = True
+    joined: frozenset[int] = frozenset()
+    costs: tuple[float, ...] = ()
+    vocabulary: Vocabulary | None = None
+    split: Callable[[int], Workload] | None = field(default=None, compare=False)
+
+    @property
+    def parameters(self) -> int:
+        """Number of elements of all blocks; shared ones count once. Those of a split vocabulary are not counted."""
+        use = Use(samples=1, sequence=1)
+        return sum(block.work(use).parameters for block in self.blocks) - self.shared
+
+    def flops(self, use: Use) -> float:
+        """Operations of one microbatch, forward and backward, without recompute: the count of MFU.
+
+        All products of matrices and all scores of attention, masked or not: for a decoder of N parameters in matrices,
+        l layers and hidden size h that is 6 N + 12 l h s per token at sequence length s (PaLM, arXiv 2204.02311,
+        appendix B). The head's matrix is part of N, the embedding's rows are not. A frozen matrix needs no gradient.
+        """
+        plain = replace(
+            use, tensor=1, sequence_parallel=False, recompute="none", attention="eager", loss="eager", chunks=1
+        )
+        works = (block.work(plain) for block in self.blocks)
+        kernels = (kernel for work in works for kernel in (*work.forward, *work.backward, *work.weights))
+        return sum(kernel.flops for kernel in kernels if isinstance(kernel, Product))

@@ -1,0 +1,28 @@
+"""Explanation of a plan: bytes, seconds, the bottleneck, and the cost of other choices. Imports no torch."""
+
+from atoll.prediction.explain.alternative import Alternative
+from atoll.prediction.explain.choices import CHOICES, Choice, rebuilt
+from atoll.prediction.explain.explanation import Explanation, LayoutRow, Measured, Resource
+from atoll.prediction.explain.holdings import Holding, InFlight, State
+from atoll.prediction.explain.links import LinkUse, Travel, travel
+from atoll.prediction.explain.questions import QUESTIONS, Answer, ask
+
+__all__ = [
+    "CHOICES",
+    "QUESTIONS",
+    "Alternative",
+    "Answer",
+    "Choice",
+    "Explanation",
+    "Holding",
+    "InFlight",
+    "LayoutRow",
+    "LinkUse",
+    "Measured",
+    "Resource",
+    "State",
+    "Travel",
+    "ask",
+    "rebuilt",
+    "travel",
+]

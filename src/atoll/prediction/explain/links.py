@@ -1,0 +1,91 @@
+"""Traffic of each link in a step, its duration, and the share hidden by compute."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from atoll.prediction.cost import Prediction
+from atoll.prediction.cost.outer import sent_by
+from atoll.program import way_of
+
+GATHERS, REDUCTIONS, RETURNS, MESSAGES = "gathers", "reductions", "updated parameters", "messages"
+OUTER = "outer gradients, mean of a step"
+MATRICES = "slices of matrices"
+
+_KINDS = {"gathers": GATHERS, "reductions": REDUCTIONS, "sync": REDUCTIONS, "matrices": MATRICES, "return": RETURNS}
+"""Kinds by what instructions carry; all else is messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUse:
+    """Traffic of a rank on a link in a step.
+
+    axis: of the mesh.  kind: gathers, reductions, updated parameters, slices of matrices, messages or outer gradients.
+    times: their number.  nbytes: in total.  seconds: busy time of the link.
+    """
+
+    axis: str
+    kind: str
+    times: int
+    nbytes: float
+    seconds: float
+
+
+def link_uses(prediction: Prediction, rank: int) -> tuple[LinkUse, ...]:
+    """Return a pipeline rank's traffic: data-parallel links from instructions, pipeline links from messages."""
+    program = prediction.ranks.programs.ranks[rank]
+    times: defaultdict[tuple[str, str], int] = defaultdict(int)
+    sent: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for instruction in program.instructions:
+        do, action = instruction.do, instruction.action
+        if do.sends:
+            way: tuple[tuple[str, float], ...] = (
+                ("pp", prediction.rates[rank].messages.get((do, action.stage), prediction.rates[rank].message)),
+            )
+        else:
+            way = way_of(instruction, program.shape)
+        for axis, nbytes in way:
+            times[axis, _KINDS.get(do.carries, MESSAGES)] += 1
+            sent[axis, _KINDS.get(do.carries, MESSAGES)] += nbytes
+    links = prediction.links
+    if prediction.plan.outer is not None:
+        outgoing = sent_by(prediction.ranks, rank)
+        times["inter", OUTER] = -(-len(outgoing) // prediction.plan.outer.every)
+        sent["inter", OUTER] = sum(outgoing.values()) / prediction.plan.outer.every
+    return tuple(
+        LinkUse(axis, kind, times[axis, kind], nbytes, links[axis].seconds(nbytes) if axis in links else 0.0)
+        for (axis, kind), nbytes in sent.items()
+        if nbytes
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Travel:
+    """Data-parallel traffic of the rank that sends most, and its waits.
+
+    inter, intra: bytes per step.  seconds: busy time of the slower of both links.  waited: time that nothing hides.
+    """
+
+    inter: float
+    intra: float
+    seconds: float
+    waited: float
+
+    @property
+    def hidden(self) -> float:
+        """Share of the busy seconds during which the rank computes, or waits for something else."""
+        return 1.0 - min(1.0, self.waited / self.seconds) if self.seconds else 1.0
+
+
+def travel(prediction: Prediction) -> Travel:
+    """Return the data-parallel traffic of the pipeline rank whose links are busy longest."""
+    found = []
+    for rank, parts in enumerate(prediction.breakdown):
+        uses = [use for use in link_uses(prediction, rank) if use.kind != MESSAGES and use.axis != "tp"]
+        sent, busy = (dict.fromkeys(("inter", "intra"), 0.0) for _ in range(2))
+        for use in uses:
+            sent[use.axis] += use.nbytes
+            busy[use.axis] += use.seconds
+        found.append(Travel(sent["inter"], sent["intra"], max(busy.values()), parts.gathers + parts.reductions))
+    return max(found, key=lambda each: (each.seconds, each.inter + each.intra))

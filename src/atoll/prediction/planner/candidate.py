@@ -1,0 +1,79 @@
+"""One plan of a search: its choices, in words and as settings."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from atoll.plans.ir.text import to_text
+from atoll.prediction.planner.space import Frame, Order, Travel
+
+
+class Candidate(NamedTuple):
+    """A predicted plan. seconds: of a step.  peak: bytes of its fullest rank; None if it was too slow for memory to be
+    predicted."""
+
+    frame: Frame
+    order: Order
+    travel: Travel
+    seconds: float
+    peak: int | None
+
+
+def choices(candidate: Candidate) -> dict[str, str]:
+    """Return the choices of a plan, by name, as text."""
+    frame, order, travel = candidate.frame, candidate.order, candidate.travel
+    mesh = frame.mesh
+    sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes.items() if size > 1) or "1 rank"
+    return {
+        "mesh": sizes,
+        "microbatch": f"{frame.microbatch} x {frame.microbatches}",
+        "recompute": frame.recompute,
+        "precision": frame.precision,
+        "schedule": _in_words(order),
+        "layout": travel.layout.name,
+        "residency": travel.residency,
+        "reduction": travel.reduction,
+        "unit": str(travel.unit),
+        "prefetch": "as needed" if travel.prefetch is None else str(travel.prefetch),
+        "post-validation": _yes(travel.post_validation),
+        "sequence parallel": _yes(frame.sequence_parallel),
+        "split vocabulary": _yes(frame.vocabulary_parallel),
+    }
+
+
+def settings(candidate: Candidate) -> dict[str, dict[str, Any]]:
+    """Return the sections and keys of a config for a plan."""
+    frame, order, travel = candidate.frame, candidate.order, candidate.travel
+    parallel = {
+        "ranks": frame.mesh.world,
+        "pipeline": frame.mesh.pipeline,
+        "tensor": frame.mesh.tensor,
+        "intra": frame.mesh.intra,
+        "order": list(frame.mesh.order),
+        "schedule": order.name if order.made is None else to_text(order.made.schedule),
+        "chunks": order.chunks,
+        "layers_per_stage": None if order.made is None else list(order.made.layers_per_stage),
+        "layout": travel.layout.name,
+        "residency": travel.residency,
+        "reduction": travel.reduction,
+        "unit": travel.unit,
+        "prefetch": travel.prefetch,
+        "recompute": frame.recompute,
+        "post_validation": travel.post_validation,
+        "sequence_parallel": frame.sequence_parallel,
+        "vocabulary": frame.vocabulary_parallel,
+    }
+    known = {name: value for name, value in parallel.items() if value is not None}
+    return {"parallel": known, "train": {"microbatch": frame.microbatch, "precision": frame.precision}}
+
+
+def _in_words(order: Order) -> str:
+    name, chunks = order.name, order.chunks
+    if order.made is not None:
+        placement = order.made.schedule.placement
+        name, chunks = f"{name} on a {placement.kind}", placement.chunks if placement.chunks > 1 else None
+    return name if chunks is None else f"{name} of {chunks} stages a rank"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"

@@ -1,0 +1,307 @@
+"""Goal and search space of the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple, TypeVar
+
+from atoll.base.errors import ConfigError
+from atoll.plans.ir import Schedule
+from atoll.plans.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, current
+from atoll.plans.layouts import EFFECTIVE, NO_CODECS, Codecs, Layout, Level, Precision
+from atoll.plans.plan import AXES, ORDERS, RECOMPUTE, MeshShape
+from atoll.prediction.cost import Cluster, Use
+
+Word = TypeVar("Word", bound=str)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """The requirements of a step.
+
+    global_batch: samples per step, of `sequence` tokens each.  ranks: devices; by default all of the cluster.
+    headroom: share of a device's memory that a plan has to leave free, for errors of the prediction.
+
+    Raises ConfigError for impossible sizes.
+    """
+
+    global_batch: int
+    sequence: int
+    ranks: int | None = None
+    headroom: float = 0.05
+
+    def __post_init__(self) -> None:
+        sizes = {"global_batch": self.global_batch, "sequence": self.sequence, "ranks": self.ranks}
+        for name, size in sizes.items():
+            if size is not None and size < 1:
+                raise ConfigError(f"goal: {name} = {size}; it must be 1 or more")
+        if not 0 <= self.headroom < 1:
+            raise ConfigError(f"goal: headroom = {self.headroom}; it is a share of the memory, from 0 to below 1")
+
+
+class Made(NamedTuple):
+    """An order searched for one plan, and the number of layers of each of its stages."""
+
+    schedule: Schedule
+    layers_per_stage: tuple[int, ...]
+
+
+class Order(NamedTuple):
+    """A schedule by name, with its stages per rank if it takes a number; or a searched order with a name of its own."""
+
+    name: str
+    chunks: int | None = None
+    made: Made | None = None
+
+
+ORDERS_ALONE = (Order("1f1b"), Order("breadth-first"))
+"""Orders without a pipeline: each microbatch forward and backward, or chunk by chunk."""
+
+ORDERS_OF_A_PIPELINE = (
+    Order("1f1b"),
+    Order("zb-h1"),
+    Order("zb-v"),
+    Order("interleaved", 2),
+    Order("interleaved", 4),
+    Order("zb-h2"),
+    Order("v-half"),
+    Order("v-min"),
+    Order("dualpipe-v"),
+    Order("breadth-first", 2),
+    Order("unit", 2),
+    Order("gpipe"),
+)
+
+
+class Frame(NamedTuple):
+    """The choices on which the work of a microbatch depends."""
+
+    mesh: MeshShape
+    microbatch: int
+    microbatches: int
+    recompute: str
+    precision: str
+    sequence_parallel: bool
+    vocabulary_parallel: bool
+
+    def use(self, goal: Goal) -> Use:
+        """Return how a rank executes the model."""
+        return Use(
+            samples=self.microbatch,
+            sequence=goal.sequence,
+            tensor=self.mesh.tensor,
+            sequence_parallel=self.sequence_parallel,
+            compute=Precision.preset(self.precision).compute,
+            recompute=self.recompute,
+        )
+
+
+class Travel(NamedTuple):
+    """The choices of storage and communication on data-parallel ranks."""
+
+    layout: Layout
+    residency: Residency
+    reduction: Reduction
+    unit: int
+    prefetch: int | None
+    post_validation: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """The values that a planner chooses from, the simplest first; None for all.
+
+    pipeline, tensor, intra: ranks along these axes; by default all divisors. A group is within a node, and so are
+    tensor-parallel ranks.  order: of the mesh's axes over the ranks.  schedules: of a pipeline, those of
+    `atoll.planner.space.ORDERS_OF_A_PIPELINE` if not given, and orders searched for the fastest plans.  microbatch:
+    samples; all divisors of a rank's share if not given.  precision: presets of `atoll.Precision`; those with a dtype
+    for which the device has no rate are left out.  codecs: of every plan. They change the results, so the planner
+    chooses none.
+    """
+
+    pipeline: tuple[int, ...] | None = None
+    tensor: tuple[int, ...] | None = None
+    intra: tuple[int, ...] | None = None
+    order: tuple[tuple[str, ...], ...] = ORDERS
+    schedules: tuple[Order, ...] | None = None
+    microbatch: tuple[int, ...] | None = None
+    layouts: tuple[Layout, ...] = EFFECTIVE
+    residency: tuple[Residency, ...] = RESIDENCIES
+    reduction: tuple[Reduction, ...] = REDUCTIONS
+    unit: tuple[int, ...] = (1, 2, 4)
+    prefetch: tuple[int | None, ...] = (None, 0)
+    recompute: tuple[str, ...] = RECOMPUTE
+    precision: tuple[str, ...] = ("fp32", "bf16")
+    post_validation: tuple[bool, ...] = (False, True)
+    sequence_parallel: tuple[bool, ...] = (False, True)
+    vocabulary_parallel: tuple[bool, ...] = (False, True)
+    codecs: Codecs = NO_CODECS
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "residency", tuple(map(current, self.residency)))
+
+    def frames(self, goal: Goal, cluster: Cluster, *, blocks: int) -> Iterator[Frame]:
+        """Yield every mesh with its possible microbatches. blocks: of the model, the maximum length of a pipeline.
+
+        Meshes with equal placement on the network are yielded once, in the first order of `order`. Raises ConfigError
+        if the device has no rate for any of the precisions.
+        """
+        computes = {name: Precision.preset(name).compute for name in self.precision}
+        precisions = [name for name, compute in computes.items() if compute in cluster.device.rates]
+        if not precisions:
+            cluster.device.rate(computes[self.precision[0]])
+        for mesh in self.meshes(world_of(goal, cluster), cluster, blocks=blocks):
+            share, rest = divmod(goal.global_batch, mesh.data)
+            if rest:
+                continue
+            sizes = _chosen(self.microbatch, share)
+            spread = (False,) if mesh.tensor == 1 else self.sequence_parallel
+            sliced = (False,) if mesh.pipeline == 1 else self.vocabulary_parallel
+            for size, recompute, precision, is_spread, is_sliced in product(
+                sizes, self.recompute, precisions, spread, sliced
+            ):
+                if not is_spread or goal.sequence % mesh.tensor == 0:
+                    yield Frame(mesh, size, share // size, recompute, precision, is_spread, is_sliced)
+
+    def meshes(self, world: int, cluster: Cluster, *, blocks: int) -> Iterator[MeshShape]:
+        """Yield every mesh of so many ranks."""
+        devices = cluster.node.devices
+        for tensor in _chosen(self.tensor, world):
+            if tensor > devices:
+                continue
+            for pipeline in _chosen(self.pipeline, world // tensor):
+                if pipeline > blocks:
+                    continue
+                seen = set()
+                for order in self.order:
+                    data = world // tensor // pipeline
+                    within = devices // tensor // (pipeline if order.index("pp") > order.index("intra") else 1)
+                    for intra in _chosen(self.intra, data):
+                        mesh = MeshShape(pipeline, data // intra, intra, tensor, order)
+                        lies = _lies(mesh, cluster)
+                        if intra <= max(1, within) and lies not in seen:
+                            seen.add(lies)
+                            yield mesh
+
+    def cause(self, goal: Goal, cluster: Cluster, *, blocks: int) -> str:
+        """Return the constraint that leaves no frame; an empty text if there is one.
+
+        The constraints in the order in which `meshes` and `frames` apply them: the first without which there would be a
+        frame, if all that follow it were met as well, ruled out the last.
+        """
+        world = world_of(goal, cluster)
+        if any(True for _ in self.frames(goal, cluster, blocks=blocks)):
+            return ""
+        for axis in ("tensor", "pipeline", "intra", "microbatch"):
+            kept = getattr(self, axis)
+            share = goal.global_batch if axis == "microbatch" else world
+            if kept is not None and not _chosen(kept, share):
+                of = "global_batch" if axis == "microbatch" else "ranks"
+                return f"{axis} = {_listed(kept)} does not divide {share} ({of})"
+        meshes = [*self.meshes(world, cluster, blocks=blocks)]
+        if not meshes:
+            devices = cluster.node.devices
+            kept_axes = {axis: getattr(self, axis) for axis in ("tensor", "pipeline", "intra")}
+            words = [f"{axis} = {_listed(kept)}" for axis, kept in kept_axes.items() if kept is not None]
+            return (
+                f"{' with '.join(words) or 'every mesh'} leaves no mesh: together they divide the ranks, tensor and "
+                f"intra are within the {devices} devices of a node, and a pipeline has at most {blocks} ranks, one for "
+                "each block of the model; keep fewer choices, or use other numbers of ranks"
+            )
+        shares = sorted({mesh.data for mesh in meshes})
+        fitting = [data for data in shares if goal.global_batch % data == 0]
+        if not fitting:
+            return (
+                f"global_batch = {goal.global_batch} is not divisible by {_listed(shares)}, the possible numbers of "
+                "data-parallel ranks; use another global batch, or keep fewer choices"
+            )
+        if self.microbatch is not None and not any(
+            _chosen(self.microbatch, goal.global_batch // each) for each in fitting
+        ):
+            return (
+                f"microbatch = {_listed(self.microbatch)} does not divide a rank's share of global_batch = "
+                f"{goal.global_batch}: {_listed([goal.global_batch // each for each in fitting])} samples"
+            )
+        tensors = sorted({mesh.tensor for mesh in meshes})
+        return (
+            f"sequence_parallel splits {goal.sequence} tokens over tensor = {_listed(tensors)} ranks, which do not "
+            "divide them"
+        )
+
+    def orders(self, frame: Frame) -> tuple[Order, ...]:
+        """Return the schedules of a frame."""
+        if self.schedules is None:
+            return ORDERS_ALONE if frame.mesh.pipeline == 1 else ORDERS_OF_A_PIPELINE
+        return self.schedules
+
+    def travels(self, frame: Frame, *, chunks: int) -> Iterator[tuple[Travel, ...]]:
+        """Yield the distinct ways to store and send state, in tuples of about equal traffic.
+
+        chunks: stages of a rank. A rank with one stage keeps it for the step, unless its slice of the vocabulary needs
+        the memory.
+        """
+        stays = chunks == 1 and not frame.vocabulary_parallel
+        mesh, several = frame.mesh, frame.microbatches > 1 or frame.mesh.pipeline > 1
+        validated = (False,) if mesh.pipeline == 1 else self.post_validation
+        seen = set()
+        for layout in self.layouts:
+            placed = _placed(layout, mesh)
+            if placed in seen:
+                continue
+            seen.add(placed)
+            is_whole = layout.parameters is Level.N
+            units = self.unit[:1] if mesh.data == 1 else self.unit
+            prefetch = self.prefetch[:1] if mesh.data == 1 else self.prefetch
+            for residency, reduction in product(
+                self.residency[:1] if is_whole or not several else _distinct(self.residency, stays),
+                self.reduction[:1] if layout.gradients is Level.N or not several else _distinct(self.reduction, stays),
+            ):
+                # With a larger unit more parameters stay gathered between two uses of a stage.
+                is_apart = residency == "action" and not is_whole and several
+                for alike in [(unit,) for unit in units] if is_apart else [units]:
+                    yield tuple(
+                        Travel(placed, residency, reduction, unit, ahead, is_validated)
+                        for unit, ahead, is_validated in product(alike, prefetch, validated)
+                    )
+
+
+def world_of(goal: Goal, cluster: Cluster) -> int:
+    """Return the ranks of a goal. Raises ConfigError if the cluster has fewer."""
+    every = cluster.nodes * cluster.node.devices
+    if goal.ranks is not None and goal.ranks > every:
+        raise ConfigError(
+            f"goal: {goal.ranks} ranks on a cluster of {cluster.nodes} x {cluster.node.devices} devices; use at most "
+            f"{every}, or say how many nodes there are (nodes, in the cluster's file)"
+        )
+    return every if goal.ranks is None else goal.ranks
+
+
+def _chosen(given: tuple[int, ...] | None, share: int) -> list[int]:
+    """Return the divisors of a share, or those of the given numbers that divide it."""
+    candidates = range(1, share + 1) if given is None else sorted(set(given))
+    return [size for size in candidates if share % size == 0]
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values[:-1])) + (" or " if len(values) > 1 else "") + str(values[-1])
+
+
+def _distinct(words: tuple[Word, ...], stays: bool) -> tuple[Word, ...]:
+    """Return the residencies without "step" if "run" is among them and a rank has one stage."""
+    return tuple(word for word in words if not stays or word != "step" or "run" not in words)
+
+
+def _placed(layout: Layout, mesh: MeshShape) -> Layout:
+    """Return the layout with one name for equivalent levels: N in a group of one rank, G if there is one group."""
+    alike = "N" if mesh.intra == 1 else "G" if mesh.inter == 1 else "I"
+    name = layout.name.replace("I", alike)
+    return Layout(name if mesh.data > 1 else "NNN")
+
+
+def _lies(mesh: MeshShape, cluster: Cluster) -> tuple[object, ...]:
+    """Return a key that distinguishes meshes on a cluster: sizes, and the link along each axis."""
+    sizes = {axis: mesh.sizes[axis] for axis in AXES}
+    axes = [axis for axis, size in sizes.items() if size > 1]
+    return (*sizes.values(), *(cluster.along(mesh, axis) for axis in axes))

@@ -1,0 +1,82 @@
+"""Bytes that ranks send in a step, by link and by cause: sums over their programs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from atoll.prediction.cost import Exchange, Prediction
+from atoll.prediction.cost.kernels import Kernel
+from atoll.prediction.cost.outer import sent_by
+from atoll.program import Do
+from atoll.program.traffic import way_of
+
+LINKS = {
+    "pp": "between pipeline stages (pp)",
+    "inter": "across groups (inter)",
+    "intra": "inside a group (intra)",
+    "tp": "tensor-parallel group (tp)",
+}
+
+CAUSES = {
+    "activations": "activations",
+    "backward": "gradients of activations",
+    "vocabulary": "split vocabulary",
+    "gathers": "gathers of parameters",
+    "reductions": "reductions of gradients",
+    "sync": "gradients to the optimizer's level",
+    "matrices": "slices of matrices that the optimizer transforms whole",
+    "return": "parameters from the optimizer",
+    "tensor": "collectives within layers",
+    "outer": "outer gradients, mean of a step",
+}
+
+
+class Flow(NamedTuple):
+    """Bytes that one data-parallel rank of a pipeline rank sends in a step over a link for one cause."""
+
+    rank: int
+    link: str
+    cause: str
+    bytes: float
+
+
+def traffic(prediction: Prediction) -> tuple[Flow, ...]:
+    """Return the traffic of each pipeline rank, without small sums."""
+    found: list[Flow] = []
+    for rank in range(prediction.plan.mesh.pipeline):
+        total = _sent(prediction, rank)
+        order = sorted(total, key=lambda each: ([*LINKS].index(each[0]), [*CAUSES].index(each[1])))
+        found += (Flow(rank, *key, total[key]) for key in order if total[key])
+    return tuple(found)
+
+
+def _sent(prediction: Prediction, rank: int) -> dict[tuple[str, str], float]:
+    ranks = prediction.ranks
+    program, messages = ranks.programs.ranks[rank], ranks.slices.sent(rank)
+    tensor = prediction.plan.mesh.tensor
+    total: defaultdict[tuple[str, str], float] = defaultdict(float)
+    if prediction.plan.outer is not None:
+        total["inter", "outer"] = sum(sent_by(ranks, rank).values()) / prediction.plan.outer.every
+    for instruction in program.instructions:
+        do, action, of, _ = instruction
+        for axis, count in way_of(instruction, program.shape):
+            total[axis, do.carries] += count
+        if do.sends:
+            total["pp", do.carries] += messages.get((do, action.stage), prediction.message_bytes)
+        if tensor == 1:
+            continue
+        if do is Do.F:
+            total["tp", "tensor"] += _exchanged(ranks.works[of].forward, tensor)
+        elif do is Do.I:
+            work = ranks.works[of]
+            total["tp", "tensor"] += _exchanged((*work.backward, *work.weights), tensor)
+    return total
+
+
+def _exchanged(kernels: Iterable[Kernel], ranks: int) -> float:
+    """Return the bytes sent by a rank of a ring: an all-reduce is a reduce-scatter and an all-gather."""
+    trips = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
+    each = (trips[kernel.kind] * kernel.nbytes for kernel in kernels if isinstance(kernel, Exchange))
+    return sum(each) * (ranks - 1) / ranks

@@ -1,0 +1,91 @@
+"""The search's list scheduler and its clock, action by action."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from atoll.plans.ir import Placement
+from atoll.plans.schedules.jit import floats, integers
+from atoll.plans.schedules.kernels import NEVER, Rules
+from atoll.plans.schedules.links import Link, Links
+from atoll.plans.schedules.problem import Problem
+from atoll.plans.schedules.search import Board
+from atoll.program.sim import Costs
+from tests.plans.schedules.test_links import links_of
+
+MILLISECOND = 1e-3
+
+
+def rules_of(problem: Problem, *, patience: float = 0.0, restraint: float = 0.0, look_ahead: float = NEVER) -> Rules:
+    """Microbatches in their order, gradients before forwards, and no limit."""
+    ranks, stages, microbatches = problem.placement.ranks, problem.placement.stages, problem.microbatches
+    keys = [number + (0.5 if is_forward else 0.0) for is_forward in (True, False) for _ in range(stages)
+            for number in range(microbatches)]  # fmt: skip
+    most = integers([stages * microbatches] * ranks)
+    return Rules(floats(keys), most, most, floats([patience] * ranks), floats([restraint] * ranks), look_ahead, 0.0)
+
+
+@pytest.mark.parametrize("kind", ["line", "loop", "v"])
+@pytest.mark.parametrize("seed", range(4))
+def test_rules_without_limits_order_every_action_and_tell_what_it_takes(kind: str, seed: int) -> None:
+    """Of a step of milliseconds, whose times are below 1."""
+    chance = random.Random(seed)
+    ranks, microbatches = chance.choice([1, 2, 4]), chance.choice([1, 5])
+    placement = Placement(kind, ranks, 1 if kind == "line" else 2)  # type: ignore[arg-type]
+    times = [tuple(chance.uniform(0.5, 1.5) * MILLISECOND for _ in range(ranks)) for _ in range(3)]
+    costs = Costs(*times, hop=chance.uniform(0.0, 0.3) * MILLISECOND)
+    problem = Problem.of(placement, microbatches, costs=costs)
+    board = Board(problem)
+    for patience in (0.0, MILLISECOND):
+        for restraint in (0.0, MILLISECOND):
+            listed = board.list(rules_of(problem, patience=patience, restraint=restraint))
+            assert listed is not None
+            assert sum(map(len, board.rows())) == 3 * placement.stages * microbatches
+            played = board.play()
+            assert played == pytest.approx(listed, rel=1e-12)
+            assert 0 < listed.minor <= listed.main < 1
+
+
+def scaled(links: Links, unit: float) -> Links:
+    def of(link: Link) -> Link:
+        return Link(link.latency * unit, link.seconds * unit, link.name)
+
+    return Links({pair: of(link) for pair, link in links.each.items()}, of(links.other))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_shared_links_are_played_in_milliseconds_as_in_seconds(seed: int) -> None:
+    """2 ** -10 of every time: the same order takes 2 ** -10 of the time, to the last bit."""
+    costs = []
+    for unit in (1.0, 2.0**-10):
+        problem = Problem.of(
+            Placement("line", 4), 5, costs=Costs(unit, 1.25 * unit, 0.75 * unit, hop=scaled(links_of(seed, 4), unit))
+        )
+        board = Board(problem)
+        assert board.list(rules_of(problem)) is not None
+        cost = board.play()
+        assert cost is not None
+        costs.append((cost.main / unit, cost.minor / unit))
+    assert costs[0] == costs[1]
+
+
+def order_of(*, restraint: float = 0.0, patience: float = 0.0) -> str:
+    """What the first of two ranks does with three microbatches. The first gradient comes 0.4 after its second forward;
+    the last one 1.2 after its second gradient, when two weight gradients are pending."""
+    problem = Problem.of(Placement("line", 2), 3, costs=Costs((2.0, 0.9), (1.0, 1.5), (1.0, 1.0)))
+    board = Board(problem)
+    assert board.list(rules_of(problem, restraint=restraint, patience=patience)) is not None
+    return " ".join(f"{action.op.name}{action.microbatch}" for action in board.rows()[0])
+
+
+def test_restraint_waits_for_a_gradient_in_place_of_a_forward() -> None:
+    assert order_of(restraint=0.3).startswith("F0 F1 F2 I0")
+    assert order_of(restraint=0.5).startswith("F0 F1 I0 F2")
+
+
+def test_patience_waits_for_what_arrives_in_place_of_a_weight_gradient() -> None:
+    assert order_of(patience=0.1) == "F0 F1 F2 I0 I1 W0 W1 I2 W2"
+    assert order_of(patience=1.1) == "F0 F1 F2 I0 I1 W0 I2 W1 W2"
+    assert order_of(patience=1.3) == "F0 F1 F2 I0 I1 I2 W0 W1 W2"

@@ -1,0 +1,131 @@
+"""Mesh coordinates, and plans that do not fit."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atoll.base.errors import PlanError
+from atoll.plans import schedules
+from atoll.plans.layouts import Layout, Nest
+from atoll.plans.plan import ORDERS, MeshShape, Place, Plan
+from atoll.training.config import from_dict
+
+LAW = settings(deadline=None, max_examples=50)
+AXIS = st.integers(1, 4)
+MESHES = st.builds(MeshShape, pipeline=AXIS, inter=AXIS, intra=AXIS, tensor=AXIS, order=st.sampled_from(ORDERS))
+
+
+def test_picture_of_a_mesh() -> None:
+    mesh = MeshShape(pipeline=2, inter=2, intra=2)
+    assert [tuple(mesh.place(rank).coordinates.values()) for rank in range(mesh.world)] == [
+        (0, 0, 0, 0),
+        (0, 0, 1, 0),
+        (0, 1, 0, 0),
+        (0, 1, 1, 0),
+        (1, 0, 0, 0),
+        (1, 0, 1, 0),
+        (1, 1, 0, 0),
+        (1, 1, 1, 0),
+    ]
+    assert mesh.place(6).peers("intra") == (6, 7)
+    assert mesh.place(6).peers("inter") == (4, 6)
+    assert mesh.place(6).peers("pp") == (2, 6)
+    assert mesh.place(6).peers("pp", "intra") == (2, 3, 6, 7)
+    assert mesh.place(6).nest == Nest(2, 2, 1, 0)
+
+
+@LAW
+@given(mesh=MESHES)
+def test_places_are_one_to_one(mesh: MeshShape) -> None:
+    places = [mesh.place(rank) for rank in range(mesh.world)]
+    assert [place.rank for place in places] == list(range(mesh.world))
+    assert len(set(places)) == mesh.world
+    assert {place.data for place in places} == set(range(mesh.data))
+
+
+@LAW
+@given(mesh=MESHES, data=st.data())
+def test_peers_differ_along_their_axis_only(mesh: MeshShape, data: st.DataObject) -> None:
+    place = mesh.place(data.draw(st.integers(0, mesh.world - 1)))
+    for axis, size in mesh.sizes.items():
+        peers = place.peers(axis)
+        assert len(peers) == size
+        assert peers[place.coordinates[axis]] == place.rank
+        for position, peer in enumerate(peers):
+            assert mesh.place(peer).coordinates == {**place.coordinates, axis: position}
+
+
+def test_meshes_and_ranks_that_do_not_exist() -> None:
+    with pytest.raises(PlanError, match="mesh axis 'intra' has 0 ranks"):
+        MeshShape(intra=0)
+    with pytest.raises(PlanError, match="rank 4 is outside a mesh of 4 ranks"):
+        MeshShape(inter=4).place(4)
+
+
+def test_a_plan_knows_its_global_batch() -> None:
+    schedule = schedules.build("1f1b", ranks=2, microbatches=4)
+    plan = Plan(MeshShape(pipeline=2, inter=3), Layout("NNG"), schedule, microbatch=5)
+    assert plan.global_batch == 5 * 4 * 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mesh": MeshShape(pipeline=4)}, "is for 2 pipeline ranks, the mesh has 4"),
+        ({"microbatch": 0}, "microbatch = 0"),
+        (
+            {"schedule": schedules.build("gpipe", ranks=2, microbatches=8192)},
+            "8192 microbatches a rank .* at most 8191",
+        ),
+        ({"recompute": "all"}, "recompute = 'all'; known: none, block, selective"),
+        ({"residency": "block"}, "residency = 'block'; known: action, run, step"),
+        ({"reduction": "unit"}, "reduction = 'unit'; known: microbatch, run, step"),
+        ({"unit": 0}, "unit = 0; a unit has at least one block"),
+        ({"unit": -2}, "unit = -2; a unit has at least one block"),
+        ({"prefetch": -1}, "prefetch = -1 bytes"),
+        ({"resident": -1, "residency": "run"}, "resident = -1 bytes with residency = 'run'"),
+        ({"compile": "all"}, "compile = 'all'; known: none, block, block-eager"),
+        ({"sequence_parallel": True}, "sequence_parallel .* tensor = 1 has none"),
+        (
+            {
+                "mesh": MeshShape(pipeline=1, tensor=2),
+                "schedule": schedules.build("1f1b", ranks=1, microbatches=4),
+                "vocabulary_parallel": True,
+            },
+            "two or more pipeline ranks, and the mesh has one",
+        ),
+        ({"resident": 5}, "resident = 5 bytes with residency = 'step'"),
+    ],
+)
+def test_plans_that_do_not_fit(change: dict[str, object], message: str) -> None:
+    fitting: dict[str, object] = {
+        "mesh": MeshShape(pipeline=2),
+        "layout": Layout("NNN"),
+        "schedule": schedules.build("1f1b", ranks=2, microbatches=4),
+        "microbatch": 1,
+    }
+    with pytest.raises(PlanError, match=message):
+        Plan(**{**fitting, **change})  # type: ignore[arg-type]
+
+
+def test_a_pipeline_inside_the_nodes() -> None:
+    mesh = MeshShape(pipeline=2, inter=2, intra=2, order=("inter", "intra", "pp", "tp"))
+    assert list(mesh.sizes) == ["inter", "intra", "pp", "tp"]
+    assert mesh.place(3) == Place(mesh, pp=1, inter=0, intra=1, tp=0)
+    assert mesh.place(3).peers("pp") == (2, 3)
+    assert mesh.place(3).peers("inter", "intra") == (1, 3, 5, 7)
+
+
+def test_an_order_that_does_not_exist() -> None:
+    with pytest.raises(PlanError, match="order of the mesh's axes = tp, pp, inter, intra; known: pp, inter"):
+        MeshShape(order=("tp", "pp", "inter", "intra"))
+
+
+def test_unit_is_a_deprecated_name_of_residency_action() -> None:
+    schedule = schedules.build("1f1b", ranks=1, microbatches=2)
+    with pytest.warns(FutureWarning, match="'unit' is deprecated, use 'action'"):
+        plan = Plan(MeshShape(), Layout("NNN"), schedule, 1, residency="unit")  # type: ignore[arg-type]
+    assert plan.residency == "action"
+    with pytest.warns(FutureWarning, match="'unit' is deprecated"):
+        config = from_dict({"parallel": {"residency": "unit"}})
+    assert config.parallel.residency == "action"

@@ -1,0 +1,91 @@
+"""Orders that are made for a plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from atoll.plans.layouts import Layout
+from atoll.prediction.cost import Cluster, Transformer
+from atoll.prediction.planner import Answer, Goal, Order, Search, Space, settings
+from atoll.training.config import from_dict
+
+SIZES = {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 8, "ffn": 1536}
+IDS = 1000
+
+
+@cache
+def search() -> Search:
+    """Two nodes of two devices, and a link between them that has to carry for as long as the devices compute."""
+    cluster = Cluster.of(
+        {
+            "nodes": 2,
+            "device": {
+                "memory": 2**30,
+                "bandwidth": 1e11,
+                "units": 4,
+                "rates": {"float32": 1e12},
+            },
+            "node": {"devices": 2, "link": {"rate": 1e10, "latency": 1e-6}},
+            "network": {"rate": 6e7, "latency": 2e-2},
+        }
+    )
+    model = Transformer.decoder(**SIZES, vocabulary=IDS, tied=False)
+    space = Space(
+        pipeline=(4,),
+        tensor=(1,),
+        microbatch=(1,),
+        layouts=(Layout("NNN"),),
+        recompute=("none",),
+        precision=("fp32",),
+        vocabulary_parallel=(False,),
+    )
+    return Search(model.workload, cluster, Goal(global_batch=16, sequence=256), space)
+
+
+@cache
+def answer() -> Answer:
+    return Answer.of(search())
+
+
+@pytest.mark.slow
+def test_an_order_for_a_slow_link_is_faster_than_the_catalogue() -> None:
+    catalogue = search().run().fitting[0]
+    best = answer().best
+    assert best.order.made is not None
+    assert best.seconds < 0.99 * catalogue.seconds
+    assert best.peak is not None
+    assert best.peak <= search().limit
+    assert search().predict(best).seconds == best.seconds
+
+
+@pytest.mark.slow
+def test_its_settings_make_a_config_with_the_same_plan() -> None:
+    best = answer().best
+    chosen = settings(best)
+    values = {
+        "model": {**SIZES, "vocabulary": IDS},
+        "data": {"sequence": 256},
+        "train": {**chosen["train"], "global_batch": 16},
+        "parallel": chosen["parallel"],
+    }
+    plan = search().plan(best.frame, best.order, best.travel)
+    assert from_dict(values).to_plan() == plan
+    assert sum(plan.layers_per_stage or ()) == SIZES["layers"]
+
+
+@pytest.mark.slow
+def test_the_same_question_has_the_same_order() -> None:
+    assert Answer.of(search()).found == answer().found
+
+
+@pytest.mark.slow
+def test_the_answer_says_that_the_order_was_made() -> None:
+    assert "the order was searched for this plan" in str(answer())
+
+
+def test_no_order_is_made_where_schedules_are_kept() -> None:
+    kept = replace(search(), space=replace(search().space, schedules=(Order("1f1b"),)))
+    assert all(each.order.made is None for each in Answer.of(kept).found.fitting)

@@ -1,0 +1,50 @@
+"""The sentences of an answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from atoll.prediction.planner import text
+from atoll.prediction.planner.answer import Answer
+from atoll.prediction.planner.search import Found
+from atoll.prediction.planner.space import Made, Order
+from tests.prediction.planner.test_search import narrow
+
+
+@pytest.fixture(scope="module")
+def answer() -> Answer:
+    return Answer.of(narrow())
+
+
+def line(answer: Answer, name: str) -> str:
+    return next(each for each in text.describe(answer) if each.split()[:1] == [name])
+
+
+@pytest.mark.parametrize(
+    ("bound", "words"),
+    [
+        (1.0, "no plan is faster: 7 plans simulated, of 3 meshes with microbatches, bounds exclude the rest"),
+        (1.1, "no plan is faster: 7 plans simulated, of 3 meshes with microbatches, bounds exclude the rest"),
+        (0.75, "another plan is at most 25.0% faster: 7 plans simulated, of 3 meshes with microbatches, bounds exclude "
+               "slower ones"),
+        (0.999, "another plan is at most 0.1% faster: 7 plans simulated, of 3 meshes with microbatches, bounds exclude "
+                "slower ones"),
+    ],
+)  # fmt: skip
+def test_the_proof_is_what_the_bounds_leave(answer: Answer, bound: float, words: str) -> None:
+    found = Found(answer.found.fitting, None, bound * answer.best.seconds, frames=3, predicted=7)
+    assert line(replace(answer, found=found), "proof") == f"proof   {words}"
+
+
+def test_of_a_searched_order_no_bound_is_known(answer: Answer) -> None:
+    best = answer.best
+    made = Made(answer.search.predict(best).plan.schedule, (2, 2, 2, 2))
+    own = best._replace(order=Order("joint", made=made))
+    found = Found((own,), None, best.seconds, frames=3, predicted=7)
+    assert line(replace(answer, found=found), "proof") == (
+        "proof   the order was searched for this plan, after 7 plans simulated, of 3 meshes with microbatches; no "
+        "bound on faster plans is known"
+    )
+    assert line(replace(answer, found=found), "schedule") == "schedule           joint on a line"
