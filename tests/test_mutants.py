@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def row(**changes: Any) -> dict[str, Any]:
-    place = {"module": "sim.py", "package": "sim", "within": "play", "line": 7, "kind": "number"}
+    place = {"module": "program/sim.py", "package": "sim", "within": "play", "line": 7, "kind": "number"}
     change = {
         "was": "a = 1",
         "now": "a = 2",
@@ -57,38 +57,43 @@ def test_a_modules_own_tests_have_its_name_in_its_folder_or_above() -> None:
         "tests/training/data/test_order.py",
     ]
     assert selection.own_files("runtime/sharding/outer.py", files) == files[1::-1]
-    assert selection.own_files("cost/outer.py", files) == [
+    assert selection.own_files("prediction/cost/outer.py", files) == [
         "tests/prediction/cost/test_outer.py",
         "tests/plans/test_outer.py",
     ]
-    assert selection.own_files("data/order.py", files) == ["tests/training/data/test_order.py"]
-    assert selection.own_files("data/stream.py", files) == []
+    assert selection.own_files("training/data/order.py", files) == ["tests/training/data/test_order.py"]
+    assert selection.own_files("training/data/stream.py", files) == []
 
 
 @pytest.mark.slow
 def test_tests_that_run_a_function_are_taken_its_own_file_first_then_the_shortest() -> None:
     files = ["tests/training/data/test_order.py", "tests/base/test_units.py", "tests/training/data/test_mixing.py"]
-    home = "data/order.py:SampleOrder.take"
+    home = "training/data/order.py:SampleOrder.take"
     known = [
         ran("tests/base/test_units.py::a", 0.1, home),
-        ran("tests/base/test_units.py::b", 0.0, "data/order.py:batch"),
+        ran("tests/base/test_units.py::b", 0.0, "training/data/order.py:batch"),
         ran("tests/training/data/test_mixing.py::c", 0.3, home),
         ran("tests/training/data/test_order.py::d", 9.0, home),
         ran("tests/training/data/test_order.py::e", 5.0, home),
     ]
 
     def names(within: str) -> list[str]:
-        return [each.name.partition("::")[2] for each in selection.candidates("data/order.py", within, known, files)]
+        return [
+            each.name.partition("::")[2]
+            for each in selection.candidates("training/data/order.py", within, known, files)
+        ]
 
     assert names("SampleOrder.take") == ["e", "d", "c", "a"]  # the file of c imports a name of the module's
     assert names("SampleOrder.take.inner") == names("SampleOrder.take")
     assert names("SampleOrder") == ["e", "d", "c", "b", "a"]  # no function: what runs another of the module
     assert names("batch") == ["b"]
-    alone = [ran("tests/base/test_units.py::f", 0.1, "data/mixing.py:Mix.take")]
-    is_near = [selection.is_near("data/order.py", within, known[:1]) for within in ("SampleOrder.take", "batch")]
+    alone = [ran("tests/base/test_units.py::f", 0.1, "training/data/mixing.py:Mix.take")]
+    is_near = [
+        selection.is_near("training/data/order.py", within, known[:1]) for within in ("SampleOrder.take", "batch")
+    ]
     assert is_near == [True, False]
-    assert all(selection.is_near("data/order.py", within, known[1:2]) for within in ("", "SampleOrder"))
-    found = selection.candidates("data/order.py", "", alone, files)
+    assert all(selection.is_near("training/data/order.py", within, known[1:2]) for within in ("", "SampleOrder"))
+    found = selection.candidates("training/data/order.py", "", alone, files)
     assert found == alone  # of what imports the module
 
 
@@ -100,12 +105,14 @@ def test_tests_are_added_until_the_time_is_spent() -> None:
 
 
 def test_imports_lead_through_packages_to_the_home_of_a_name() -> None:
-    assert "data/order.py" in selection.imported_by(
+    assert "training/data/order.py" in selection.imported_by(
         "tests/training/data/test_order.py"
     )  # from atoll.training.data import SampleOrder
-    assert "data/blocks.py" not in selection.imported_by("tests/training/data/test_order.py")
-    assert "data/order.py" in selection.importers()["digests.py"] or selection.importers()["digests.py"]
-    assert "data/mixing.py" in selection.importers()["data/order.py"]
+    assert "training/data/blocks.py" not in selection.imported_by("tests/training/data/test_order.py")
+    assert (
+        "training/data/order.py" in selection.importers()["base/digests.py"] or selection.importers()["base/digests.py"]
+    )
+    assert "training/data/mixing.py" in selection.importers()["training/data/order.py"]
 
 
 def test_what_is_kept_speaks_of_modules_and_gives_reasons() -> None:
@@ -119,8 +126,10 @@ def test_what_is_kept_speaks_of_modules_and_gives_reasons() -> None:
 
 def test_the_page_counts_and_shows_what_lives() -> None:
     explained = row(line=8, outcome="lived", why="It changes no result.")
-    bare = row(module="data/order.py", package="data", within="", outcome="lived", why="")
-    page = page_of([row(), row(outcome="timed out"), explained, bare], [{"module": "sim.py", "why": "No clock."}])
+    bare = row(module="training/data/order.py", package="data", within="", outcome="lived", why="")
+    page = page_of(
+        [row(), row(outcome="timed out"), explained, bare], [{"module": "program/sim.py", "why": "No clock."}]
+    )
     assert "2 of 4 are detected, 50.0%" in page
     assert "1 more are drawn but have not been run yet." in page
     assert "| sim | 3 | 1 | 1 | 1 | 66.7% |" in page
@@ -132,11 +141,11 @@ def test_the_page_counts_and_shows_what_lives() -> None:
 
 
 def test_an_entry_speaks_of_a_whole_class_or_of_one_change() -> None:
-    whole = {"module": "sim.py", "within": "Player"}
+    whole = {"module": "program/sim.py", "within": "Player"}
     assert bench._fits(whole, row(within="Player.play"))
     assert not bench._fits(whole, row(within="Players"))
-    assert bench._fits({"module": "sim.py", "was": "a = 1", "now": "a = 2"}, row())
-    assert not bench._fits({"module": "sim.py", "was": "a = 1", "now": "a = 0"}, row())
+    assert bench._fits({"module": "program/sim.py", "was": "a = 1", "now": "a = 2"}, row())
+    assert not bench._fits({"module": "program/sim.py", "was": "a = 1", "now": "a = 0"}, row())
 
 
 def test_a_verdict_holds_until_its_module_or_its_tests_change(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -205,14 +214,14 @@ def test_probes_say_what_ran_and_change_nothing(tmp_path: Path) -> None:
 
 def test_places_are_the_same_in_every_run_and_spread() -> None:
     places = pytest.importorskip("benchmarks.mutants.places", reason="cosmic-ray is not installed")
-    source = (ROOT / "src" / "atoll" / "ir" / "placement.py").read_text()
-    found = places.sample("ir/placement.py", source, lambda mutant: False)
-    assert found == places.sample("ir/placement.py", source, lambda mutant: False)
+    source = (ROOT / "src" / "atoll" / "plans" / "ir" / "placement.py").read_text()
+    found = places.sample("plans/ir/placement.py", source, lambda mutant: False)
+    assert found == places.sample("plans/ir/placement.py", source, lambda mutant: False)
     assert len({mutant.line for mutant in found}) == len(found) == max(1, round(len(source.splitlines()) / places.EACH))
     # Lines above move nothing, and what is left out makes room for the next.
-    moved = places.sample("ir/placement.py", "# One more line.\n" + source, lambda mutant: False)
+    moved = places.sample("plans/ir/placement.py", "# One more line.\n" + source, lambda mutant: False)
     assert [mutant.name for mutant in moved] == [mutant.name for mutant in found]
-    other = places.sample("ir/placement.py", source, lambda mutant: mutant.name == found[0].name)
+    other = places.sample("plans/ir/placement.py", source, lambda mutant: mutant.name == found[0].name)
     assert len(other) == len(found)
     assert found[0].name not in {mutant.name for mutant in other}
 

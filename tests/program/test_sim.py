@@ -16,7 +16,7 @@ from atoll.plans.schedules import Memory, build
 from atoll.program.sim import Costs, simulate
 from tests.plans.ir.shapes import V, random_schedule, typed
 
-GOLDEN = json.loads((Path(__file__).parent / "data" / "zero_bubble.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "zero_bubble.json").read_text())
 
 
 @pytest.mark.parametrize("row", GOLDEN["one_chunk"], ids=lambda row: f"{row['model']}-{row['microbatches']}")

@@ -21,7 +21,7 @@ from atoll.plans.schedules.memory import peak_of
 from atoll.program.sim import Costs, simulate
 from benchmarks.schedules.instances import draw, fits, rivals
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "zero_bubble.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[2] / "data" / "zero_bubble.json").read_text())
 
 
 def name_of(row: dict[str, Any]) -> str:

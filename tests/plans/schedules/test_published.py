@@ -9,7 +9,7 @@ import pytest
 from atoll.plans.schedules import build
 from atoll.program.sim import Costs, simulate
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "zero_bubble.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[2] / "data" / "zero_bubble.json").read_text())
 ROWS = [*GOLDEN["one_chunk"], *GOLDEN["v_shape_per_chunk"]]
 
 

@@ -50,7 +50,7 @@ def test_a_key_of_the_efficiency_replaces_that_of_the_preset_alone(tmp_path: Pat
 
 def test_presets_of_devices_come_with_the_constants_of_the_published_fit() -> None:
     """`benchmarks/published/fit.py --devices` writes both files."""
-    path = Path(__file__).parents[2] / "benchmarks" / "published" / "presets.json"
+    path = Path(__file__).parents[3] / "benchmarks" / "published" / "presets.json"
     fits = json.loads(path.read_text(encoding="utf-8"))
     assert set(fits) == set(presets()["devices"])
     for name, found in fits.items():

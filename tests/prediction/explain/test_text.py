@@ -19,7 +19,7 @@ from atoll.training.config import load
 from atoll.training.prediction import predict
 from tests.prediction.explain.plans import PLANS, explained
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CONFIG, CLUSTER = ROOT / "configs" / "llama-3-8b.toml", ROOT / "configs" / "clusters" / "h100.toml"
 
 

@@ -64,7 +64,7 @@ def test_every_form_gives_the_same_messages(record: dict[str, Any]) -> None:
 
 
 def test_the_records_of_the_page_are_read() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
     found = []
     for block in re.findall(r"```jsonl\n(.*?)```", page, flags=re.DOTALL):
         while block := block.strip():

@@ -344,7 +344,7 @@ def test_fsdp2_says_what_has_to_be_done_beside_it(given: dict[str, Any], words: 
 
 
 def test_the_command_prints_settings_without_a_cluster() -> None:
-    path = Path(__file__).parents[2] / "configs" / "llama-3-8b.toml"
+    path = Path(__file__).parents[3] / "configs" / "llama-3-8b.toml"
     result = CliRunner().invoke(app, ["explain", str(path), "--as", "torchtitan"])
     assert result.exit_code == 0
     assert "==> torchtitan.toml <==" in result.stdout
