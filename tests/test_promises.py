@@ -45,7 +45,7 @@ ENVIRONMENT_READERS = {
 }
 
 COMMUNICATORS = {
-    "_torch.py",  # pretends that there are ranks, where one is only described
+    "base/_torch.py",  # pretends that there are ranks, where one is only described
     "runtime/checkpoint/meeting.py",  # what ranks of a save or a load tell each other
     "runtime/transport/base.py",
     "runtime/transport/nccl.py",
