@@ -17,7 +17,7 @@ from atoll.layouts import Layout
 from atoll.models import Adapter
 from atoll.models.adapter import SequentialAdapter
 from atoll.plans import MeshShape, Plan
-from atoll.program import Do, Ending
+from atoll.program import OPERATIONS, Do, Ending
 from atoll.runtime.engine import Engine
 from atoll.runtime.failure import Doing
 from atoll.runtime.pipeline.executor import Executor
@@ -179,7 +179,7 @@ def positions() -> list[list[Doing | None]]:
     engine = wide_engine("zb-h1")
     executor = engine._executor
     found: list[list[Doing | None]] = []
-    executor.before = dict.fromkeys(Do, lambda: found[-1].append(executor.doing()))
+    executor.before = dict.fromkeys(OPERATIONS.values(), lambda: found[-1].append(executor.doing()))
     for run in (engine.step, engine.step, engine.evaluate):
         found.append([])
         run(wide_batch())
