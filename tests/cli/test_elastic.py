@@ -81,7 +81,7 @@ def program_of(config: Path, *, left: int = 0) -> Path:
 
 
 def is_waiting(folder: Path) -> bool:
-    """Whether a run has taken its 5 steps, and the checkpoint that it goes on from is written."""
+    """True once a run has taken its 5 steps and written the checkpoint from which it will resume."""
     return has_taken(folder, 5) and (folder / "checkpoints" / "latest").exists()
 
 

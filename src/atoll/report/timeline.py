@@ -13,7 +13,7 @@ from atoll.cost.breakdown import pieces
 from atoll.documents import count, finite, string
 from atoll.errors import UserError
 from atoll.ir import Action, Op
-from atoll.program import Do, named, table
+from atoll.program import Do, Operation, named
 from atoll.program.traffic import way_of
 from atoll.trace import GATHER_LANE, REDUCE_LANE, Span, Trace, apart
 
@@ -119,7 +119,7 @@ def _played(prediction: Prediction, rank: int, origin: float) -> Iterator[Bar]:
         yield Bar(part, name, start - origin, end - origin, action.stage, microbatch, of, _received(prediction, do))
 
 
-def _received(prediction: Prediction, do: table.Operation) -> float:
+def _received(prediction: Prediction, do: Operation) -> float:
     return float(prediction.message_bytes) if do in (Do.RECV_F, Do.RECV_B) else 0.0
 
 
