@@ -77,8 +77,9 @@ def digest(path: str, text: str) -> str:
 def closure(module: str, read: Read = read) -> set[str]:
     """The files of a module and of all that it imports, at whatever depth and however late.
 
-    A name that a package's `__init__` re-exports leads to the module that makes it, not to all that the package has.
-    A module that is started as a process (`[..., "-m", "atoll", ...]`) counts as one that is imported.
+    A name that a package's `__init__` re-exports leads to the module that makes it, not to all that the package has,
+    and a value that is written there (a version) leads nowhere. A module that is started as a process
+    (`[..., "-m", "atoll", ...]`) counts as one that is imported.
     """
     found: set[str] = set()
     seen: set[Name] = set()
@@ -96,8 +97,10 @@ def closure(module: str, read: Read = read) -> set[str]:
             continue
         found.add(path)
         file = _scan(path, read(path) or "")
-        if name in file.homes and path.endswith("__init__.py"):
+        if path.endswith("__init__.py") and name in file.homes:
             waiting.append(file.homes[name])
+        elif path.endswith("__init__.py") and name in file.values:
+            continue
         else:
             waiting += file.imports
             beside = [f"{path.rpartition('/')[0]}/{word}" for word in file.words]
@@ -108,6 +111,8 @@ def closure(module: str, read: Read = read) -> set[str]:
 class _File(NamedTuple):
     homes: Mapping[str | None, Name]
     """By each name that an import binds: where that comes from."""
+    values: frozenset[str | None]
+    """Names that are assigned at the top."""
     imports: Sequence[Name]
     """Those that count."""
     words: Sequence[str]
@@ -118,8 +123,11 @@ class _File(NamedTuple):
 def _scan(path: str, text: str) -> _File:
     counted = [node for each in _counted(path, text) for node in ast.walk(each)]
     words = [node.value for node in counted if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    tree = ast.parse(text)
+    assigned = [each for each in tree.body if isinstance(each, ast.Assign | ast.AnnAssign)]
     return _File(
-        {bound: (home, name) for bound, home, name in _imports(ast.walk(ast.parse(text)))},
+        {bound: (home, name) for bound, home, name in _imports(ast.walk(tree))},
+        frozenset(name for each in assigned for name in _bound(each)),
         [*((home, name) for _, home, name in _imports(counted)), *((home, None) for home in _started(counted))],
         [word for word in words if re.fullmatch(r"\w+\.(?!md\b)\w+", word)],
     )
@@ -199,6 +207,9 @@ def _shape(node: object) -> str:
     if isinstance(node, list):
         kept = [each for each in node if not (isinstance(each, ast.Expr) and _is_string(each.value))]
         return f"[{','.join(map(_shape, kept))}]"
+    if isinstance(node, ast.JoinedStr):
+        # From 3.12 on, parts that are joined over several lines end in an empty one.
+        return f"JoinedStr(values={_shape([each for each in node.values if not _is_empty(each)])})"
     if isinstance(node, ast.AST):
         # Newer versions have more fields, which are empty where the older ones know no syntax for them.
         fields = [
@@ -206,6 +217,10 @@ def _shape(node: object) -> str:
         ]
         return f"{type(node).__name__}({','.join(fields)})"
     return repr(node)
+
+
+def _is_empty(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value == ""
 
 
 def _is_string(node: ast.expr) -> bool:

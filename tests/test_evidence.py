@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
@@ -181,6 +182,27 @@ LINKS = "[a](docs/evidence.md#first) [b](docs/evidence.md#first) [c](benchmarks/
 
 def due_result(name: str, date: str, confirmed_in: Mapping[str, float] | None = None, **more: float) -> due.Result:
     return due.result(name, {"date": f"{date}T00:00:00+00:00", **more}, LINKS, NOW, confirmed_in=confirmed_in)
+
+
+def test_a_value_of_a_package_leads_to_no_more_than_the_package() -> None:
+    """Past fault: `atoll.__version__` made every result depend on all that `import atoll` offers."""
+    files = {
+        **FILES,
+        "benchmarks/five/bench.py": "from atoll import __version__\ndef run(_):\n    return __version__",
+        "src/atoll/__init__.py": '__version__ = "1"\ndef more():\n    from atoll.ir import Action',
+    }
+    assert provenance.closure("benchmarks.five.bench", files.get) == {
+        "benchmarks/five/bench.py",
+        "src/atoll/__init__.py",
+    }
+
+
+def test_a_string_in_parts_has_one_digest_under_every_python() -> None:
+    """Past fault: from Python 3.12 on, joined f-strings end in an empty part, and a GPU's lines were refused."""
+    read, empty = ast.parse('f"{a}" "b"').body[0].value, ast.Constant(value="")  # type: ignore[attr-defined]
+    more = ast.JoinedStr(values=[*read.values, empty])
+    assert provenance._shape(more) == provenance._shape(read)
+    assert provenance._shape(ast.JoinedStr(values=[*read.values, ast.Constant("c")])) != provenance._shape(read)
 
 
 def test_the_most_urgent_result_is_measured_first() -> None:

@@ -105,7 +105,7 @@ PAGES = (
                     "OPERATIONS",
                     "named",
                     "Lane",
-                    "Peers",
+                    "Partners",
                     "Phase",
                     "Part",
                     "parts_of",

@@ -80,6 +80,11 @@ def program_of(config: Path, *, left: int = 0) -> Path:
     return program
 
 
+def is_waiting(folder: Path) -> bool:
+    """True once a run has taken its 5 steps and written the checkpoint from which it will resume."""
+    return has_taken(folder, 5) and (folder / "checkpoints" / "latest").exists()
+
+
 def go_on(config: Path) -> None:
     (config.parent / "goes on").touch()
 
@@ -131,7 +136,7 @@ def test_a_lost_node_leaves_a_run_of_fewer_ranks(config: Path) -> None:
         agent(config, *overrides, port=port, nodes="1:2") as one,
         agent(config, *overrides, port=port, nodes="1:2") as other,
     ):
-        wait_until(lambda: has_taken(folder, 5) and world_of(folder) == 2)
+        wait_until(lambda: is_waiting(folder) and world_of(folder) == 2)
         # One of them hosts the rendezvous: the other is lost.
         left, lost = (one, other) if listens(one, port) else (other, one)
         kill(lost)
@@ -153,7 +158,7 @@ def listens(process: subprocess.Popen[str], port: int) -> bool:
 def test_torchrun_starts_a_killed_rank_again(config: Path) -> None:
     folder = config.parent / "run"
     with agent(config, port=free_port()) as process:
-        wait_until(partial(has_taken, folder, 5), process)
+        wait_until(partial(is_waiting, folder), process)
         (rank,) = ranks_of(process.pid)
         rank.kill()
         go_on(config)
@@ -169,7 +174,7 @@ def losing_a_rank(config: Path, *overrides: str, left: int = 0) -> tuple[int, st
     program = program_of(config, left=left)
     command = [sys.executable, str(program), "train", str(config), *sets(*STEPS, *overrides, "run.restarts=3")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        wait_until(partial(has_taken, config.parent / "run", 5), process)
+        wait_until(partial(is_waiting, config.parent / "run"), process)
         ranks_of(process.pid)[1].kill()
         go_on(config)
         _, words = finish(process)

@@ -18,7 +18,7 @@ from atoll.program import OPERATIONS, Instruction, Operation, Program, Programs
 from atoll.program.draw import draw_program
 from atoll.program.memory import held_after
 from atoll.program.sim.programs import Rates, Speed, play
-from atoll.program.table import Buffer, Fact, Lane, Need, Per, Use
+from atoll.program.table import Amount, Fact, Lane, Need, Per, Workspace
 from atoll.runtime.plays import PLAYS, check_complete, of_unit
 from atoll.testing.parity import Case
 from tests.program.test_lower import programs
@@ -31,7 +31,7 @@ PINGING = Fact(
     colour="#aa3377",
     bar="ping {unit}",
 )
-PINGED = Buffer("gradients", Per.UNIT)
+PINGED = Workspace("gradients", Per.UNIT)
 FEW = 8
 """Bytes of a ping."""
 
@@ -49,14 +49,14 @@ def made() -> Iterator[Any]:
             carries="reductions",
             needs=(Need(PINGING, "unit {unit} is pinged twice", holds=False),),
             gives=(PINGING,),
-            takes=(Use(PINGED, lambda unit, phase: FEW),),
+            takes=(Amount(PINGED, lambda unit, phase: FEW),),
         )
         PONG = Operation(
             lane=Lane.DATA,
             waits=True,
             needs=(Need(PINGING, "unit {unit} was not pinged"),),
             ends=(PINGING,),
-            frees=(Use(PINGED),),
+            frees=(Amount(PINGED),),
             cause="reductions",
         )
 

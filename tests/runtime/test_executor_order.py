@@ -15,7 +15,7 @@ from atoll.plans import schedules
 from atoll.plans.ir import Action, Op
 from atoll.plans.layouts import Layout
 from atoll.plans.plan import MeshShape, Plan
-from atoll.program import Do, Ending
+from atoll.program import OPERATIONS, Do, Ending
 from atoll.program.trace import Span
 from atoll.runtime.engine import Engine
 from atoll.runtime.failure import Doing
@@ -179,7 +179,7 @@ def positions() -> list[list[Doing | None]]:
     engine = wide_engine("zb-h1")
     executor = engine._executor
     found: list[list[Doing | None]] = []
-    executor.before = dict.fromkeys(Do, lambda: found[-1].append(executor.doing()))
+    executor.before = dict.fromkeys(OPERATIONS.values(), lambda: found[-1].append(executor.doing()))
     for run in (engine.step, engine.step, engine.evaluate):
         found.append([])
         run(wide_batch())

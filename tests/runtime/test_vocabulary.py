@@ -5,6 +5,7 @@ What meets is drawn: on two pipeline ranks, any two settings meet in `test_matri
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -19,9 +20,11 @@ from atoll.base.errors import PlanError, RankError
 from atoll.plans import schedules
 from atoll.plans.layouts import Layout
 from atoll.plans.plan import MeshShape, Plan
+from atoll.program import Instruction, Sliced
 from atoll.runtime.engine import Engine
 from atoll.runtime.models import Decoder, DecoderConfig, SequentialAdapter, Vocabulary
-from atoll.runtime.vocabulary.split import SplitVocabulary
+from atoll.runtime.pipeline.executor import Executor
+from atoll.runtime.plays import PLAYS
 from atoll.testing import RankPool, run_ranks
 from atoll.testing.parity import (
     Case,
@@ -428,16 +431,17 @@ def test_logits_of_an_id_outside_of_the_vocabulary_are_refused_on_every_rank() -
 
 
 def break_before_sending(case: Case) -> None:
-    send = SplitVocabulary.send_looked_up
+    sent = PLAYS[Sliced.SEND_L]
 
-    def broken(split: SplitVocabulary, stage: int, microbatch: int) -> None:
-        if stage == 1 and microbatch == 2:
+    def broken(on: Executor, step: Instruction) -> Callable[[], None]:
+        def fail() -> None:
             raise ValueError("a defect")
-        send(split, stage, microbatch)
 
-    with patch.object(SplitVocabulary, "send_looked_up", broken):
+        return fail if (step.action.stage, step.action.microbatch) == (1, 2) else sent(on, step)
+
+    with patch.dict(PLAYS, {Sliced.SEND_L: broken}):
         engine = case.engine()
-    engine.step(case.share(engine, 0))
+        engine.step(case.share(engine, 0))
 
 
 @pytest.mark.slow

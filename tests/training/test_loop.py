@@ -15,26 +15,14 @@ from atoll.training.config import from_dict
 from atoll.training.folder import RunFolder, Start
 from atoll.training.session import run
 from atoll.training.signals import StopRequest
+from tests.training.test_best import settings
 
 
 def train(folder: Path, *, data: Mapping[str, Any] | None = None, **saving: Any) -> list[str]:
     """Train four steps; the checkpoints that are left."""
-    source = folder.parent / "text.txt"
-    source.write_text("".join(f"the {number} brown foxes jump over {number} lazy dogs\n" for number in range(60)))
-    values = {
-        "model": {"layers": 1, "hidden": 8, "heads": 2},
-        "data": {
-            "source": str(source),
-            "tokenizer": "bytes",
-            "sequence": 8,
-            "cache": str(folder.parent),
-            **(data or {}),
-        },
-        "train": {"steps": 4, "global_batch": 4, "microbatch": 2, "warmup": 0, "eval_every": 0, "sample_tokens": 0},
-        "parallel": {"ranks": 1, "device": "cpu"},
-        "run": {"folder": str(folder), "tensorboard": False},
-        "checkpoint": {"every": 2, **saving},
-    }
+    values = settings(folder, steps=4, precision="fp32", lr=1e-3, eval_every=0)
+    values["data"] |= {"validation": 0.0, **(data or {})}
+    values["checkpoint"] = {"every": 2, **saving}
     config = from_dict(values)
     RunFolder(folder).check(Start.AUTO)
     assert run(config, config.to_plan(), device=torch.device("cpu"), start=Start.AUTO, stop=StopRequest()).step == 4

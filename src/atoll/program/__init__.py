@@ -14,7 +14,7 @@ from atoll.program.memory import Bytes, peaks
 from atoll.program.parts import Part, parts_of
 from atoll.program.program import Program, Programs
 from atoll.program.shape import BlockShape, RankShape, StageShape, UnitShape
-from atoll.program.table import OPERATIONS, PHASES, Do, Lane, Operation, Peers, Phase, named
+from atoll.program.table import OPERATIONS, PHASES, Do, Lane, Operation, Partners, Phase, named
 from atoll.program.traffic import sent_by, way_of
 from atoll.program.units import unit_shape
 from atoll.program.vocabulary import EMBEDDING, HEAD, Sliced
@@ -33,7 +33,7 @@ __all__ = [
     "Lane",
     "Operation",
     "Part",
-    "Peers",
+    "Partners",
     "Phase",
     "Program",
     "Programs",

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from atoll.base.units import format_bytes
 from atoll.plans.ir.draw import SVG_STYLE
-from atoll.program.fold import Place
+from atoll.program.fold import Resolved
 from atoll.program.instruction import Instruction
 from atoll.program.memory import Bytes, held_after
 from atoll.program.program import Program
@@ -170,7 +170,7 @@ def _shown(facts: Sequence[Fact], each: Instruction, shape: RankShape) -> Iterat
         if fact.lane and fact.per is Per.MESSAGE:
             yield fact, (each.do.posts or each.do.receives, each.action)
         elif fact.lane:
-            yield from ((fact, key) for key in Place.of(each, shape).facts(fact, shape))
+            yield from ((fact, key) for key in Resolved.of(each, shape).facts(fact, shape))
 
 
 def _text(fact: Fact, key: Any, each: Instruction | None) -> str:

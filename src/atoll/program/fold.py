@@ -1,7 +1,7 @@
-"""What the rows of a program's instructions mean on one rank: which facts, and which buffers, of which units.
+"""Resolves the rows of instructions on one rank: to the facts and buffers of units.
 
-A program repeats each operation on a block or unit with every microbatch. So this is resolved once for each, and the
-folds over a program (`laws`, `memory`, `draw`) only look up keys.
+A program repeats each operation on a block or unit for every microbatch, so each is resolved once, and the folds over a
+program (`laws`, `memory`, `draw`) only look up keys.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OF_STEP: Key = (-1, None)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Resolved:
     """A row on one block or unit of a rank.
 
     units: those that it works on.  phases: of the gradients that it is about; both where the row does not say it.
@@ -31,8 +31,8 @@ class Place:
     phases: tuple[Phase, ...]
 
     @classmethod
-    def of(cls, instruction: Instruction, shape: RankShape) -> Place:
-        """Return the place of an instruction."""
+    def of(cls, instruction: Instruction, shape: RankShape) -> Resolved:
+        """Resolve the row of an instruction."""
         phase = instruction.phase or instruction.do.phase
         return cls(instruction.do, units_of(instruction, shape), PHASES if phase is None else (phase,))
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from atoll.base.errors import ScheduleError
-from atoll.program.fold import OF_STEP, Key, Place
+from atoll.program.fold import OF_STEP, Key, Resolved
 from atoll.program.instruction import Instruction
 from atoll.program.shape import RankShape
 from atoll.program.table import Fact, Operation, Per, Phase, facts
@@ -76,7 +76,7 @@ def _said(words: str, key: Key, step: Instruction) -> str:
 
 
 _Holding = dict[Key, Instruction]
-"""What holds, each with the instruction that gave it."""
+"""Facts of one kind that hold, by key, with the instruction that gave each."""
 
 _Queue = list[tuple[Any, Instruction]]
 """The same in the order in which it began, of facts that end in it; a message's key is its kind and action."""
@@ -95,7 +95,7 @@ class _Meaning(NamedTuple):
 
 
 class _State:
-    """What holds in a program."""
+    """The facts that hold at one point of a program."""
 
     def __init__(self, shape: RankShape) -> None:
         self._shape = shape
@@ -108,10 +108,10 @@ class _State:
 
     def meaning(self, step: Instruction) -> _Meaning:
         """Resolve the row of an instruction."""
-        place, row = Place.of(step, self._shape), step.do
+        resolved, row = Resolved.of(step, self._shape), step.do
 
         def keys(fact: Fact, *, of_all: bool = False) -> tuple[Any, ...]:
-            return (None,) if fact.per is Per.MESSAGE else place.facts(fact, self._shape, of_all=of_all)
+            return (None,) if fact.per is Per.MESSAGE else resolved.facts(fact, self._shape, of_all=of_all)
 
         return _Meaning(
             needs=tuple(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from atoll.program.fold import Key, Place
+from atoll.program.fold import Key, Resolved
 from atoll.program.instruction import Instruction
 from atoll.program.shape import RankShape
-from atoll.program.table import Buffer, Operation, Phase, Use
+from atoll.program.table import Amount, Operation, Phase, Workspace
 
 
 class Bytes(NamedTuple):
@@ -25,22 +25,22 @@ class Bytes(NamedTuple):
     matrices: int = 0
 
 
-_Step = tuple[int, "tuple[Buffer, Key]", "int | None"]
+_Step = tuple[int, "tuple[Workspace, Key]", "int | None"]
 """An allocation, or what is freed: the number of its part, the buffer of a unit, and its bytes; None for all."""
 
 
 def held_after(instructions: Iterable[Instruction], shape: RankShape) -> Iterator[Bytes]:
     """Yield the working memory after each instruction, and within those that take more than they leave."""
     parts = [0] * len(Bytes._fields)
-    held: dict[tuple[Buffer, Key], int] = {}
+    held: dict[tuple[Workspace, Key], int] = {}
     known: dict[tuple[Operation, int, Phase | None], tuple[list[_Step], ...]] = {}
     for step in instructions:
         do, _, of, phase = step
         found = known.get((do, of, phase))
         if found is None:
-            place = Place.of(step, shape)
+            resolved = Resolved.of(step, shape)
             found = known[do, of, phase] = tuple(
-                _resolved(each, place, shape) for each in (do.frees, do.takes, do.within)
+                _allocations(each, resolved, shape) for each in (do.frees, do.takes, do.within)
             )
         frees, takes, within = found
         for part, buffer, size in frees:
@@ -64,14 +64,14 @@ def held_after(instructions: Iterable[Instruction], shape: RankShape) -> Iterato
             yield Bytes(*parts)
 
 
-def _resolved(uses: Iterable[Use], place: Place, shape: RankShape) -> list[_Step]:
+def _allocations(amounts: Iterable[Amount], resolved: Resolved, shape: RankShape) -> list[_Step]:
     """Return the allocations of a row, or what it frees, on a unit; those of no bytes are left out."""
     found: list[_Step] = []
-    for use in uses:
-        for key in place.keys(use.buffer.per):
-            size = use.size and use.size(shape.units[key[0]], key[1])
+    for amount in amounts:
+        for key in resolved.keys(amount.workspace.per):
+            size = amount.size and amount.size(shape.units[key[0]], key[1])
             if size != 0:
-                found.append((Bytes._fields.index(use.buffer.part), (use.buffer, key), size))
+                found.append((Bytes._fields.index(amount.workspace.part), (amount.workspace, key), size))
     return found
 
 

@@ -41,8 +41,8 @@ class Lane(StrEnum):
 
 
 class Scope(StrEnum):
-    """What `Instruction.of` is: a block, a unit, a unit whose gradients of one phase are meant, or nothing: then the
-    instruction is of its action's stage and microbatch, or of the whole step."""
+    """The object of an instruction, which `Instruction.of` names: a block, a unit, or the gradients of one phase of a
+    unit. For a microbatch of a stage, and for the whole step, `of` is -1."""
 
     BLOCK = "block"
     UNIT = "unit"
@@ -51,7 +51,7 @@ class Scope(StrEnum):
     STEP = "step"
 
 
-class Peers(StrEnum):
+class Partners(StrEnum):
     """The ranks that an instruction may wait for: of which axes, or of what."""
 
     TENSOR = "the tensor-parallel group"
@@ -71,7 +71,7 @@ class Over(StrEnum):
     NONE = "none"
 
 
-class End(StrEnum):
+class Side(StrEnum):
     """The rank that a message comes from: of the stage before, of the one behind, of the first or of the last."""
 
     PREVIOUS = "previous"
@@ -84,7 +84,7 @@ class End(StrEnum):
 
 
 class Per(StrEnum):
-    """What a fact or a buffer is of."""
+    """The kind of object that a fact or a buffer belongs to."""
 
     UNIT = "unit"
     PHASE = "phase"
@@ -149,7 +149,7 @@ class Need:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Buffer:
+class Workspace:
     """Memory of a unit, or of a phase of its gradients. part: the component of `Bytes` that it belongs to.
 
     is_one: whether it is allocated once until it is freed; of others several may be in use at once.
@@ -165,10 +165,10 @@ Size = Callable[["UnitShape", Phase | None], int]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Use:
-    """A buffer that an instruction allocates or frees, and its size. size: None frees all of it."""
+class Amount:
+    """A workspace that an instruction allocates or frees, and its size. size: None frees all of it."""
 
-    buffer: Buffer
+    workspace: Workspace
     size: Size | None = None
 
 
@@ -210,27 +210,27 @@ class Operation:
     over: Over | str = Over.UNIT
     phase: Phase | None = None
     waits: bool = False
-    peers: Peers = Peers.DATA
+    peers: Partners = Partners.DATA
     begins: bool = False
     is_aside: bool = False
     reads: bool = False
     needs: tuple[Need, ...] = ()
     ends: tuple[Fact, ...] = ()
     gives: tuple[Fact, ...] = ()
-    takes: tuple[Use, ...] = ()
-    frees: tuple[Use, ...] = ()
-    within: tuple[Use, ...] = ()
+    takes: tuple[Amount, ...] = ()
+    frees: tuple[Amount, ...] = ()
+    within: tuple[Amount, ...] = ()
     moves: bool = False
     moves_as: Operation | None = None
     carries: str = ""
     sends: str = ""
-    to: End | None = None
+    to: Side | None = None
     posts: str = ""
     receives: str = ""
-    source: tuple[str, End] | None = None
+    source: tuple[str, Side] | None = None
     stands_for: str = ""
     tells: str = ""
-    hears: tuple[str, Peers] | None = None
+    hears: tuple[str, Partners] | None = None
     cause: str = "other"
     column: str = ""
     bar: tuple[str, str, str] | None = None
@@ -338,14 +338,14 @@ class Facts:
     RETURNING = Fact(per=Per.UNIT, is_flight=True)
 
 
-class Buffers:
+class Workspaces:
     """Working memory of the core's rows."""
 
-    UNSHARDED = Buffer("parameters", Per.UNIT)
-    STAGED = Buffer("staged", Per.UNIT)
-    GRADIENT = Buffer("gradients", Per.PHASE)
-    REDUCING = Buffer("gradients", Per.PHASE, is_one=False)
-    MATRICES = Buffer("matrices", Per.UNIT, is_one=False)
+    UNSHARDED = Workspace("parameters", Per.UNIT)
+    STAGED = Workspace("staged", Per.UNIT)
+    GRADIENT = Workspace("gradients", Per.PHASE)
+    REDUCING = Workspace("gradients", Per.PHASE, is_one=False)
+    MATRICES = Workspace("matrices", Per.UNIT, is_one=False)
 
 
 def _whole(unit: UnitShape, _: Phase | None) -> int:
@@ -376,16 +376,18 @@ def _transformed(unit: UnitShape, _: Phase | None) -> int:
 WORKS = Need(Facts.OPEN, "microbatches are over")
 READS = Need(Facts.UNSHARDED, "unit {unit} is used before it is unsharded")
 WRITES = Need(Facts.SYNCING, "a gradient of unit {unit} is made after its sync", holds=False, of_all=True)
-GRADIENT = Use(Buffers.GRADIENT, _flow)
+GRADIENT = Amount(Workspaces.GRADIENT, _flow)
+_ONCE = tuple(Need(fact, "unit {unit} is gathered twice", holds=False) for fact in (Facts.UNSHARDED, Facts.GATHERING))
 _SUMS = Need(Facts.SUMMED, "{do} comes before SUMS")
 _UNREAD = Need(Facts.UNREAD, "the gradients of unit {unit} are written while others may read them")
 _UPDATED = Need(Facts.UPDATED, "unit {unit} goes back before its matrices are updated")
+_VERDICT = "a verdict is waited for, then made good, then perhaps taken back"
 _TURN = "the matrices of unit {unit} come to {do} in another order than they are exchanged in"
 
 
 def sends(kind: str, **rest: Any) -> Operation:
     """Return the row of a message's send."""
-    given = {"peers": Peers.NEIGHBOUR, "bar": ("send", "SEND", "{step}"), "carries": "activations", **rest}
+    given = {"peers": Partners.NEIGHBOUR, "bar": ("send", "SEND", "{step}"), "carries": "activations", **rest}
     return Operation(lane=Lane.PIPELINE, scope=Scope.MICROBATCH, over=Over.NONE, sends=kind, **given)
 
 
@@ -396,10 +398,10 @@ def posts(kind: str) -> Operation:
     )
 
 
-def receives(kind: str, source: tuple[str, End]) -> Operation:
+def receives(kind: str, source: tuple[str, Side]) -> Operation:
     """Return the row that waits for a message. source: its kind where it is sent, and the rank."""
     return Operation(
-        lane=Lane.PIPELINE, scope=Scope.MICROBATCH, over=Over.NONE, waits=True, peers=Peers.NEIGHBOUR, receives=kind,
+        lane=Lane.PIPELINE, scope=Scope.MICROBATCH, over=Over.NONE, waits=True, peers=Partners.NEIGHBOUR, receives=kind,
         needs=(Need(Facts.POSTED, "{step} is waited for in another order than it was posted"),),
         ends=(Facts.POSTED,), source=source, cause="messages",
     )  # fmt: skip
@@ -408,7 +410,7 @@ def receives(kind: str, source: tuple[str, End]) -> Operation:
 def computes(**rest: Any) -> Operation:
     """Return the row of a microbatch's computation."""
     given = {"scope": Scope.MICROBATCH, "over": Over.NONE, **rest}
-    return Operation(peers=Peers.TENSOR, **given)
+    return Operation(peers=Partners.TENSOR, **given)
 
 
 def _of_step(**rest: Any) -> Operation:
@@ -469,22 +471,19 @@ class Do:
     )  # fmt: skip
     FINISH_W = computes()
 
-    SEND_F = sends("F", to=End.NEXT)
-    SEND_B = sends("B", to=End.PREVIOUS, carries="backward")
+    SEND_F = sends("F", to=Side.NEXT)
+    SEND_B = sends("B", to=Side.PREVIOUS, carries="backward")
     POST_F = posts("F")
     POST_B = posts("B")
-    RECV_F = receives("F", ("F", End.PREVIOUS))
-    RECV_B = receives("B", ("B", End.NEXT))
+    RECV_F = receives("F", ("F", Side.PREVIOUS))
+    RECV_B = receives("B", ("B", Side.NEXT))
 
     # Only parameters that are stored sharded are gathered; of others WHOLE waits for their sync alone.
     GATHER = Operation(
         lane=Lane.DATA, begins=True, is_aside=True, moves=True, carries="gathers",
-        needs=(
-            Need(Facts.UNSHARDED, "unit {unit} is gathered twice", holds=False),
-            Need(Facts.GATHERING, "unit {unit} is gathered twice", holds=False),
-        ),
+        needs=_ONCE,
         gives=(Facts.GATHERING,), ends=(Facts.RETURNING,),
-        takes=(Use(Buffers.STAGED, _staged), Use(Buffers.UNSHARDED, _copied_early)), cause="gathers",
+        takes=(Amount(Workspaces.STAGED, _staged), Amount(Workspaces.UNSHARDED, _copied_early)), cause="gathers",
     )  # fmt: skip
     WHOLE = Operation(
         lane=Lane.DATA, waits=True,
@@ -493,21 +492,18 @@ class Do:
             Need(Facts.GATHERING, "unit {unit} is waited for, and no gather of it is in flight"),
         ),
         ends=(Facts.GATHERING, Facts.RETURNING), gives=(Facts.UNSHARDED,),
-        frees=(Use(Buffers.STAGED),), takes=(Use(Buffers.UNSHARDED, _whole),), cause="gathers",
+        frees=(Amount(Workspaces.STAGED),), takes=(Amount(Workspaces.UNSHARDED, _whole),), cause="gathers",
     )  # fmt: skip
     FETCH = Operation(
         lane=Lane.DATA, waits=True, moves_as=GATHER, carries="gathers",
-        needs=(
-            Need(Facts.UNSHARDED, "unit {unit} is gathered twice", holds=False),
-            Need(Facts.GATHERING, "unit {unit} is gathered twice", holds=False),
-        ),
-        ends=(Facts.RETURNING,), gives=(Facts.UNSHARDED,), takes=(Use(Buffers.UNSHARDED, _whole),),
+        needs=_ONCE,
+        ends=(Facts.RETURNING,), gives=(Facts.UNSHARDED,), takes=(Amount(Workspaces.UNSHARDED, _whole),),
         cause="gathers", bar=("gather", "GATHER", "gather {unit}"),
     )  # fmt: skip
     FREE = Operation(
         begins=True, is_aside=True,
         needs=(Need(Facts.UNSHARDED, "unit {unit} is freed, and is not unsharded", of_all=True),),
-        ends=(Facts.UNSHARDED,), frees=(Use(Buffers.UNSHARDED),),
+        ends=(Facts.UNSHARDED,), frees=(Amount(Workspaces.UNSHARDED),),
     )  # fmt: skip
 
     REDUCE = Operation(
@@ -515,12 +511,12 @@ class Do:
         needs=(WORKS, Need(Facts.SYNCING, "unit {unit} is reduced after its sync", holds=False)),
         ends=(Facts.MADE,), gives=(Facts.REDUCING, Facts.SETTLING),
         # The next microbatch's gradients go to another buffer; where none was made, zeros are reduced.
-        frees=(Use(Buffers.GRADIENT),), takes=(Use(Buffers.REDUCING, _flow),),
+        frees=(Amount(Workspaces.GRADIENT),), takes=(Amount(Workspaces.REDUCING, _flow),),
     )  # fmt: skip
     REDUCED = Operation(
         lane=Lane.DATA, scope=Scope.PHASE, is_aside=True, waits=True,
         needs=(Need(Facts.REDUCING, "unit {unit} is waited for before what was reduced earlier"),),
-        ends=(Facts.REDUCING,), frees=(Use(Buffers.REDUCING, _flow),), cause="reductions",
+        ends=(Facts.REDUCING,), frees=(Amount(Workspaces.REDUCING, _flow),), cause="reductions",
     )  # fmt: skip
     SYNC = Operation(
         lane=Lane.DATA, scope=Scope.PHASE, begins=True, is_aside=True, moves=True, carries="sync",
@@ -532,11 +528,8 @@ class Do:
     )  # fmt: skip
 
     DRAIN = _of_step(
-        lane=Lane.PIPELINE, peers=Peers.PIPELINE, ends=(Facts.OPEN,),
-        needs=(
-            Need(Facts.JUDGED, "a verdict is waited for, then made good, then perhaps taken back", holds=False),
-            Need(Facts.CONCLUDED, "a verdict is waited for, then made good, then perhaps taken back", holds=False),
-        ),
+        lane=Lane.PIPELINE, peers=Partners.PIPELINE, ends=(Facts.OPEN,),
+        needs=tuple(Need(fact, _VERDICT, holds=False) for fact in (Facts.JUDGED, Facts.CONCLUDED)),
     )  # fmt: skip
     SYNCED = Operation(
         lane=Lane.DATA, waits=True,
@@ -544,27 +537,28 @@ class Do:
             Need(Facts.SYNCED, "unit {unit} is waited for twice", holds=False),
             Need(Facts.SYNCING, "unit {unit} is waited for, and was not synced"),
         ),
-        ends=(Facts.REDUCING, Facts.SETTLING), gives=(Facts.SYNCED, Facts.UNSTEPPED), frees=(Use(Buffers.REDUCING),),
-        cause="reductions",
+        ends=(Facts.REDUCING, Facts.SETTLING), gives=(Facts.SYNCED, Facts.UNSTEPPED),
+        frees=(Amount(Workspaces.REDUCING),), cause="reductions",
     )  # fmt: skip
     UNSCALE = Operation(needs=(_UNREAD,))
-    COPIES = Operation(lane=Lane.PIPELINE, waits=True, peers=Peers.PIPELINE, needs=(_UNREAD,))
+    COPIES = Operation(lane=Lane.PIPELINE, waits=True, peers=Partners.PIPELINE, needs=(_UNREAD,))
     COLLECT = Operation(
         lane=Lane.DATA, moves=True, carries="matrices",
         needs=(
             Need(Facts.SYNCED, "unit {unit} is collected before its gradients are there"),
             *(Need(fact, _TURN, holds=False) for fact in (Facts.COLLECTING, Facts.SENDING, Facts.UPDATED)),
         ),
-        gives=(Facts.COLLECTING,), takes=(Use(Buffers.MATRICES, _exchanged),), cause="optimizer",
+        gives=(Facts.COLLECTING,), takes=(Amount(Workspaces.MATRICES, _exchanged),), cause="optimizer",
     )  # fmt: skip
     TRANSFORM = Operation(
         moves=True, carries="matrices", needs=(Need(Facts.COLLECTING, _TURN),),
-        ends=(Facts.COLLECTING,), gives=(Facts.SENDING,), within=(Use(Buffers.MATRICES, _transformed),),
+        ends=(Facts.COLLECTING,), gives=(Facts.SENDING,), within=(Amount(Workspaces.MATRICES, _transformed),),
         cause="optimizer", column="STEP",
     )  # fmt: skip
     UPDATE = Operation(
         lane=Lane.DATA, waits=True, needs=(Need(Facts.SENDING, _TURN),),
-        ends=(Facts.SENDING,), gives=(Facts.UPDATED,), frees=(Use(Buffers.MATRICES, _exchanged),), cause="optimizer",
+        ends=(Facts.SENDING,), gives=(Facts.UPDATED,), frees=(Amount(Workspaces.MATRICES, _exchanged),),
+        cause="optimizer",
     )  # fmt: skip
     RETURN = Operation(
         lane=Lane.DATA, moves=True, carries="return", bar=("return", "RETURN", "{step}"),
@@ -578,27 +572,27 @@ class Do:
 
     QUIET = _of_step(lane=Lane.DATA, waits=True, gives=(Facts.UNREAD,), cause="reductions")
     SUMS = _of_step(
-        lane=Lane.DATA, waits=True, peers=Peers.STAGE, over=Over.ALL,
+        lane=Lane.DATA, waits=True, peers=Partners.STAGE, over=Over.ALL,
         needs=(Need(Facts.SYNCED, "unit {unit} is missing in the sums"),),
         # What the verdict of this step waits for is not the total of the one before.
         ends=(Facts.TOTALLED, Facts.BEGUN), gives=(Facts.SUMMED,),
     )  # fmt: skip
     CORRECT = _of_step(needs=(_SUMS,))
     JOIN = _of_step(
-        lane=Lane.PIPELINE, waits=True, peers=Peers.NEIGHBOUR, needs=(_SUMS,), hears=("P", Peers.NEIGHBOUR),
+        lane=Lane.PIPELINE, waits=True, peers=Partners.NEIGHBOUR, needs=(_SUMS,), hears=("P", Partners.NEIGHBOUR),
         cause="sums",
     )  # fmt: skip
-    PASS = _of_step(lane=Lane.PIPELINE, peers=Peers.NEIGHBOUR, needs=(_SUMS,), tells="P")
-    TOTAL = _of_step(lane=Lane.PIPELINE, peers=Peers.ALL, needs=(_SUMS,), gives=(Facts.TOTALLED,), tells="A")
+    PASS = _of_step(lane=Lane.PIPELINE, peers=Partners.NEIGHBOUR, needs=(_SUMS,), tells="P")
+    TOTAL = _of_step(lane=Lane.PIPELINE, peers=Partners.ALL, needs=(_SUMS,), gives=(Facts.TOTALLED,), tells="A")
     VERDICT = _of_step(
-        lane=Lane.PIPELINE, waits=True, peers=Peers.ALL, needs=(Need(Facts.TOTALLED, "{do} comes before TOTAL"),),
-        ends=(Facts.TOTALLED,), gives=(Facts.JUDGED,), hears=("A", Peers.ALL), cause="sums",
+        lane=Lane.PIPELINE, waits=True, peers=Partners.ALL, needs=(Need(Facts.TOTALLED, "{do} comes before TOTAL"),),
+        ends=(Facts.TOTALLED,), gives=(Facts.JUDGED,), hears=("A", Partners.ALL), cause="sums",
     )  # fmt: skip
     STEP = _of_step(
-        peers=Peers.TENSOR, over=Over.ALL, needs=(Need(Facts.JUDGED, "{do} comes before VERDICT"),),
+        peers=Partners.TENSOR, over=Over.ALL, needs=(Need(Facts.JUDGED, "{do} comes before VERDICT"),),
         ends=(Facts.JUDGED, Facts.UNSTEPPED), gives=(Facts.CONCLUDED,), cause="optimizer", column="STEP",
     )  # fmt: skip
     TAKE_BACK = _of_step(
-        peers=Peers.ALL, needs=(Need(Facts.CONCLUDED, "{do} comes before STEP"),), ends=(Facts.CONCLUDED,),
+        peers=Partners.ALL, needs=(Need(Facts.CONCLUDED, "{do} comes before STEP"),), ends=(Facts.CONCLUDED,),
         gives=(Facts.BEGUN,),
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atoll.program.table import GRADIENT, READS, WORKS, End, Facts, Peers, computes, posts, receives, sends
+from atoll.program.table import GRADIENT, READS, WORKS, Facts, Partners, Side, computes, posts, receives, sends
 
 EMBEDDING = "embedding"
 """Name of the embedding's slice in `RankShape.slices`."""
@@ -10,7 +10,7 @@ EMBEDDING = "embedding"
 HEAD = "head"
 """Name of the head's slice in `RankShape.slices`."""
 
-_OF_ALL = {"peers": Peers.PIPELINE, "carries": "vocabulary"}
+_OF_ALL = {"peers": Partners.PIPELINE, "carries": "vocabulary"}
 
 
 class Sliced:
@@ -32,6 +32,6 @@ class Sliced:
     POST_S = posts("S")
     POST_T = posts("T")
     POST_G = posts("G")
-    RECV_S = receives("S", ("F", End.LAST))
-    RECV_T = receives("T", ("T", End.LAST))
-    RECV_G = receives("G", ("B", End.FIRST))
+    RECV_S = receives("S", ("F", Side.LAST))
+    RECV_T = receives("T", ("T", Side.LAST))
+    RECV_G = receives("G", ("B", Side.FIRST))

@@ -17,7 +17,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import atoll
 from atoll.base.digests import digest
 from atoll.base.documents import parse_json
 from atoll.base.errors import ConfigError
@@ -37,7 +36,7 @@ LISTED = 6
 
 def software() -> dict[str, str]:
     """Return the versions of a rank's software."""
-    found = {"atoll": atoll.__version__, "atoll's source": _source()}
+    found = {"atoll": __version__, "atoll's source": _source()}
     found |= {name: str(sys.modules[name].__version__) for name in ("torch", "transformers") if name in sys.modules}
     return found | {"python": ".".join(platform.python_version_tuple()[:2])}
 
@@ -45,7 +44,7 @@ def software() -> dict[str, str]:
 @cache
 def _source() -> str:
     """Return a digest of the package's files, because two checkouts have the same version."""
-    root = Path(atoll.__file__).parent
+    root = Path(__file__).parents[1]
     files = sorted(root.rglob("*.py"))
     return DIGEST + digest(b"".join(str(file.relative_to(root)).encode() + file.read_bytes() for file in files))
 

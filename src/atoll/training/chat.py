@@ -89,7 +89,7 @@ class Template:
             self._beside |= {f"{FURTHER}/{path.name}": path for path in sorted((file.parent / FURTHER).glob("*.jinja"))}
         self._given = None if own is None else _read(own)
         self._in_parts: dict[tuple[str, bool], bool] = {}
-        """Whether the template takes only parts as the content of a role, with tools or without; see `_formed`."""
+        """By role, and whether there are tools: True if the template accepts only a list of parts; see `_formed`."""
         if self._given is None and not self._has_template():
             raise DataError(
                 f"{file}: this tokenizer has no chat template: there is no chat_template.jinja next to it, and no "

@@ -34,8 +34,9 @@ def test_a_gather_that_sends_copies_nothing(layout: str, sizes: tuple[int, int])
 @pytest.mark.parametrize(("half", "item"), [(True, 2), (False, 4)])
 @pytest.mark.parametrize("layout", ["NNG", "NNN"])
 def test_what_an_exchange_of_matrices_holds(layout: str, half: bool, item: int) -> None:
-    """Of two ranks, the first owns 8 x 6 and 4 x 6, the second 6 x 6. Each holds what it sends and what it receives of
-    slices, and its matrices twice; a transform needs one more of its largest, and two squares of its short side."""
+    """The first of two ranks owns matrices of 8 x 6 and 4 x 6, the second one of 6 x 6. Each holds what it sends
+    and what it receives of slices, and its matrices twice; a transform needs one more of its largest, and two
+    squares of its short side."""
     whole = Whole("Muon", NewtonSchulz(), half=half)
     shapes = {"a": (8, 6), "b": (6, 6), "c": (4, 6)}
     matrices = tuple(matrix for name, shape in shapes.items() for matrix in whole.matrices_of(name, shape))

@@ -104,7 +104,7 @@ def test_stages_and_messages_of_another_schedule_are_told_if_they_differ(schedul
     (each,) = ask(explanation, f"why-not-{schedule}").alternatives
     found = each.found
     text = " ".join(ask(explanation, f"why-not-{schedule}").sentences)
-    sends = [sum(step.do.startswith("SEND_") for step in own.ranks.programs.ranks[0].instructions)
+    sends = [sum(bool(step.do.sends) for step in own.ranks.programs.ranks[0].instructions)
              for own in (each.base, found)]  # fmt: skip
     assert sends == [8, {"interleaved": 24, "zb-v": 16, "zb-h1": 8}[schedule]]
     assert (f"Rank 0 sends {sends[1]} messages per step instead of 8." in text) == (schedule != "zb-h1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,16 @@ from atoll.training.config import from_dict
 
 SIZES = {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 8, "ffn": 1536}
 IDS = 1000
+FOUR_STAGES: dict[str, Any] = {
+    "pipeline": (4,),
+    "tensor": (1,),
+    "microbatch": (1,),
+    "layouts": (Layout("NNN"),),
+    "recompute": ("none",),
+    "precision": ("fp32",),
+    "vocabulary_parallel": (False,),
+}
+"""A space of pipelines of four ranks without data parallelism, in which only the order is searched."""
 
 
 @cache
@@ -33,16 +44,7 @@ def search() -> Search:
         }
     )
     model = Transformer.decoder(**SIZES, vocabulary=IDS, tied=False)
-    space = Space(
-        pipeline=(4,),
-        tensor=(1,),
-        microbatch=(1,),
-        layouts=(Layout("NNN"),),
-        recompute=("none",),
-        precision=("fp32",),
-        vocabulary_parallel=(False,),
-    )
-    return Search(model.workload, cluster, Goal(global_batch=16, sequence=256), space)
+    return Search(model.workload, cluster, Goal(global_batch=16, sequence=256), Space(**FOUR_STAGES))
 
 
 @cache

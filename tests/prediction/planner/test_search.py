@@ -21,6 +21,7 @@ from atoll.prediction.planner.answer import Answer
 from atoll.prediction.planner.candidate import Candidate
 from atoll.prediction.planner.search import PLAIN
 from atoll.prediction.planner.space import Made
+from tests.prediction.planner.test_made import FOUR_STAGES, IDS, SIZES
 
 CASES = 60
 MOST = 60
@@ -216,22 +217,13 @@ def narrow(*, memory: int = 2**34, rate: float = 6e7) -> Search:
             "network": {"rate": rate, "latency": 2e-2},
         }
     )
-    model = Transformer.decoder(layers=8, hidden=512, heads=8, kv_heads=8, ffn=1536, vocabulary=1000, tied=False)
-    space = Space(
-        pipeline=(4,),
-        tensor=(1,),
-        microbatch=(1,),
-        layouts=(Layout("NNN"),),
-        recompute=("none",),
-        precision=("fp32",),
-        schedules=(Order("1f1b"),),
-        vocabulary_parallel=(False,),
-    )
+    model = Transformer.decoder(**SIZES, vocabulary=IDS, tied=False)
+    space = Space(**FOUR_STAGES, schedules=(Order("1f1b"),))
     return Search(model.workload, cluster, Goal(global_batch=6, sequence=256, headroom=0.0), space)
 
 
 def test_an_order_is_searched_again_with_less_memory_until_its_prediction_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an order holds is known once it is predicted: GPipe's is too much, 1F1B's is all that the devices have."""
+    """The prediction gives the memory of an order: GPipe's exceeds the devices', 1F1B's is all of it."""
     large, small = (Made(schedules.build(name, ranks=4, microbatches=6), (2, 2, 2, 2)) for name in ("gpipe", "1f1b"))
     base = narrow().run().fitting[0]
     search = narrow(memory=base.peak or 0)

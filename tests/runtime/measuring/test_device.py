@@ -10,7 +10,7 @@ from atoll.runtime.measuring.device import HEADS, WIDTH, _Bench
 from atoll.runtime.measuring.stopwatch import Call, Stopwatch
 
 SECONDS = 0.25
-"""What every call takes."""
+"""Seconds of every call."""
 
 
 class Timed(Stopwatch):

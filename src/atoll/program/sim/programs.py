@@ -24,10 +24,10 @@ from typing import Any
 from atoll.base.errors import ConfigError
 from atoll.plans.ir.action import Action, Op
 from atoll.plans.ir.placement import Placement
-from atoll.program import Instruction, Operation, Peers, Phase, Program, Programs, way_of
-from atoll.program.fold import Key, Place
+from atoll.program import Instruction, Operation, Partners, Phase, Program, Programs, way_of
+from atoll.program.fold import Key, Resolved
 from atoll.program.parts import parts_of
-from atoll.program.table import OPERATIONS, End, Fact, Lane, named
+from atoll.program.table import OPERATIONS, Fact, Lane, Side, named
 from atoll.program.trace import Span, Trace, lane_of
 
 PIPELINE = "pp"
@@ -116,7 +116,7 @@ _NONE = Speed()
 _SHOWN_AS = {"gathers": Op.UNSHARD, "reductions": Op.REDUCE_GRAD, "sync": Op.REDUCE_GRAD}
 """The action of a timeline by what a transfer carries."""
 
-_OFFSET = {End.NEXT: 1, End.PREVIOUS: -1}
+_OFFSET = {Side.NEXT: 1, Side.PREVIOUS: -1}
 
 Message = tuple[str, int, int, int]
 """A message: its kind (F, B, L, S or T; sums: A to all, P along the chain), the sending stage or rank, the microbatch,
@@ -236,7 +236,7 @@ class _Messages:
         do, stage, microbatch = instruction.do, instruction.action.stage, instruction.action.microbatch or 0
         assert do.source is not None, "a receive has a source"
         kind, source = do.source
-        sender = {End.FIRST: 0, End.LAST: self.last}.get(source)
+        sender = {Side.FIRST: 0, Side.LAST: self.last}.get(source)
         if sender is None:
             sender = stage + _OFFSET[source]
         if 0 <= sender <= self.last:
@@ -388,11 +388,11 @@ class _Rank:
         do, _, of, phase = step
         found = self._known.get((do, of, phase))
         if found is None:
-            shape, place = self.program.shape, Place.of(step, self.program.shape)
+            shape, resolved = self.program.shape, Resolved.of(step, self.program.shape)
 
             def flights(facts: Iterable[Fact]) -> Iterator[tuple[Fact, list[float]]]:
                 flying = (fact for fact in facts if fact.is_flight)
-                yield from ((fact, self._flights[fact, key]) for fact in flying for key in place.facts(fact, shape))
+                yield from ((fact, self._flights[fact, key]) for fact in flying for key in resolved.facts(fact, shape))
 
             found = self._known[do, of, phase] = (
                 tuple((times, do.is_in_turn(fact)) for fact, times in flights(do.ends)),
@@ -423,7 +423,7 @@ class _Rank:
         """Wait for sums: of the rank before, or those of all ranks in the last step that told them, if one did."""
         assert step.do.hears is not None, "such an instruction hears sums"
         kind, peers = step.do.hears
-        if peers is Peers.NEIGHBOUR:
+        if peers is Partners.NEIGHBOUR:
             return self._wait([(kind, self.number - 1, 0, self._step)], now)
         told = self._told.get(kind)
         ranks = () if told is None else range(self.messages.ranks)

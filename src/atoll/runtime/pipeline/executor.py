@@ -59,7 +59,19 @@ from atoll.base._torch import is_profiling, local_part
 from atoll.base.errors import AtollError, RunError
 from atoll.base.faults import Made
 from atoll.plans.ir import Action, Op
-from atoll.program import BACKWARD, Do, Ending, Instruction, Operation, Part, Peers, Phase, Program, RankShape, parts_of
+from atoll.program import (
+    BACKWARD,
+    Do,
+    Ending,
+    Instruction,
+    Operation,
+    Part,
+    Partners,
+    Phase,
+    Program,
+    RankShape,
+    parts_of,
+)
 from atoll.program.table import OPERATIONS
 from atoll.program.trace import Span
 from atoll.runtime.failure import Doing
@@ -482,17 +494,17 @@ class Executor:
     def _awaited(self, instruction: Instruction) -> tuple[tuple[int, ...], str]:
         """Return the world ranks that must act before an instruction can end, and the axes between them."""
         peers, place = instruction.do.peers, self._transport.place
-        if peers is Peers.NEIGHBOUR:
+        if peers is Partners.NEIGHBOUR:
             peer = self._peer(instruction.action)
             return (tuple(self._ranks) if peer is None else (peer,)), "pp"
-        if peers is Peers.PIPELINE:
+        if peers is Partners.PIPELINE:
             return tuple(self._ranks), "pp"
-        if peers is Peers.ALL:
+        if peers is Partners.ALL:
             return self._transport.together, "every axis"
         data = ("intra",) if self._transport.has_islands else ("inter", "intra")
-        if peers is Peers.STAGE:
+        if peers is Partners.STAGE:
             return self._peers(*data, "tp"), ", ".join((*data, "tp"))
-        if peers is Peers.TENSOR:
+        if peers is Partners.TENSOR:
             return self._peers("tp") if place.mesh.tensor > 1 else (), "tp"
         axes = [axis for axis in data if place.mesh.sizes[axis] > 1]
         return self._peers(*axes) if axes else (), ", ".join(axes)

@@ -569,7 +569,7 @@ OF_UNIT: Mapping[Operation, Callable[[StepEnd, Unit], None]] = {
     Do.UPDATE: StepEnd._update,
     Do.RETURN: StepEnd._give_back,
 }
-"""What executes the instructions of the step's end on a unit."""
+"""The calls that execute the instructions of the step's end on a unit."""
 
 OF_ALL: Mapping[Operation, Callable[[StepEnd], None]] = {
     Do.QUIET: lambda end: end._transport.wait_for_readers(),

@@ -1,4 +1,4 @@
-"""What executes the instructions of a split vocabulary."""
+"""The calls that execute the instructions of a split vocabulary."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from atoll.base.errors import UserError
 from atoll.plans.ir import Action, Op
 from atoll.prediction.cost import Prediction
 from atoll.prediction.cost.breakdown import pieces
-from atoll.program import Do, named, table
+from atoll.program import Do, Operation, named
 from atoll.program.trace import GATHER_LANE, REDUCE_LANE, Span, Trace, apart
 from atoll.program.traffic import way_of
 
@@ -119,7 +119,7 @@ def _played(prediction: Prediction, rank: int, origin: float) -> Iterator[Bar]:
         yield Bar(part, name, start - origin, end - origin, action.stage, microbatch, of, _received(prediction, do))
 
 
-def _received(prediction: Prediction, do: table.Operation) -> float:
+def _received(prediction: Prediction, do: Operation) -> float:
     return float(prediction.message_bytes) if do in (Do.RECV_F, Do.RECV_B) else 0.0
 
 
