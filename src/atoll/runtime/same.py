@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from atoll import __version__
 from atoll.base.digests import digest
 from atoll.base.documents import parse_json
 from atoll.base.errors import ConfigError
