@@ -17,7 +17,6 @@ from statistics import fmean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from atoll.testing.families import CAUSAL, MASKED
 from benchmarks import due, first_screen, states
 from benchmarks.chaos.bench import kills, of_last_commit
 from benchmarks.gpu import lines as gpu_lines
@@ -29,6 +28,7 @@ from benchmarks.provenance import ROOT, Raw, load, raw_path
 from benchmarks.quality.bench import finals
 from benchmarks.saving.bench import added
 from benchmarks.states import state_of
+from tests.families import CAUSAL, MASKED
 
 PART = re.compile(r"(<!-- evidence -->\n).*?(<!-- end -->)", re.DOTALL)
 """The part of the README that is generated."""

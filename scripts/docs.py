@@ -45,13 +45,15 @@ from atoll.plans.layouts import (
 from atoll.plans.schedules import CATALOGUE, build
 from atoll.prediction.cost import Cluster
 from atoll.program.sim import Costs, simulate
-from atoll.testing.families import CAUSAL, MASKED
-from atoll.testing.tasks import CLASSIFIERS, IMAGES, LISTENERS, TRANSLATORS
 from atoll.training.config import load
 from atoll.training.config.schema import Config, OuterSteps, Section
 from atoll.training.prediction import predict
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from tests.families import CAUSAL, MASKED  # noqa: E402
+from tests.tasks import CLASSIFIERS, IMAGES, LISTENERS, TRANSLATORS  # noqa: E402
+
 ELSEWHERE = (ROOT / "docs" / "pictures" / "slow-networks.svg",)
 """Pictures that other scripts write, which take minutes."""
 PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)

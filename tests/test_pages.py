@@ -395,7 +395,7 @@ def run_atoll(line: Line) -> None:
 
 def save_model(folder: Path) -> None:
     """A small model of transformers, for a page that has one."""
-    from atoll.testing.families import Family
+    from tests.families import Family
 
     model: Any = Family("qwen3").build()
     model.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""The matrix of features: each combination of `atoll.testing.matrix` against one process, in float64.
+"""The matrix of features: each combination of `tests.matrix` against one process, in float64.
 
 Thousands of runs take more than an hour. Each is written down when it is done, in results/cases.jsonl, and a run that
 was interrupted goes on from there as long as the package's source is the same.
@@ -15,10 +15,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from atoll.testing.matrix import FACTORS, MODELS, OTHERS, Choice, case_of, name_of, whole
 from atoll.testing.parity import measure_parity
 from benchmarks.confirmations import Check, drawn
 from benchmarks.islands.tables import grid, measured_in
+from tests.matrix import FACTORS, MODELS, OTHERS, Choice, case_of, name_of, whole
 
 TOLERANCE = 1e-10
 EACH = 601

@@ -12,9 +12,9 @@ from torch import nn
 from atoll.base.errors import PlanError
 from atoll.runtime.models import Decoder, DecoderConfig, adapter_for, check_documents
 from atoll.testing import run_ranks
-from atoll.testing.families import CAUSAL, Family
 from atoll.testing.parity import Case, train, worst_difference
 from atoll.testing.reference import Recipe, train_alone
+from tests.families import CAUSAL, Family
 
 LENGTHS = ((5, 7), (12,), (3, 3, 6), (1, 11))
 """Of the documents in each row of 12 tokens."""

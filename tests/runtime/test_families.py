@@ -14,7 +14,6 @@ from torch import Tensor
 
 from atoll.base.errors import RankError
 from atoll.testing import run_ranks
-from atoll.testing.families import CAUSAL, IN_FOLDERS, MASKED, Family, family_config
 from atoll.testing.parity import (
     Case,
     History,
@@ -26,6 +25,7 @@ from atoll.testing.parity import (
     worst_difference,
 )
 from atoll.testing.reference import Recipe, forward, named_parameters
+from tests.families import CAUSAL, IN_FOLDERS, MASKED, Family, family_config
 
 pytest.importorskip("transformers")
 

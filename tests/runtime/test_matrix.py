@@ -8,8 +8,8 @@ from importlib.util import find_spec
 import pytest
 
 from atoll.plans.schedules import CATALOGUE
-from atoll.testing.matrix import Choice, case_of, missing_pairs, name_of, sample, whole
 from atoll.testing.parity import assert_parity
+from tests.matrix import Choice, case_of, missing_pairs, name_of, sample, whole
 
 SAMPLE = sample()
 

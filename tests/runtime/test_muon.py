@@ -18,13 +18,13 @@ from atoll.plans.outer import Outer
 from atoll.program import Do, way_of
 from atoll.runtime.sharding.muon import orthogonalize
 from atoll.testing import run_ranks
-from atoll.testing.families import Family
 from atoll.testing.parity import (
     Case,
     assert_checkpoint_parity,
     assert_parity,
 )
 from atoll.testing.tiny import TinyConfig, tiny_model
+from tests.families import Family
 
 ADAMW = ("adamw", (("lr", 3e-3), ("betas", (0.8, 0.95))))
 MODELS = (

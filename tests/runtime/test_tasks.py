@@ -16,8 +16,8 @@ from atoll.base.errors import CostWarning, PlanError, WeightsWarning
 from atoll.runtime.models import adapter_for, initialise_model
 from atoll.testing.parity import Case, assert_parity, whole_parameters
 from atoll.testing.reference import named_parameters
-from atoll.testing.tasks import CLASSIFIERS, IMAGES, LISTENERS, TRANSLATORS, Headed
 from tests.runtime.test_families import PIPELINE, TENSOR, Check, assert_the_model_itself, by_turns
+from tests.tasks import CLASSIFIERS, IMAGES, LISTENERS, TRANSLATORS, Headed
 
 pytest.importorskip("transformers")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from atoll.runtime.assemble.ties import untie_as_stored
-from atoll.testing.families import Family
+from tests.families import Family
 
 pytest.importorskip("transformers")
 save_file = pytest.importorskip("safetensors.torch").save_file

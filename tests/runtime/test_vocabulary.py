@@ -270,7 +270,7 @@ class Llama:
     """A family of transformers as a recipe of a model without values."""
 
     def build(self) -> nn.Module:
-        from atoll.testing.families import Family
+        from tests.families import Family
 
         return Family("llama").build()
 

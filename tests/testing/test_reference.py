@@ -186,7 +186,7 @@ def test_random_numbers_need_the_names_of_blocks() -> None:
 def test_a_family_is_run_by_transformers_alone(name: str) -> None:
     """The first loss is that of the model with the weights of `unsplit`, by hand; without dropout, all at once."""
     pytest.importorskip("transformers")
-    from atoll.testing.families import Family
+    from tests.families import Family
 
     options = {"gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
     options["xlm-roberta"] = ("hidden_dropout_prob", "attention_probs_dropout_prob")

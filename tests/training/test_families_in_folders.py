@@ -13,10 +13,10 @@ from atoll.base.errors import PlanError
 from atoll.plans import schedules
 from atoll.runtime.models import adapter_for
 from atoll.testing import run_ranks
-from atoll.testing.families import IN_FOLDERS, Family, quietly
 from atoll.training.build import build_engine, build_model
 from atoll.training.config.load import from_dict
 from atoll.training.interchange import export_folder, import_folder
+from tests.families import IN_FOLDERS, Family, quietly
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors")

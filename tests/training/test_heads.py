@@ -18,7 +18,6 @@ from atoll.cli.main import app
 from atoll.plans import schedules
 from atoll.runtime.assemble.describe import describe
 from atoll.runtime.models import SequentialAdapter, weights_for
-from atoll.testing.families import Family, quietly
 from atoll.training.build import build_as_stored, build_engine, build_model
 from atoll.training.config import Config
 from atoll.training.config.load import from_dict
@@ -26,6 +25,7 @@ from atoll.training.dry_run import check_run
 from atoll.training.interchange import export_folder, import_folder
 from atoll.training.prediction import predict_on
 from atoll.training.process import Request
+from tests.families import Family, quietly
 
 transformers = pytest.importorskip("transformers")
 save_file = pytest.importorskip("safetensors.torch").save_file

@@ -22,7 +22,6 @@ from atoll.runtime.engine import Engine
 from atoll.runtime.models import adapter_for
 from atoll.runtime.models.weights import weights_for
 from atoll.testing import run_ranks
-from atoll.testing.families import Family
 from atoll.testing.parity import Case, whole_parameters
 from atoll.training import interchange
 from atoll.training.build import build_model
@@ -33,6 +32,7 @@ from atoll.training.interchange import export_folder, import_folder
 from atoll.training.pretrained import hugging_face_config, hugging_face_model
 from atoll.training.session import run
 from atoll.training.signals import StopRequest
+from tests.families import Family
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

@@ -12,7 +12,6 @@ import torch
 from atoll.base.errors import ConfigError, RunError
 from atoll.plans.plan import Plan
 from atoll.prediction.cost import Cluster
-from atoll.testing.loggers import FakeMlflow, FakeWandb
 from atoll.training.config.load import from_dict
 from atoll.training.folder import RunFolder, Start, read_records
 from atoll.training.loggers import Logger, check_loggers
@@ -20,6 +19,7 @@ from atoll.training.prediction import predict_on
 from atoll.training.session import run
 from atoll.training.signals import StopRequest
 from atoll.training.utilisation import Peak, peak_of, utilised_seconds
+from tests.loggers import FakeMlflow, FakeWandb
 from tests.training.test_train import TEXT, settings
 
 ROOT = Path(__file__).parents[2]

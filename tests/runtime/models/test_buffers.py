@@ -13,7 +13,7 @@ from atoll.base.errors import PlanError
 from atoll.plans import schedules
 from atoll.runtime.models import Block, reset_module, token_cross_entropy
 from atoll.runtime.models.buffers import construct_buffers, on_meta, persistent_buffers, written
-from atoll.testing.families import Family, quietly
+from tests.families import Family, quietly
 
 PLAN = Plan(MeshShape(), Layout("NNN"), schedules.build("gpipe", ranks=1, microbatches=1), microbatch=2)
 

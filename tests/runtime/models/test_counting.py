@@ -20,8 +20,8 @@ from atoll.prediction.cost import Attention, Kernel, Pass, Product, Ranks, Use, 
 from atoll.runtime.assemble.describe import describe
 from atoll.runtime.models import Adapter, Decoder, DecoderConfig, adapter_for, count, transformer_of
 from atoll.runtime.models.operations import kernel_of
-from atoll.testing.families import family_config
 from atoll.testing.tiny import TinyConfig
+from tests.families import family_config
 
 transformers = pytest.importorskip("transformers")
 

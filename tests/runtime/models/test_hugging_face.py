@@ -9,7 +9,7 @@ import torch
 
 from atoll.base.errors import PlanError
 from atoll.runtime.models import adapter_for
-from atoll.testing.families import Family, family_config
+from tests.families import Family, family_config
 
 transformers = pytest.importorskip("transformers")
 

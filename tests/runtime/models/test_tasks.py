@@ -12,9 +12,9 @@ from atoll.base.errors import ConfigError, PlanError
 from atoll.runtime.models import adapter_for, count, initialise_block, shared_parameters
 from atoll.runtime.models.hugging_face import HuggingFaceAdapter
 from atoll.runtime.models.tasks import LABELS, SPAN
-from atoll.testing.families import Family
 from atoll.testing.reference import named_parameters, start
-from atoll.testing.tasks import IMAGES, LISTENERS, TRANSLATORS, Headed
+from tests.families import Family
+from tests.tasks import IMAGES, LISTENERS, TRANSLATORS, Headed
 
 transformers = pytest.importorskip("transformers")
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atoll.testing.families import CAUSAL, MASKED, family_config, quietly
 from atoll.testing.reference import IGNORED, token_loss
+from tests.families import CAUSAL, MASKED, family_config, quietly
 
 CLASSES = 5
 IMAGE = 8
