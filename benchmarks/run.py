@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import subprocess
 import sys
 import time
@@ -189,8 +188,10 @@ def _environment(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _write(path: Path, found: Mapping[str, Any]) -> None:
+    from benchmarks.rows import to_text
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    path.write_text(to_text(found), encoding="utf-8")
     print(f"written to {path.relative_to(ROOT)}\n", flush=True)
 
 

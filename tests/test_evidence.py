@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import claims, due, provenance
+from benchmarks import claims, due, provenance, rows
 from benchmarks.claims import CLAIMS, PART, Claim
 
 ROOT = Path(__file__).parents[1]
@@ -144,6 +145,17 @@ def test_a_place_without_a_figure_is_an_error() -> None:
     claim = Claim(what="a", how="b", result="{missing}", raw="parity")
     with pytest.raises(KeyError, match="missing"):
         claim.row()
+
+
+def test_a_raw_file_has_a_line_for_each_row() -> None:
+    names = [f"run {at}" for at in range(40)]
+    raw = {"a": 1.5, "rows": [{"name": name, "seconds": [0.1, 0.2], "more": {"b": None}} for name in names], "c": {}}
+    text = rows.to_text(raw)
+    assert json.loads(text) == raw
+    assert text.count("\n") == 40 + 6
+    for name in NAMES:
+        file = ROOT / provenance.raw_path(name)
+        assert file.read_text(encoding="utf-8") == rows.to_text(json.loads(file.read_text(encoding="utf-8"))), name
 
 
 def test_a_benchmark_depends_on_what_it_starts() -> None:
