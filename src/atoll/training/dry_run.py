@@ -21,12 +21,12 @@ from atoll.training.data import Supply
 from atoll.training.folder import RunFolder, Start
 from atoll.training.here import has_gpus
 from atoll.training.loggers import check_loggers
-from atoll.training.loop import resumed_state
 from atoll.training.optimizers import checked
 from atoll.training.prediction import expected_vocabulary
 from atoll.training.pretrained import first_weights, notes_of_source
 from atoll.training.process import Request
 from atoll.training.rates import learning_rates
+from atoll.training.resumed import resumed_state
 from atoll.training.samples import preview_corpus, vocabulary_of
 from atoll.training.sources import check_source
 
