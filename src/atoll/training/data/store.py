@@ -24,7 +24,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,45 +35,33 @@ from filelock import FileLock
 
 from atoll.base.documents import parse_json, read_json
 from atoll.base.errors import DataError
-from atoll.training.data.bad_records import BadRecords, Policy
+from atoll.training.data.bad_records import Policy
 from atoll.training.data.blocks import MANIFEST, MARK, Blocks, CheckedTokens, DamagedCorpusError
-from atoll.training.data.conversations import RULES, ChatTemplate
-from atoll.training.data.corpus import Source, documents, find_source, fingerprint
+from atoll.training.data.conversations import ChatTemplate
+from atoll.training.data.corpus import Source
 from atoll.training.data.encoding import encode
+from atoll.training.data.recipe import Recipe, Report, key_of
 from atoll.training.data.rows import How, Packing, Part, TooLong, rows_of
-from atoll.training.data.split import check_fraction, hold_back, split
+from atoll.training.data.split import hold_back, split
 from atoll.training.data.tokenizer import (
     BESIDE,
     TOKENIZER,
     ByteTokenizer,
     FileTokenizer,
     Tokenizer,
-    bpe_size,
-    sample,
-    train_bpe,
 )
 
-FORMAT = 2
-"""Version of the arrays, increased whenever the same source and settings would give other arrays."""
-
-BYTES = "bytes"
 TRAIN, VALIDATION = "train", "validation"
 CONTENT = (TOKENIZER, "train.npy", "validation.npy")
 """Files whose content the fingerprint covers."""
 OPTIONAL = tuple(f"{part}-{what}.npy" for part in (TRAIN, VALIDATION) for what in ("lengths", "answers"))
 """Further files covered by the fingerprint, if they exist."""
 
-OPTIONAL_SETTINGS = ("held", "keeps_documents", "chat", "records", "bad_records")
-"""Keys of about.json that are a part of the cache's key, where they apply."""
-
 LONGEST_NOTE = 4000
 """Most characters of a note on skipped records."""
 
 PREVIEWED_BYTES = 8 << 20
 """Largest source whose token arrays `preview` creates, in bytes."""
-
-Report = Callable[[str], None]
-"""Callback for the progress of a preparation, one line at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +144,7 @@ def prepare(
     """
     say = report or (lambda line: None)
     packing = Packing(sequence=sequence, how=how, too_long=too_long)
-    recipe = _Recipe.find(
+    recipe = Recipe.find(
         source,
         tokenizer=tokenizer,
         validation=validation,
@@ -200,7 +188,7 @@ def preview(
     tokens is unknown.
     """
     packing = Packing(sequence=sequence, how=how, too_long=too_long)
-    recipe = _Recipe.find(
+    recipe = Recipe.find(
         source,
         tokenizer=tokenizer,
         validation=validation,
@@ -225,136 +213,7 @@ def preview(
     return corpus
 
 
-def expected_ids(tokenizer: str, *, masked: bool = False) -> int:
-    """Return the number of ids of a tokenizer by its name, without a corpus; for "bpe-N" the maximum.
-
-    masked: count a mask token if the tokenizer has none.
-
-    Raises DataError for an unusable tokenizer.
-    """
-    found: Tokenizer = ByteTokenizer()
-    size = bpe_size(tokenizer)
-    if tokenizer != BYTES and size is None:
-        found = FileTokenizer.read(_tokenizer_file(tokenizer))
-    return (found.size if size is None else size) + (masked and found.mask is None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Recipe:
-    """Everything that determines the arrays; contents are given as hashes.
-
-    held: source of the held-out tokens; None: a share of the source, `validation`.
-    keeps_documents: whether the arrays include the lengths of documents.
-    ignored: keys of conversations that are not used.
-    """
-
-    source: Source
-    content: str
-    tokenizer: str
-    tokenizer_file: Path | None
-    tokenizer_content: str
-    validation: float
-    held: Source | None
-    held_content: str
-    keeps_documents: bool
-    chat: ChatTemplate | None
-    ignored: frozenset[str]
-    bad_records: Policy
-
-    @staticmethod
-    def find(
-        source: str | Source,
-        *,
-        tokenizer: str,
-        validation: float | str,
-        text_field: str,
-        chat: ChatTemplate | None,
-        packing: Packing,
-        ignored: Collection[str],
-        bad_records: Policy,
-    ) -> _Recipe:
-        file, tokenizer_content = None, tokenizer
-        if tokenizer != BYTES and bpe_size(tokenizer) is None:
-            file = _tokenizer_file(tokenizer)
-            tokenizer_content = FileTokenizer.read(file).identity
-        options: dict[str, Any] = {"text_field": text_field, "has_records": chat is not None}
-        found = find_source(source, **options) if isinstance(source, str) else source
-        held = None
-        if isinstance(validation, str):
-            held, validation = find_source(validation, **options, key="data.validation"), 0.0
-        check_fraction(validation)
-        return _Recipe(
-            found,
-            fingerprint(found),
-            tokenizer,
-            file,
-            tokenizer_content,
-            validation,
-            held,
-            "" if held is None else fingerprint(held),
-            packing.keeps_documents,
-            chat,
-            frozenset(ignored),
-            bad_records,
-        )
-
-    def about(self) -> dict[str, Any]:
-        about: dict[str, Any] = {
-            "format": FORMAT,
-            "source": self.content,
-            "kind": self.source.kind.value,
-            "text_field": self.source.text_field,
-            "tokenizer": self.tokenizer_content,
-            "validation": self.validation,
-        }
-        if self.held is not None:
-            about["held"] = [self.held.kind.value, self.held_content]
-        if self.keeps_documents:
-            about["keeps_documents"] = True
-        if self.chat is not None:
-            about["chat"] = self.chat.fingerprint
-            about["records"] = [RULES, sorted(self.ignored)]
-        if self.bad_records != "stop":
-            about["bad_records"] = self.bad_records
-        return about
-
-    def key(self) -> str:
-        return _key(self.about())
-
-    def make_tokenizer(self, say: Report) -> Tokenizer:
-        if self.tokenizer_file is not None:
-            return FileTokenizer.read(self.tokenizer_file)
-        size = bpe_size(self.tokenizer)
-        if size is None:
-            return ByteTokenizer()
-        say(f"training the tokenizer {self.tokenizer} on {self.source.name}")
-        return train_bpe(sample(documents(self.source, BadRecords(self.bad_records)), self.source.nbytes), size)
-
-    @property
-    def nbytes(self) -> int:
-        return self.source.nbytes + (0 if self.held is None else self.held.nbytes)
-
-
-def _key(about: Mapping[str, Any]) -> str:
-    """Return the name of a cache's folder, computed from a part of its about.json."""
-    chosen = {name: about[name] for name in ("format", "source", "kind", "text_field", "tokenizer", "validation")}
-    chosen |= {name: about[name] for name in OPTIONAL_SETTINGS if name in about}
-    return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _tokenizer_file(name: str) -> Path:
-    path = Path(name).expanduser()
-    if path.is_dir():
-        path = path / "tokenizer.json"
-    if not path.is_file():
-        raise DataError(
-            f'data.tokenizer = {name!r}: neither "bytes" nor "bpe-N" (as in "bpe-4096"), and there is no file '
-            f"{path.absolute()}"
-        )
-    return path
-
-
-def _make_once(folder: Path, recipe: _Recipe, say: Report) -> None:
+def _make_once(folder: Path, recipe: Recipe, say: Report) -> None:
     cache = folder.parent
     lock = "shards.lock" if recipe.source.is_shard else f"{folder.name}.lock"
     with writing_cache(cache), FileLock(cache / lock):
@@ -398,7 +257,7 @@ def _set_aside(folder: Path) -> bool:
     return False
 
 
-def _make(folder: Path, recipe: _Recipe, say: Report) -> None:
+def _make(folder: Path, recipe: Recipe, say: Report) -> None:
     tokenizer = recipe.make_tokenizer(say)
     say(f"encoding {recipe.source.name}")
     how: dict[str, Any] = {"chat": recipe.chat, "ignored": recipe.ignored, "bad_records": recipe.bad_records}
@@ -486,7 +345,7 @@ def load_cache(folder: Path, key: str, say: Report, *, marks: bool = False) -> C
         about = parse_json(blocks.open(folder / "about.json").read())
         trained, held = (_part(folder, part, blocks, marks=marks) for part in (TRAIN, VALIDATION))
         recorded = str(about["fingerprint"])
-        if (found := _key(about)) != key:
+        if (found := key_of(about)) != key:
             raise ValueError(f"it is the one of {found}")
         if about.get("keeps_documents") and (trained.lengths is None or held.lengths is None):
             raise ValueError("it does not record where documents end")

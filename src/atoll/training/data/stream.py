@@ -35,9 +35,10 @@ from numpy.typing import NDArray
 from atoll.base.digests import read_sealed, seal
 from atoll.base.errors import DataError
 from atoll.training.data.order import Batch, scatter, shuffled
+from atoll.training.data.recipe import Report
 from atoll.training.data.rows import Packing, Rows, rows_of
 from atoll.training.data.shards import Shard
-from atoll.training.data.store import Corpus, Report, writing_cache
+from atoll.training.data.store import Corpus, writing_cache
 
 WINDOW = 3
 """Number of shards whose samples are shuffled together."""

@@ -27,9 +27,10 @@ from atoll.training.data.conversations import RULES
 from atoll.training.data.corpus import TEXT_FIELD, Source, documents, find_source, find_sources, fingerprint
 from atoll.training.data.mixing import Mix, shares, weighted
 from atoll.training.data.order import Batch, SampleOrder, scatter
+from atoll.training.data.recipe import Report
 from atoll.training.data.rows import Packing, Rows, rows_of
 from atoll.training.data.shards import Shard, cut, identity_of
-from atoll.training.data.store import PREVIEWED_BYTES, Corpus, Report, prepare, preview
+from atoll.training.data.store import PREVIEWED_BYTES, Corpus, prepare, preview
 from atoll.training.data.stream import Stream
 from atoll.training.data.tokenizer import (
     TOKENIZER,

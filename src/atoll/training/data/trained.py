@@ -20,7 +20,8 @@ from filelock import FileLock
 from atoll.base.errors import DataError
 from atoll.training.data.blocks import MANIFEST, Blocks, DamagedCorpusError
 from atoll.training.data.corpus import Source
-from atoll.training.data.store import Report, writing_cache
+from atoll.training.data.recipe import Report
+from atoll.training.data.store import writing_cache
 from atoll.training.data.tokenizer import TOKENIZER, bpe_size, train_bpe
 
 FORMAT = 1
