@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("docs", "examples", "deploy", "benchmarks", "configs")
+FOLDERS = ("docs", "src", "examples", "deploy", "benchmarks", "configs")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in ROOT.glob(f"{folder}/**/*.md"))])
 
 FENCE = re.compile(r"(?P<indent> *)(?P<marks>`{3,}|~{3,})(?P<language>.*)")

@@ -423,7 +423,7 @@ def test_all_that_pages_say_is_missing_is_tried() -> None:
         for at, tried in enumerate(tries)
     ],
 )
-@pytest.mark.filterwarnings("error::atoll.errors.CostWarning")
+@pytest.mark.filterwarnings("error::atoll.base.errors.CostWarning")
 def test_what_pages_say_is_missing_is_refused(tried: Tried, tmp_path: Path) -> None:
     with pytest.raises((AtollError, UserWarning), match=tried.words):
         tried.does(tmp_path)

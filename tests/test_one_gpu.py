@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-import atoll.prediction.cost
+from atoll.prediction import cost
 from atoll.runtime.models import Decoder
 from benchmarks import environment, provenance
 from benchmarks.gpu import forecast, jobs, lines, one_gpu, pages
@@ -77,11 +77,11 @@ def test_training_needs_no_pydantic(module: str) -> None:
 
 
 def test_every_name_of_cost_is_there() -> None:
-    for name, home in atoll.cost._HOMES.items():
-        assert getattr(atoll.cost, name) is getattr(import_module(home), name)
-    assert set(dir(atoll.prediction.cost)) == set(atoll.prediction.cost._HOMES)
-    with pytest.raises(AttributeError, match=r"'atoll\.cost' has no attribute 'Clusters'"):
-        _ = atoll.cost.Clusters
+    for name, home in cost._HOMES.items():
+        assert getattr(cost, name) is getattr(import_module(home), name)
+    assert set(dir(cost)) == set(cost._HOMES)
+    with pytest.raises(AttributeError, match=r"'atoll\.prediction\.cost' has no attribute 'Clusters'"):
+        _ = cost.Clusters
 
 
 def test_a_commit_is_given_where_there_is_no_git(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,7 @@ print(atoll.plan(model, {str(cluster)!r}, goal, effort=2000).best.frame.mesh.wor
 
 
 def test_a_name_of_before_is_deprecated() -> None:
-    with pytest.warns(DeprecationWarning, match=r"atoll\.planner\.Undone is deprecated, use Alternative") as told:
+    with pytest.warns(DeprecationWarning, match=r"planner\.Undone is deprecated, use Alternative") as told:
         assert planner.Undone is planner.Alternative
     assert told[0].filename == __file__
     with pytest.raises(AttributeError, match="Nothing"):
