@@ -11,10 +11,11 @@ from atoll.program.instruction import Instruction
 from atoll.program.laws import check
 from atoll.program.lower import lower_row
 from atoll.program.memory import Bytes, peaks
+from atoll.program.operation import OPERATIONS, PHASES, Lane, Operation, Partners, Phase, named
 from atoll.program.parts import Part, parts_of
 from atoll.program.program import Program, Programs
 from atoll.program.shape import BlockShape, RankShape, StageShape, UnitShape
-from atoll.program.table import OPERATIONS, PHASES, Do, Lane, Operation, Partners, Phase, named
+from atoll.program.table import Do
 from atoll.program.traffic import sent_by, way_of
 from atoll.program.units import unit_shape
 from atoll.program.vocabulary import EMBEDDING, HEAD, Sliced

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from atoll.program.instruction import Instruction
+from atoll.program.operation import PHASES, Fact, Operation, Over, Per, Phase
 from atoll.program.shape import RankShape
-from atoll.program.table import PHASES, Fact, Operation, Over, Per, Phase
 
 Key = tuple[int, Phase | None]
 """A unit, or a phase of its gradients; `OF_STEP` is the whole step."""

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from atoll.program.fold import Key, Resolved
 from atoll.program.instruction import Instruction
+from atoll.program.operation import Amount, Operation, Phase, Workspace
 from atoll.program.shape import RankShape
-from atoll.program.table import Amount, Operation, Phase, Workspace
 
 
 class Bytes(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from atoll.program.table import Operation, Phase
+from atoll.program.operation import Operation, Phase
 
 
 @dataclass(frozen=True, slots=True)

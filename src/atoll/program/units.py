@@ -14,8 +14,9 @@ from atoll.plans.layouts import (
     Sharding,
     Stored,
 )
+from atoll.program.operation import PHASES, Operation, Phase
 from atoll.program.shape import UnitShape
-from atoll.program.table import PHASES, Do, Operation, Phase
+from atoll.program.table import Do
 
 Travel = dict[tuple[Operation, Phase | None], tuple[tuple[str, int], ...]]
 

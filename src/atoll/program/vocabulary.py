@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from atoll.program.table import GRADIENT, READS, WORKS, Facts, Partners, Side, computes, posts, receives, sends
+from atoll.program.operation import Partners, Side
+from atoll.program.table import GRADIENT, READS, WORKS, Facts, computes, posts, receives, sends
 
 EMBEDDING = "embedding"
 """Name of the embedding's slice in `RankShape.slices`."""

@@ -26,8 +26,8 @@ from atoll.plans.ir.action import Action, Op
 from atoll.plans.ir.placement import Placement
 from atoll.program import Instruction, Operation, Partners, Phase, Program, Programs, way_of
 from atoll.program.fold import Key, Resolved
+from atoll.program.operation import OPERATIONS, Fact, Lane, Side, named
 from atoll.program.parts import parts_of
-from atoll.program.table import OPERATIONS, Fact, Lane, Side, named
 from atoll.program.trace import Span, Trace, lane_of
 
 PIPELINE = "pp"
