@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from atoll.base.errors import ConfigError
 
@@ -84,6 +84,8 @@ class Per(StrEnum):
 
     UNIT = "unit"
     PHASE = "phase"
+    BLOCK = "block"
+    STAGE = "stage"
     MESSAGE = "message"
     STEP = "step"
 
@@ -144,28 +146,40 @@ class Need:
     of_all: bool = False
 
 
+class Sharing(StrEnum):
+    """Whether instructions that allocate a buffer have one each, allocate it once until it is freed, or hold one
+    together until the last of them frees it."""
+
+    EACH = "each"
+    ONCE = "once"
+    TOGETHER = "together"
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Workspace:
-    """Memory of a unit, or of a phase of its gradients. part: the component of `Bytes` that it belongs to.
-
-    is_one: whether it is allocated once until it is freed; of others several may be in use at once.
-    """
+    """Memory of a unit, a phase of its gradients, a block, a stage, or the rank. part: the component of
+    `atoll.program.memory.Working` that it belongs to.  shared: whether several may be in use at once."""
 
     part: str
     per: Per
-    is_one: bool = True
+    shared: Sharing = Sharing.ONCE
 
 
-Size = Callable[["UnitShape", Phase | None], int]
-"""Bytes of a unit, or of a phase of its gradients."""
+Size = Callable[[Any, "Phase | None"], int]
+"""Bytes of a `UnitShape`, of a phase of its gradients, of a `BlockShape`, a `StageShape` or a `RankShape`."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Amount:
-    """A workspace that an instruction allocates or frees, and its size. size: None frees all of it."""
+    """A workspace that an instruction allocates or frees, and its size. size: None frees all of it.
+
+    of_all: whether it is that of all phases of the units, whichever the instruction is about.
+    """
 
     workspace: Workspace
     size: Size | None = None
+    _: KW_ONLY
+    of_all: bool = False
 
 
 # ---- rows

@@ -21,12 +21,13 @@ from atoll.program.operation import (
     Per,
     Phase,
     Scope,
+    Sharing,
     Side,
     Workspace,
 )
 
 if TYPE_CHECKING:
-    from atoll.program.shape import UnitShape
+    from atoll.program.shape import RankShape, UnitShape
 
 # ---- the core's facts
 
@@ -77,8 +78,18 @@ class Workspaces:
     UNSHARDED = Workspace("parameters", Per.UNIT)
     STAGED = Workspace("staged", Per.UNIT)
     GRADIENT = Workspace("gradients", Per.PHASE)
-    REDUCING = Workspace("gradients", Per.PHASE, is_one=False)
-    MATRICES = Workspace("matrices", Per.UNIT, is_one=False)
+    REDUCING = Workspace("gradients", Per.PHASE, Sharing.EACH)
+    MATRICES = Workspace("matrices", Per.UNIT, Sharing.EACH)
+    SHARDED = Workspace("sharded", Per.PHASE)
+    ARRIVING = Workspace("arriving", Per.STEP, Sharing.TOGETHER)
+    KEPT = Workspace("activations", Per.BLOCK, Sharing.EACH)
+    KEPT_FOR_LOSS = Workspace("activations", Per.STAGE, Sharing.EACH)
+    ANSWERED = Workspace("activations", Per.UNIT, Sharing.EACH)
+    PENDING = Workspace("pending", Per.BLOCK, Sharing.EACH)
+    WEIGHED = Workspace("pending", Per.UNIT, Sharing.EACH)
+    PASSING = Workspace("passing", Per.BLOCK, Sharing.EACH)
+    IN_LOSS = Workspace("passing", Per.STAGE, Sharing.EACH)
+    MESSAGES = Workspace("messages", Per.STAGE, Sharing.EACH)
 
 
 def _whole(unit: UnitShape, _: Phase | None) -> int:
@@ -98,6 +109,19 @@ def _flow(unit: UnitShape, phase: Phase | None) -> int:
     return unit.flows.get(phase, 0) if phase else 0
 
 
+def _sharded(unit: UnitShape, phase: Phase | None) -> int:
+    return unit.sharded.get(phase, 0) if phase else 0
+
+
+def _accumulated(unit: UnitShape, phase: Phase | None) -> int:
+    """Gradients that nothing reduces are accumulated where they are stored, from the first one on."""
+    return 0 if _flow(unit, phase) else _sharded(unit, phase)
+
+
+def _arriving(shape: RankShape, _: Phase | None) -> int:
+    return shape.arriving
+
+
 def _exchanged(unit: UnitShape, _: Phase | None) -> int:
     return unit.exchanged
 
@@ -109,7 +133,8 @@ def _transformed(unit: UnitShape, _: Phase | None) -> int:
 WORKS = Need(Facts.OPEN, "microbatches are over")
 READS = Need(Facts.UNSHARDED, "unit {unit} is used before it is unsharded")
 WRITES = Need(Facts.SYNCING, "a gradient of unit {unit} is made after its sync", holds=False, of_all=True)
-GRADIENT = Amount(Workspaces.GRADIENT, _flow)
+GRADIENT = (Amount(Workspaces.GRADIENT, _flow), Amount(Workspaces.SHARDED, _accumulated))
+_ARRIVING = Amount(Workspaces.ARRIVING, _arriving)
 _ONCE = tuple(Need(fact, "unit {unit} is gathered twice", holds=False) for fact in (Facts.UNSHARDED, Facts.GATHERING))
 _SUMS = Need(Facts.SUMMED, "{do} comes before SUMS")
 _UNREAD = Need(Facts.UNREAD, "the gradients of unit {unit} are written while others may read them")
@@ -127,8 +152,9 @@ def sends(kind: str, **rest: Any) -> Operation:
 def posts(kind: str) -> Operation:
     """Return the row that begins to receive messages of a kind."""
     return Operation(
-        lane=Lane.PIPELINE, scope=Scope.MICROBATCH, over=Over.NONE, posts=kind, is_aside=True, gives=(Facts.POSTED,)
-    )
+        lane=Lane.PIPELINE, scope=Scope.MICROBATCH, over=Over.NONE, posts=kind, is_aside=True, gives=(Facts.POSTED,),
+        takes=(Amount(Workspaces.MESSAGES, lambda stage, _: stage.received.get(kind, 0)),),
+    )  # fmt: skip
 
 
 def receives(kind: str, source: tuple[str, Side]) -> Operation:
@@ -190,19 +216,29 @@ class Do:
     TAKE_BACK begins the program again if a step ahead was wrong
     """
 
-    F = computes(scope=Scope.BLOCK, over=Over.BLOCK, reads=True, needs=(READS, WORKS), cause="forward", column="F")
+    F = computes(
+        scope=Scope.BLOCK, over=Over.BLOCK, reads=True, needs=(READS, WORKS), cause="forward", column="F",
+        takes=(Amount(Workspaces.KEPT, lambda block, _: block.kept),),
+        within=(Amount(Workspaces.PASSING, lambda block, _: block.in_forward),),
+    )  # fmt: skip
     FINISH_F = computes()
-    START_I = computes()
+    START_I = computes(
+        frees=(Amount(Workspaces.KEPT_FOR_LOSS, lambda stage, _: stage.loss),),
+        within=(Amount(Workspaces.IN_LOSS, lambda stage, _: stage.in_loss),),
+    )
     I = computes(  # noqa: E741  (the field's name for it)
         scope=Scope.BLOCK, over=Over.BLOCK, phase="I", reads=True, needs=(READS, WRITES, WORKS), gives=(Facts.MADE,),
-        takes=(GRADIENT,), cause="backward", column="I",
+        takes=(*GRADIENT, Amount(Workspaces.PENDING, lambda block, _: block.pending)), cause="backward", column="I",
+        frees=(Amount(Workspaces.KEPT, lambda block, _: block.freed),),
+        within=(Amount(Workspaces.PASSING, lambda block, _: block.in_backward),),
     )  # fmt: skip
     FINISH_I = computes()
     W = computes(
-        scope=Scope.UNIT, over=Over.UNIT, phase="W", needs=(WRITES, WORKS), gives=(Facts.MADE,), takes=(GRADIENT,),
-        cause="weights", column="W",
+        scope=Scope.UNIT, over=Over.UNIT, phase="W", needs=(WRITES, WORKS), gives=(Facts.MADE,),
+        takes=(*GRADIENT, Amount(Workspaces.ANSWERED, lambda unit, _: unit.answered)), cause="weights", column="W",
+        frees=(Amount(Workspaces.WEIGHED, lambda unit, _: unit.pending),),
     )  # fmt: skip
-    FINISH_W = computes()
+    FINISH_W = computes(frees=(Amount(Workspaces.MESSAGES, lambda stage, _: sum(stage.received.values())),))
 
     SEND_F = sends("F", to=Side.NEXT)
     SEND_B = sends("B", to=Side.PREVIOUS, carries="backward")
@@ -244,12 +280,13 @@ class Do:
         needs=(WORKS, Need(Facts.SYNCING, "unit {unit} is reduced after its sync", holds=False)),
         ends=(Facts.MADE,), gives=(Facts.REDUCING, Facts.SETTLING),
         # The next microbatch's gradients go to another buffer; where none was made, zeros are reduced.
-        frees=(Amount(Workspaces.GRADIENT),), takes=(Amount(Workspaces.REDUCING, _flow),),
+        frees=(Amount(Workspaces.GRADIENT),),
+        takes=(Amount(Workspaces.REDUCING, _flow), Amount(Workspaces.SHARDED, _sharded), _ARRIVING),
     )  # fmt: skip
     REDUCED = Operation(
         lane=Lane.DATA, scope=Scope.PHASE, is_aside=True, waits=True,
         needs=(Need(Facts.REDUCING, "unit {unit} is waited for before what was reduced earlier"),),
-        ends=(Facts.REDUCING,), frees=(Amount(Workspaces.REDUCING, _flow),), cause="reductions",
+        ends=(Facts.REDUCING,), frees=(Amount(Workspaces.REDUCING, _flow), _ARRIVING), cause="reductions",
     )  # fmt: skip
     SYNC = Operation(
         lane=Lane.DATA, scope=Scope.PHASE, begins=True, is_aside=True, moves=True, carries="sync",
@@ -257,7 +294,9 @@ class Do:
             Need(Facts.SYNCING, "unit {unit} is synced twice", holds=False),
             Need(Facts.MADE, "unit {unit} is synced before it is reduced", holds=False),
         ),
-        ends=(Facts.SETTLING,), gives=(Facts.SYNCING, Facts.SETTLING), bar=("reduce", "REDUCE", "sync {unit} {phase}"),
+        ends=(Facts.SETTLING,), gives=(Facts.SYNCING, Facts.SETTLING),
+        takes=(Amount(Workspaces.SHARDED, _sharded, of_all=True), _ARRIVING),
+        bar=("reduce", "REDUCE", "sync {unit} {phase}"),
     )  # fmt: skip
 
     DRAIN = _of_step(

@@ -406,8 +406,8 @@ class Search:
             # The master and the optimizer's states; frozen parameters alone.
             states = prediction.plan.least_states
             state = (1 + states) * ITEM_BYTES[precision.master] * trained + ITEM_BYTES[precision.compute] * frozen
-            seconds = sum(sum(prediction.parts(work)) for work in works)
-            own = sorted(sum(prediction.parts(work)) for work in layers)
+            seconds = sum(sum(prediction.durations.parts(work)) for work in works)
+            own = sorted(sum(prediction.durations.parts(work)) for work in layers)
             self._totals[use] = _Total(seconds, tuple(own), sum(work.kept for work in layers), state, trained)
         return self._totals[use]
 
