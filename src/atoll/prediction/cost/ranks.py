@@ -11,7 +11,7 @@ from atoll.plans.ir import Placement, Schedule, lower
 from atoll.plans.layouts import ITEM_BYTES
 from atoll.plans.plan import Place, Plan
 from atoll.plans.stages import BlockWeight, split_blocks
-from atoll.prediction.cost.segments import model_shape, segments_of
+from atoll.prediction.cost.segments import Segments, model_shape, segments_of
 from atoll.prediction.cost.slices import Slices, VocabularySlices
 from atoll.prediction.cost.work import BlockOf, Use, Work, Workload
 from atoll.program import ModelShape, Program, Programs, RankShape, lower_row
@@ -168,15 +168,20 @@ class Ranks:
         return Place(self.plan.mesh, pp=rank, inter=0, intra=0, tp=0)
 
     def of(self, rank: int) -> RankShape:
-        """Return the description of a pipeline rank, with the segments of its units."""
+        """Return the description of a pipeline rank."""
         if rank not in self._described:
-            segments = segments_of(self, rank)
-            self._described[rank] = self.shape.rank(self.place(rank), segments, reads_in_place=self.reads_in_place)
+            place, segments = self.place(rank), self.segments[rank]
+            self._described[rank] = self.shape.rank(place, segments, reads_in_place=self.reads_in_place)
         return self._described[rank]
 
     @cached_property
     def _described(self) -> dict[int, RankShape]:
         return {}
+
+    @cached_property
+    def segments(self) -> tuple[Segments, ...]:
+        """The segments of each pipeline rank, by unit: its sizes, of which the rest of its description follows."""
+        return tuple(segments_of(self, rank) for rank in range(self.plan.mesh.pipeline))
 
     # ---- programs
 

@@ -228,7 +228,7 @@ class Skeleton:
         found = []
         for rank in range(self._schedule.ranks):
             sizes: Counter[tuple[Phase, ...]] = Counter()
-            for segment in self.base.ranks.of(rank).segments:
+            for segment in (each for own in self.base.ranks.segments[rank].values() for each in own):
                 sizes[segment.phases] += segment.map.numel
             found.append(dict(sizes))
         return tuple(found)
@@ -291,8 +291,7 @@ class Skeleton:
 
     def _is_shared(self, block: int) -> bool:
         """Return True if a block shares parameters with the other end."""
-        ranks = self.base.ranks
-        return bool(ranks.model.shared) and block in (0, len(ranks.works) - 1)
+        return block in self.base.ranks.ends
 
     # ---- traffic
 
