@@ -42,7 +42,7 @@ from atoll.plans.ir.table import (
     W,
 )
 from atoll.plans.schedules.links import Hop, Hops, Links
-from atoll.plans.schedules.memory import Held, Memory, RankMemory, levels_of
+from atoll.plans.schedules.memory import Memory, Occupancy, RankMemory, levels_of
 from atoll.plans.schedules.problem import TOLERANCE
 from atoll.program.trace import MemorySample, Span, Trace, lane_of
 
@@ -192,7 +192,7 @@ def _paused_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _samples(rank: int, spans: list[Span], levels: list[Held], memory: RankMemory) -> list[MemorySample]:
+def _samples(rank: int, spans: list[Span], levels: list[Occupancy], memory: RankMemory) -> list[MemorySample]:
     """Bytes of one rank from each change on: more from the start of an action, less from its end."""
     samples = [MemorySample(rank, 0.0, memory.static)]
     for span, level in zip(spans, levels, strict=True):
@@ -218,7 +218,7 @@ def _inputs(schedule: Schedule, rank: int, end: list[float], there: list[float])
 
 
 def _waited(
-    spans: list[Span], levels: list[Held], inputs: dict[int, list[float]], memory: RankMemory, chunks: int
+    spans: list[Span], levels: list[Occupancy], inputs: dict[int, list[float]], memory: RankMemory, chunks: int
 ) -> float:
     """Return the seconds that a rank idles for lack of memory, while the input of a forward is available."""
     if math.isinf(memory.limit):
