@@ -52,7 +52,7 @@ PAGES = (
             "atoll": ["Layout", "Precision"],
             "atoll.plans.layouts": [
                 *("Level", "ALIASES", "ALL", "EFFECTIVE", "PRESETS", "ITEM_BYTES"),
-                *("footprint", "Footprint", "saved", "saved_besides"),
+                *("footprint", "Footprint", "saved_besides", "saved_bytes"),
                 *("traffic", "Traffic", "published_memory", "PublishedMemory", "AT_ONCE"),
                 *("Sharding", "Stored", "SegmentShape", "Shape", "FlatMap", "Entry", "Nest", "Slice", "Box", "boxes"),
                 *("Axis", "Kind", "Move", "Moves", "GATHER_INTRA", "GATHER_INTER", "REDUCE_INTRA", "REDUCE_INTER"),
@@ -113,7 +113,7 @@ PAGES = (
                     "check",
                 ),
                 *("RankShape", "StageShape", "BlockShape", "UnitShape", "unit_shape", "Ending"),
-                *("ModelShape", "Using", "using", "groups_of", "in_order"),
+                *("ModelShape", "Using", "using", "groups_of", "by_index"),
                 *("Held", "WorkingMemory", "working_memory", "needed_in_a_step"),
                 *("Bytes", "peaks", "sent_by", "way_of", "makes", "BACKWARD", "PHASES", "EMBEDDING", "HEAD"),
             ],

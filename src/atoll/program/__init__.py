@@ -14,7 +14,7 @@ from atoll.program.memory import Bytes, Held, WorkingMemory, needed_in_a_step, p
 from atoll.program.operation import OPERATIONS, PHASES, Lane, Operation, Partners, Phase, named
 from atoll.program.parts import Part, parts_of
 from atoll.program.program import Program, Programs
-from atoll.program.rank import ModelShape, Using, groups_of, in_order, unit_shape, using
+from atoll.program.rank import ModelShape, Using, by_index, groups_of, unit_shape, using
 from atoll.program.shape import BlockShape, RankShape, StageShape, UnitShape
 from atoll.program.table import Do
 from atoll.program.traffic import sent_by, way_of
@@ -46,9 +46,9 @@ __all__ = [
     "UnitShape",
     "Using",
     "WorkingMemory",
+    "by_index",
     "check",
     "groups_of",
-    "in_order",
     "lower_row",
     "makes",
     "named",

@@ -28,7 +28,7 @@ from atoll.program.operation import PHASES, Operation, Phase
 from atoll.program.shape import BlockShape, RankShape, StageShape, UnitShape
 from atoll.program.table import Do
 
-Travel = dict[tuple[Operation, Phase | None], tuple[tuple[str, int], ...]]
+_Travel = dict[tuple[Operation, Phase | None], tuple[tuple[str, int], ...]]
 
 
 class Using(NamedTuple):
@@ -65,7 +65,7 @@ def using(blocks: Sequence[int], groups: Iterable[Sequence[int]]) -> Using:
     return Using(next(tuple(group) for group in groups if blocks[0] in group))
 
 
-def in_order(units: Iterable[Using], slices: int = 0) -> tuple[Using, ...]:
+def by_index(units: Iterable[Using], slices: int = 0) -> tuple[Using, ...]:
     """Return the units of a model by index: those of slices of the vocabulary, then by the first block that uses them,
     shared ones before the block's own."""
     known = sorted(set(units), key=lambda unit: (unit.blocks[0], not unit.is_shared, -len(unit.blocks), unit.blocks))
@@ -198,9 +198,9 @@ def unit_shape(
     )
 
 
-def _travel(segments: Sequence[SegmentShape], sharding: Sharding) -> Travel:
+def _travel(segments: Sequence[SegmentShape], sharding: Sharding) -> _Travel:
     """Return the bytes sent by a gather, and by reductions and syncs of each phase. All segments use the same moves."""
-    found: Travel = {}
+    found: _Travel = {}
     for segment in segments:
         for what, own in _travel_of(segment, sharding).items():
             before = found.get(what) or tuple((axis, 0) for axis, _ in own)
@@ -215,10 +215,10 @@ def _travel(segments: Sequence[SegmentShape], sharding: Sharding) -> Travel:
     return found
 
 
-def _travel_of(segment: SegmentShape, sharding: Sharding) -> Travel:
+def _travel_of(segment: SegmentShape, sharding: Sharding) -> _Travel:
     layout, precision = sharding.layout, sharding.precision
     p, g, os = layout.parameters, layout.gradients, layout.optimizer
-    found: Travel = {(Do.GATHER, None): sharding.sent(segment, "parameter", GATHER_PARAMETER[p], segment.compute)}
+    found: _Travel = {(Do.GATHER, None): sharding.sent(segment, "parameter", GATHER_PARAMETER[p], segment.compute)}
     for phase in segment.phases:
         found[Do.REDUCE, phase] = sharding.sent(segment, "gradient", REDUCE_GRADIENT[g], precision.reduce)
     if segment.phases:

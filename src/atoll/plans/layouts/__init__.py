@@ -32,7 +32,7 @@ from atoll.plans.layouts.matrices import (
 )
 from atoll.plans.layouts.precision import ITEM_BYTES, PRESETS, Precision
 from atoll.plans.layouts.published import PublishedMemory, Traffic, published_memory, traffic
-from atoll.plans.layouts.state import Footprint, footprint, saved, saved_besides
+from atoll.plans.layouts.state import Footprint, footprint, saved_besides, saved_bytes
 from atoll.plans.layouts.storage import SegmentShape, Sharding, Stored
 
 __all__ = [
@@ -87,8 +87,8 @@ __all__ = [
     "footprint",
     "pieces",
     "published_memory",
-    "saved",
     "saved_besides",
+    "saved_bytes",
     "swapped_along",
     "traffic",
 ]

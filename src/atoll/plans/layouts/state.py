@@ -80,7 +80,7 @@ def _segment_footprint(segment: SegmentShape, sharding: Sharding, states: int) -
     return Footprint(copies * parameters, gradients, kept + item * len(held))
 
 
-def saved(segments: Sequence[SegmentShape], sharding: Sharding) -> int:
+def saved_bytes(segments: Sequence[SegmentShape], sharding: Sharding) -> int:
     """Return the bytes of a checkpoint that a rank writes, and copies to host memory when it saves in the background:
     masters and the optimizer's state, divided by all ranks that hold them, and what is saved besides."""
     sliced = None if sharding.whole is None else sharding.whole.sliced

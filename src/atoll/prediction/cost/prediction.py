@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from atoll.base.errors import ConfigError
-from atoll.plans.layouts import saved
+from atoll.plans.layouts import saved_bytes
 from atoll.plans.plan import Plan
 from atoll.prediction.cost.activations import with_activations
 from atoll.prediction.cost.breakdown import Breakdown, break_down
@@ -162,7 +162,7 @@ class Prediction:
         """Return the bytes of host memory that a pipeline rank keeps for saving in the background."""
         shape = self.ranks.of(rank)
         assert shape.sharding is not None, "it was made from a plan"
-        return saved(shape.segments, shape.sharding)
+        return saved_bytes(shape.segments, shape.sharding)
 
     def margin(self, rank: int) -> int:
         """Return the bytes of the device's memory that are free at a pipeline rank's peak; negative if it does not

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from atoll.plans.layouts import FlatMap, Matrix, SegmentShape
-from atoll.program import ModelShape, Phase, groups_of, in_order, using
+from atoll.program import ModelShape, Phase, by_index, groups_of, using
 
 if TYPE_CHECKING:
     from atoll.prediction.cost.ranks import Ranks
@@ -28,7 +28,7 @@ def model_shape(ranks: Ranks) -> ModelShape:
     shared = [ranks.ends] if ranks.shared else []
     own = [(at,) for at, work in enumerate(works) if work.parameters > (ranks.shared if at in ranks.ends else 0)]
     used: Iterable[Sequence[int]] = (*shared, *own)
-    units = in_order((using(blocks, groups) for blocks in used), slices=len(ranks.slices.elements(0)))
+    units = by_index((using(blocks, groups) for blocks in used), slices=len(ranks.slices.elements(0)))
     return ModelShape(plan, ranks.runs, units, ranks.first_trained, ranks.slices.named)
 
 

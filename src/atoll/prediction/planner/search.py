@@ -50,7 +50,7 @@ differ."""
 MADE = 2
 """Number of meshes with microbatches for which an order is searched."""
 
-NEAR = 1.1
+CLOSE = 1.1
 """Maximum time, relative to the best plan, of a plan for whose mesh an order is searched."""
 
 CAUSES = 2
@@ -158,7 +158,7 @@ class Search:
         bases: dict[Frame, Candidate] = {}
         for each in found.fitting:
             least = self._least_of(each.frame)
-            is_open = least is not None and least.seconds < best * (1.0 - WORTH) and each.seconds < best * NEAR
+            is_open = least is not None and least.seconds < best * (1.0 - WORTH) and each.seconds < best * CLOSE
             if each.frame.mesh.pipeline > 1 and not each.frame.vocabulary_parallel and is_open:
                 bases.setdefault(each.frame, each)
         made = filter(None, map(self._made, list(bases.values())[:MADE]))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from atoll.program import PHASES, Phase, Using, in_order, using
+from atoll.program import PHASES, Phase, Using, by_index, using
 from atoll.runtime.sharding.room import Room
 from atoll.runtime.sharding.segment import Segment, Surroundings
 from atoll.runtime.sharding.tensors import Spread
@@ -58,7 +58,7 @@ def unit_specs(
         if first_name[key] not in elsewhere:
             grouped.setdefault(using(used, groups), []).append(first_name[key])
     specs = []
-    for index, unit in enumerate(in_order(grouped, slices=len(apart))):
+    for index, unit in enumerate(by_index(grouped, slices=len(apart))):
         if not unit.blocks:
             names = list(apart[index])
             name = f"vocabulary {names[0]}"
