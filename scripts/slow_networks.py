@@ -276,7 +276,7 @@ def sent(prediction: Prediction) -> float:
         for rank in range(half)
         for step in prediction.ranks.programs.ranks[rank].instructions
     )
-    return 8.0 * plan.mesh.data * crossing * prediction.message_bytes
+    return 8.0 * plan.mesh.data * crossing * prediction.ranks.message_bytes
 
 
 def flops(prediction: Prediction) -> float:

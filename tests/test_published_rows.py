@@ -83,7 +83,7 @@ def test_tensor_parallel_ranks_send_parts_which_the_next_stage_gathers() -> None
     theirs = plans.prediction_of(found, microbatches=24)
     ours = Prediction(found.model.workload, theirs.plan, theirs.cluster, found.use)
     whole = 2 * 2048 * 14336 * 2
-    assert (ours.message_bytes, theirs.message_bytes) == (whole, whole // 4)
+    assert (ours.ranks.message_bytes, theirs.ranks.message_bytes) == (whole, whole // 4)
     gather = Exchange("all-gather", whole)
     for run in theirs.ranks.runs:
         for at in run:

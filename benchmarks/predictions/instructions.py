@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from atoll.prediction.cost.prediction import Held
 from atoll.program import Do, Operation
+from atoll.program.memory import Held
 from atoll.runtime.engine import Engine
 from benchmarks.islands.allocations import Allocations
 

@@ -12,8 +12,8 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from atoll.prediction.cost.prediction import Held
 from atoll.program import Operation
+from atoll.program.memory import Held
 from atoll.runtime.engine import Engine
 from atoll.training.build import build_engine, build_model
 from atoll.training.prediction import expected_vocabulary

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from atoll.plans.ir import Op
 from atoll.plans.layouts import ITEM_BYTES, Level
 from atoll.prediction.cost import Prediction
-from atoll.prediction.cost.prediction import Held
 from atoll.prediction.cost.work import Work
+from atoll.program.memory import Held
 from benchmarks.published.plans import FULL, plan_of
 from benchmarks.published.record import MIB, Published
 
@@ -140,8 +140,7 @@ class _Rank:
     @cached_property
     def elements(self) -> int:
         """Parameters."""
-        segments = self.prediction.ranks.segments(self.rank).values()
-        return sum(segment.map.numel for own in segments for segment in own)
+        return sum(segment.map.numel for segment in self.prediction.ranks.of(self.rank).segments)
 
     @cached_property
     def shard(self) -> int:
@@ -185,7 +184,7 @@ class _Rank:
     @cached_property
     def blocks(self) -> list[int]:
         """Of this rank."""
-        return self.prediction.ranks.blocks_of(self.rank)
+        return self.prediction.ranks.shape.blocks_of(self.rank)
 
     @property
     def last(self) -> int:

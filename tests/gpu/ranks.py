@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 
 from atoll.plans.layouts import NO_CODECS
-from atoll.program.table import OPERATIONS
+from atoll.program.operation import OPERATIONS
 from atoll.runtime.lanes import Job, Lane
 from atoll.runtime.pipeline.executor import Executor
 from atoll.testing import run_ranks

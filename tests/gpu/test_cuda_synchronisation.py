@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from atoll.program import Do
-from atoll.program.table import OPERATIONS
+from atoll.program.operation import OPERATIONS
 from atoll.runtime.engine import Engine
 from tests.gpu import decoders
 

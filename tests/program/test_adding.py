@@ -17,8 +17,8 @@ from atoll.plans import schedules
 from atoll.program import OPERATIONS, Instruction, Operation, Program, Programs
 from atoll.program.draw import draw_program
 from atoll.program.memory import held_after
+from atoll.program.operation import Amount, Fact, Lane, Need, Per, Workspace
 from atoll.program.sim.programs import Rates, Speed, play
-from atoll.program.table import Amount, Fact, Lane, Need, Per, Workspace
 from atoll.runtime.plays import PLAYS, check_complete, of_unit
 from atoll.testing.parity import Case
 from tests.program.test_lower import programs

@@ -10,7 +10,7 @@ from atoll.base.errors import ConfigError, ScheduleError
 from atoll.plans import schedules
 from atoll.plans.ir import Op, Schedule, insert_vocabulary, lower
 from atoll.program import Do, Ending, Program, Programs, lower_row, named
-from atoll.program.sim import Costs, Rates, Speed, simulate
+from atoll.program.sim import Costs, Rates, Speed, play, simulate
 from tests.program.shapes import RETURNED, shapes_of
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "dualpipe-v")
@@ -209,3 +209,17 @@ def test_a_burst_passes_at_once_and_counts_against_the_rate() -> None:
     assert [plain.carry(free, now, 1.0) for now in (0.0, 0.0, 5.0)] == [1.0, 2.0, 6.0]
     with pytest.raises(ConfigError, match="a burst of -1"):
         Speed(burst=-1)
+
+
+def test_a_later_step_waits_for_its_own_reductions() -> None:
+    """Not for those that the step before left to its end, when no later gradient needed their buffers."""
+    schedule = schedules.build("gpipe", ranks=1, microbatches=3)
+    lowered = programs(schedule, Ending.AT_ONCE, blocks=3, limit=100)
+    own = rates(schedule, 3, links={"inter": Speed(rate=20.0), "intra": Speed(rate=40.0)})
+    waits = [at for at, each in enumerate(lowered.ranks[0].instructions) if each.do is Do.REDUCED]
+    assert waits
+    for steps in (1, 2, 3):
+        played = play(lowered, own, steps=steps)
+        ends = [span.end for span in played.travelled if span.action.op is Op.REDUCE_GRAD]
+        assert len(ends) > len(waits)
+        assert all(played.timings[0].ends[at] >= end for at, end in zip(waits, ends, strict=False)), f"step {steps}"

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from atoll.runtime.assemble.build import groups_of
+from atoll.program import groups_of
 from atoll.runtime.models import adapter_for
 from atoll.runtime.sharding.segment import Segment, State, sum_of_squares
 from atoll.runtime.sharding.unit import unit_specs
@@ -44,10 +44,11 @@ def test_blocks_of_one_class_in_one_stage_are_a_unit() -> None:
     with torch.device("meta"):
         blocks = adapter_for(tiny_model(TinyConfig(layers=7))).blocks()
     assert len(blocks) == 9
-    assert groups_of(blocks, [range(9)], 1) == [[at] for at in range(9)]
-    assert groups_of(blocks, [range(9)], 4) == [[0], [1, 2, 3, 4], [5, 6, 7], [8]]
-    assert groups_of(blocks, [range(5), range(5, 9)], 3) == [[0], [1, 2, 3], [4], [5, 6, 7], [8]]
-    specs = unit_specs([(block.name, block.module) for block in blocks], groups_of(blocks, [range(9)], 4))
+    kinds = [type(block.module) for block in blocks]
+    assert groups_of(kinds, [range(9)], 1) == [[at] for at in range(9)]
+    assert groups_of(kinds, [range(9)], 4) == [[0], [1, 2, 3, 4], [5, 6, 7], [8]]
+    assert groups_of(kinds, [range(5), range(5, 9)], 3) == [[0], [1, 2, 3], [4], [5, 6, 7], [8]]
+    specs = unit_specs([(block.name, block.module) for block in blocks], groups_of(kinds, [range(9)], 4))
     assert [spec.blocks for spec in specs] == [(0,), (1, 2, 3, 4), (5, 6, 7), (8,)]
     assert specs[1].name == f"{blocks[1].name} to {blocks[4].name}"
     assert not any(spec.is_shared for spec in specs)

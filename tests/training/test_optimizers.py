@@ -211,7 +211,9 @@ def config_of(**train: Any) -> Config:
 def test_predictions_count_the_states_of_the_named_optimizer() -> None:
     adam, none = config_of(), config_of(optimizer="SGD")
     some = config_of(optimizer="RMSprop", optimizer_options={"momentum": 0.9})
-    bytes_of = {config.train.optimizer: predict_on(config, None).ranks.footprint(0) for config in (adam, none, some)}
+    bytes_of = {
+        config.train.optimizer: predict_on(config, None).ranks.of(0).footprint() for config in (adam, none, some)
+    }
     parameters = bytes_of["SGD"].parameters
     times = {name: held.optimizer / parameters for name, held in bytes_of.items()}
     assert times == {"AdamW": 2, "SGD": 0, "RMSprop": 2}
@@ -224,7 +226,7 @@ def test_predictions_count_the_states_of_the_named_optimizer() -> None:
 
 def test_predictions_count_one_state_of_a_matrix_and_two_of_the_rest() -> None:
     muon, adam = config_of(optimizer="Muon"), config_of()
-    bytes_of = [predict_on(config, None).ranks.footprint(0) for config in (muon, adam)]
+    bytes_of = [predict_on(config, None).ranks.of(0).footprint() for config in (muon, adam)]
     matrices = 2 * (4 * 16 * 16 + 3 * 16 * 48)
     assert bytes_of[1].optimizer - bytes_of[0].optimizer == 4 * matrices
     engine = build_engine(build_model(muon, 64), replace(planned(muon), microbatch=4), muon, torch.device("cpu"))
@@ -250,7 +252,7 @@ def test_a_planner_and_a_prediction_know_what_is_transformed() -> None:
 def test_fewer_states_are_stepped_faster_and_a_planner_knows() -> None:
     cluster = Cluster.read(ROOT / "configs" / "clusters" / "h100.toml")
     adam, sgd = (predict_on(config_of(optimizer=name), cluster) for name in ("AdamW", "SGD"))
-    assert sgd.update_seconds == pytest.approx(adam.update_seconds * 3 / 7)
+    assert sgd.durations.update_seconds == pytest.approx(adam.durations.update_seconds * 3 / 7)
     assert question(config_of(optimizer="SGD"), cluster).states == 0
 
 
@@ -260,7 +262,7 @@ def test_a_prediction_runs_no_code_that_a_config_names() -> None:
         predict_on(config_of(optimizer=own), None)
     known = config_of(optimizer="no.such_module:factory", optimizer_states=1)
     assert states_of(known.train) == 1
-    assert predict_on(known, None).ranks.footprint(0).optimizer > 0
+    assert predict_on(known, None).ranks.of(0).footprint().optimizer > 0
 
 
 # ---- learning rates

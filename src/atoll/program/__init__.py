@@ -10,13 +10,14 @@ from atoll.program.fold import makes
 from atoll.program.instruction import Instruction
 from atoll.program.laws import check
 from atoll.program.lower import lower_row
-from atoll.program.memory import Bytes, peaks
+from atoll.program.memory import Bytes, Held, WorkingMemory, needed_in_a_step, peaks, working_memory
+from atoll.program.operation import OPERATIONS, PHASES, Lane, Operation, Partners, Phase, named
 from atoll.program.parts import Part, parts_of
 from atoll.program.program import Program, Programs
+from atoll.program.rank import ModelShape, Using, by_index, groups_of, unit_shape, using
 from atoll.program.shape import BlockShape, RankShape, StageShape, UnitShape
-from atoll.program.table import OPERATIONS, PHASES, Do, Lane, Operation, Partners, Phase, named
+from atoll.program.table import Do
 from atoll.program.traffic import sent_by, way_of
-from atoll.program.units import unit_shape
 from atoll.program.vocabulary import EMBEDDING, HEAD, Sliced
 
 __all__ = [
@@ -29,8 +30,10 @@ __all__ = [
     "Bytes",
     "Do",
     "Ending",
+    "Held",
     "Instruction",
     "Lane",
+    "ModelShape",
     "Operation",
     "Part",
     "Partners",
@@ -41,13 +44,20 @@ __all__ = [
     "Sliced",
     "StageShape",
     "UnitShape",
+    "Using",
+    "WorkingMemory",
+    "by_index",
     "check",
+    "groups_of",
     "lower_row",
     "makes",
     "named",
+    "needed_in_a_step",
     "parts_of",
     "peaks",
     "sent_by",
     "unit_shape",
+    "using",
     "way_of",
+    "working_memory",
 ]

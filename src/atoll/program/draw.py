@@ -11,9 +11,9 @@ from atoll.plans.ir.draw import SVG_STYLE
 from atoll.program.fold import Resolved
 from atoll.program.instruction import Instruction
 from atoll.program.memory import Bytes, held_after
+from atoll.program.operation import Fact, Lane, Per
 from atoll.program.program import Program
 from atoll.program.shape import RankShape
-from atoll.program.table import Fact, Lane, Per
 
 _COLUMNS = (Lane.COMPUTE, Lane.DATA, Lane.PIPELINE)
 _WIDTH = 16

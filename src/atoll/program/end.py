@@ -22,8 +22,9 @@ from collections.abc import Iterator, Sequence
 from atoll.plans.ir import Action, Op
 from atoll.plans.plan import Ending
 from atoll.program.instruction import Instruction
+from atoll.program.operation import PHASES, Operation
 from atoll.program.shape import RankShape, UnitShape
-from atoll.program.table import PHASES, Do, Operation
+from atoll.program.table import Do
 
 BACKWARD = frozenset({Op.RECV_B, Op.B, Op.I, Op.RECV_S, Op.S})
 """The first of these starts the backwards: scores are the first part of the last stage's backward."""

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from atoll.program.instruction import Instruction
+from atoll.program.operation import PHASES, Fact, Operation, Over, Per, Phase
 from atoll.program.shape import RankShape
-from atoll.program.table import PHASES, Fact, Operation, Over, Per, Phase
 
 Key = tuple[int, Phase | None]
-"""A unit, or a phase of its gradients; `OF_STEP` is the whole step."""
+"""A unit, a phase of its gradients, a block or a stage; `OF_STEP` is the whole step."""
 
 OF_STEP: Key = (-1, None)
 
@@ -24,26 +24,35 @@ class Resolved:
     """A row on one block or unit of a rank.
 
     units: those that it works on.  phases: of the gradients that it is about; both where the row does not say it.
+    block: its block, or what else `Instruction.of` is.  stage: that of its action.
     """
 
     row: Operation
     units: tuple[int, ...]
     phases: tuple[Phase, ...]
+    block: int
+    stage: int
 
     @classmethod
     def of(cls, instruction: Instruction, shape: RankShape) -> Resolved:
         """Resolve the row of an instruction."""
         phase = instruction.phase or instruction.do.phase
-        return cls(instruction.do, units_of(instruction, shape), PHASES if phase is None else (phase,))
+        phases = PHASES if phase is None else (phase,)
+        return cls(instruction.do, units_of(instruction, shape), phases, instruction.of, instruction.action.stage)
 
-    def keys(self, per: Per) -> Iterator[Key]:
-        """Yield the keys of facts and buffers of a kind; messages have none, since each is another."""
+    def keys(self, per: Per, *, of_all: bool = False) -> Iterator[Key]:
+        """Yield the keys of facts and buffers of a kind; messages have none, since each is another. of_all: those of
+        all phases."""
         if per is Per.STEP:
             yield OF_STEP
         elif per is Per.UNIT:
             yield from ((unit, None) for unit in self.units)
         elif per is Per.PHASE:
-            yield from ((unit, phase) for unit in self.units for phase in self.phases)
+            yield from ((unit, phase) for unit in self.units for phase in (PHASES if of_all else self.phases))
+        elif per is Per.BLOCK:
+            yield self.block, None
+        elif per is Per.STAGE:
+            yield self.stage, None
 
     def facts(self, fact: Fact, shape: RankShape, *, of_all: bool = False) -> tuple[Key, ...]:
         """Return the keys that a fact applies to. of_all: also those that it does not apply to."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from atoll.plans.ir import Action
-from atoll.program.table import Operation, Phase, Scope
+from atoll.program.operation import Operation, Phase, Scope
 
 
 class Instruction(NamedTuple):

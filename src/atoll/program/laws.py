@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from atoll.base.errors import ScheduleError
 from atoll.program.fold import OF_STEP, Key, Resolved
 from atoll.program.instruction import Instruction
+from atoll.program.operation import Fact, Operation, Per, Phase, facts
 from atoll.program.shape import RankShape
-from atoll.program.table import Fact, Operation, Per, Phase, facts
 
 SHOWN = 3
 """Number of instructions around a wrong one, and of wrong ones, in an error."""

@@ -24,9 +24,10 @@ from atoll.plans.plan import Ending
 from atoll.program.end import insert_end
 from atoll.program.fold import makes, reads
 from atoll.program.instruction import Instruction
+from atoll.program.operation import OPERATIONS, PHASES, Phase, Scope, named
 from atoll.program.program import Program
 from atoll.program.shape import RankShape
-from atoll.program.table import OPERATIONS, PHASES, Do, Phase, Scope, named
+from atoll.program.table import Do
 
 POSTED = 2
 """Number of receives that are posted beyond the next one."""

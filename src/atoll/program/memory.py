@@ -1,18 +1,39 @@
-"""Working memory of a program, beyond stored state and activations: a sum over its instructions."""
+"""Memory over a step: what a rank holds after each instruction of its program, beside what it keeps between steps
+(`atoll.plans.layouts.state`).
+
+It is one fold over what the rows allocate and free, with the sizes of the rank's shape (`held_after`, `held_in`). What
+a program may hold at once, and what it receives meanwhile, follows from the shapes of blocks before there is a program
+(`working_memory`): programs are lowered within it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
+from atoll.plans.layouts import (
+    AT_ONCE,
+    GATHER_PARAMETER,
+    ITEM_BYTES,
+    REDUCE_GRADIENT,
+    SYNC_GRADIENT,
+    SYNC_PARAMETER,
+    Axis,
+    Kind,
+    Level,
+    Moves,
+    SegmentShape,
+    Sharding,
+)
 from atoll.program.fold import Key, Resolved
 from atoll.program.instruction import Instruction
+from atoll.program.operation import Amount, Operation, Per, Phase, Sharing, Workspace
 from atoll.program.shape import RankShape
-from atoll.program.table import Amount, Operation, Phase, Workspace
 
 
 class Bytes(NamedTuple):
-    """Bytes of one rank.
+    """Bytes of one rank that its program alone says.
 
     parameters: whole copies, and gathers in flight that use their memory.  staged: gathered for others of the group to
     read.  gradients: whole gradients until they are reduced.  matrices: what the optimizer transforms whole, from its
@@ -25,54 +46,73 @@ class Bytes(NamedTuple):
     matrices: int = 0
 
 
-_Step = tuple[int, "tuple[Workspace, Key]", "int | None"]
-"""An allocation, or what is freed: the number of its part, the buffer of a unit, and its bytes; None for all."""
+class Working(NamedTuple):
+    """All bytes of one rank that come and go within a step: those of `Bytes`, and
+
+    sharded: sharded gradients that are not kept between steps.  arriving: received while gradients are reduced.
+    activations: kept by F, L and S.  pending: kept by I for W and G.  passing: within an instruction.
+    messages: buffers of messages between stages.  buffers: messages of slices of a split vocabulary.
+    """
+
+    parameters: int = 0
+    staged: int = 0
+    gradients: int = 0
+    matrices: int = 0
+    sharded: int = 0
+    arriving: int = 0
+    activations: int = 0
+    pending: int = 0
+    passing: int = 0
+    messages: int = 0
+    buffers: int = 0
+
+
+class Held(NamedTuple):
+    """Bytes of a rank at one time, by component.
+
+    parameters, gradients, optimizer: stored state, and sharded gradients while they exist.
+    gathered: whole copies, and prefetched parameters.  buffers: whole gradients during backward and reduction, their
+    receive buffers, messages that slices of a split vocabulary receive and send, and matrices that the optimizer
+    transforms whole.
+    activations: kept by F, L and S.  pending: kept by I for W and G.  passing: within an operation.
+    context: taken by the driver.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    gathered: int = 0
+    buffers: int = 0
+    activations: int = 0
+    pending: int = 0
+    passing: int = 0
+    context: int = 0
+
+    @property
+    def total(self) -> int:
+        """Sum of all components."""
+        return sum(self)
+
+    @property
+    def allocated(self) -> int:
+        """Bytes allocated on the device: all except the driver's."""
+        return self.total - self.context
+
+
+# ---- the fold
+
+
+class _Change(NamedTuple):
+    """An allocation, or what is freed. part: number of its component.  size: bytes; None for all."""
+
+    part: int
+    buffer: tuple[Workspace, Key]
+    size: int | None
 
 
 def held_after(instructions: Iterable[Instruction], shape: RankShape) -> Iterator[Bytes]:
     """Yield the working memory after each instruction, and within those that take more than they leave."""
-    parts = [0] * len(Bytes._fields)
-    held: dict[tuple[Workspace, Key], int] = {}
-    known: dict[tuple[Operation, int, Phase | None], tuple[list[_Step], ...]] = {}
-    for step in instructions:
-        do, _, of, phase = step
-        found = known.get((do, of, phase))
-        if found is None:
-            resolved = Resolved.of(step, shape)
-            found = known[do, of, phase] = tuple(
-                _allocations(each, resolved, shape) for each in (do.frees, do.takes, do.within)
-            )
-        frees, takes, within = found
-        for part, buffer, size in frees:
-            own = held.pop(buffer, 0)
-            if size is None:
-                size = own
-            elif own > size:
-                held[buffer] = own - size
-            parts[part] -= size
-        for part, buffer, size in takes:
-            own = held.get(buffer, 0)
-            more = max(0, (size or 0) - own) if buffer[0].is_one else size or 0
-            held[buffer] = own + more
-            parts[part] += more
-        if within:
-            most = list(parts)
-            for part, _, size in within:
-                most[part] += size or 0
-            yield Bytes(*most)
-        else:
-            yield Bytes(*parts)
-
-
-def _allocations(amounts: Iterable[Amount], resolved: Resolved, shape: RankShape) -> list[_Step]:
-    """Return the allocations of a row, or what it frees, on a unit; those of no bytes are left out."""
-    found: list[_Step] = []
-    for amount in amounts:
-        for key in resolved.keys(amount.workspace.per):
-            size = amount.size and amount.size(shape.units[key[0]], key[1])
-            if size != 0:
-                found.append((Bytes._fields.index(amount.workspace.part), (amount.workspace, key), size))
-    return found
+    return (Bytes(*parts) for parts in _sums(instructions, shape, Bytes._fields))
 
 
 def peaks(instructions: Iterable[Instruction], shape: RankShape) -> Bytes:
@@ -81,3 +121,255 @@ def peaks(instructions: Iterable[Instruction], shape: RankShape) -> Bytes:
     for held in held_after(instructions, shape):
         most = Bytes(*map(max, most, held))
     return most
+
+
+def held_in(instructions: Sequence[Instruction], shape: RankShape, before: Held) -> Iterator[Held]:
+    """Yield all memory of a rank after each instruction, and within those that take more than they leave.
+
+    before: what it holds before the first one, without sharded gradients that come in the step.
+
+    A message's buffer is allocated when its receive is posted, and reused after the microbatch's W, so that as many
+    stay allocated as were in use at once. In between, a received activation is the input that the stage's first block
+    saves, and a received gradient is kept by its last block for W: `BlockShape.kept` is without the former.
+    """
+    room = max((messages for (messages,) in _sums(instructions, shape, ("messages",))), default=0)
+    for parts in _sums(instructions, shape, Working._fields):
+        now = Working(*parts)
+        yield Held(
+            before.parameters,
+            before.gradients + now.sharded,
+            before.optimizer,
+            gathered=before.gathered + now.parameters + now.staged,
+            buffers=before.buffers + now.gradients + now.matrices + now.arriving + now.buffers,
+            activations=before.activations + now.activations + room,
+            pending=before.pending + now.pending,
+            passing=now.passing,
+            context=before.context,
+        )
+
+
+def _sums(instructions: Iterable[Instruction], shape: RankShape, names: tuple[str, ...]) -> Iterator[list[int]]:
+    """Yield the bytes of components after each instruction, with those that it allocates and frees itself."""
+    parts = [0] * len(names)
+    held: dict[tuple[Workspace, Key], int] = {}
+    known: dict[tuple[Operation, int, Phase | None, int], tuple[list[_Change], ...]] = {}
+    for step in instructions:
+        do, action, of, phase = step
+        found = known.get((do, of, phase, action.stage))
+        if found is None:
+            found = known[do, of, phase, action.stage] = _changes(step, shape, names)
+        frees, takes, within = found
+        for part, buffer, size in frees:
+            parts[part] -= _freed(held, buffer, size)
+        for part, buffer, size in takes:
+            parts[part] += _taken(held, buffer, size or 0)
+        if within:
+            most = list(parts)
+            for part, _, size in within:
+                most[part] += size or 0
+            yield most
+        else:
+            yield list(parts)
+
+
+def _freed(held: dict[tuple[Workspace, Key], int], buffer: tuple[Workspace, Key], size: int | None) -> int:
+    """Free a buffer, or a part of it, and return the bytes."""
+    own = held.pop(buffer, 0)
+    if buffer[0].shared is Sharing.TOGETHER:
+        if own > 1:
+            held[buffer] = own - 1
+        return size or 0 if own == 1 else 0
+    if size is None:
+        return own
+    if own > size:
+        held[buffer] = own - size
+    return size
+
+
+def _taken(held: dict[tuple[Workspace, Key], int], buffer: tuple[Workspace, Key], size: int) -> int:
+    """Allocate a buffer and return the bytes that this adds. held: of one that is held together, by how many."""
+    own = held.get(buffer, 0)
+    if buffer[0].shared is Sharing.TOGETHER:
+        held[buffer] = own + 1
+        return 0 if own else size
+    more = size if buffer[0].shared is Sharing.EACH else max(0, size - own)
+    held[buffer] = own + more
+    return more
+
+
+def _changes(step: Instruction, shape: RankShape, names: tuple[str, ...]) -> tuple[list[_Change], ...]:
+    """Return what an instruction frees, takes, and takes within itself; nothing of no bytes."""
+    resolved = Resolved.of(step, shape)
+    found = tuple(
+        list(_allocations(each, resolved, shape, names)) for each in (step.do.frees, step.do.takes, step.do.within)
+    )
+    for name, nbytes in shape.besides.get((step.do, step.action.stage), {}).items():
+        if name in names and nbytes:
+            own = Workspace(name, Per.STAGE, Sharing.EACH), (step.action.stage, None)
+            found[2 if name == "passing" else 1].append(_Change(names.index(name), own, nbytes))
+    return found
+
+
+def _allocations(
+    amounts: Iterable[Amount], resolved: Resolved, shape: RankShape, names: tuple[str, ...]
+) -> Iterator[_Change]:
+    for amount in amounts:
+        workspace = amount.workspace
+        if workspace.part not in names:
+            continue
+        for key in resolved.keys(workspace.per, of_all=amount.of_all):
+            size = amount.size and amount.size(_object(shape, workspace.per, key), key[1])
+            if size != 0:
+                yield _Change(names.index(workspace.part), (workspace, key), size)
+
+
+def _object(shape: RankShape, per: Per, key: Key) -> object:
+    """Return what a size is asked of."""
+    of: Mapping[Per, Mapping[int, object]] = {Per.BLOCK: shape.blocks, Per.STAGE: shape.stages}
+    return shape if per is Per.STEP else of.get(per, shape.units)[key[0]]
+
+
+# ---- what a program may hold
+
+
+def reduced_at_once(prefetch: int | None) -> int:
+    """Reductions in flight while the next one's gradients are computed: none if nothing is prefetched."""
+    return 0 if prefetch == 0 else 1
+
+
+@dataclass(frozen=True, slots=True)
+class WorkingMemory:
+    """Bytes of one rank.
+
+    live: whole copies of parameters.  ahead: prefetched parameters; part of `live` or `lent`.
+    lent: reserved permanently for blocks that the ranks of a group read in place.  buffers: whole gradients until they
+    are reduced, and their receive buffers.  flows: whole gradients until they are reduced; part of `lent` or `buffers`.
+    arriving: the receive buffers, part of `buffers`.
+    matrices: those that the optimizer transforms whole, at the end of a step, when nothing else is whole.
+    """
+
+    live: int
+    ahead: int
+    lent: int
+    buffers: int
+    flows: int
+    arriving: int = 0
+    matrices: int = 0
+
+    @property
+    def total(self) -> int:
+        """Largest sum of all of them at the same time."""
+        return max(self.live + self.buffers, self.matrices) + self.lent
+
+
+def working_memory(
+    blocks: Sequence[Sequence[SegmentShape]],
+    sharding: Sharding,
+    *,
+    reads_in_place: bool,
+    prefetch: int | None = None,
+    whole: int | None = None,
+    made: int | None = None,
+    matrices: int = 0,
+) -> WorkingMemory:
+    """The working memory of a rank for `blocks`, each given by the segments that it uses.
+
+    reads_in_place: whether the ranks of a group read each other's memory, as they do on one host's CPUs.
+    prefetch: bytes that may be gathered ahead; None: what one block needs for each link that a gather crosses; 0 lets
+    no reduction run beside the computation either.
+    whole, made: the most bytes of whole parameters, and of whole gradients that are made and reduced, which a program
+    has at once; None: one block after the other, each freed after its use and reduced in its microbatch.
+    matrices: the most bytes that a program has of matrices which the optimizer transforms whole.
+    """
+    nest, is_shared = sharding.nest, reads_in_place and sharding.nest.intra > 1
+    each = [_block(block, sharding, is_shared=is_shared) for block in blocks]
+    largest, staged, flow, arriving = (max((sizes[at] for sizes in each), default=0) for at in range(4))
+    has_to_travel = largest > 0 and (nest.intra < 2 or not reads_in_place or staged > 0)
+    ahead = 0
+    if has_to_travel:
+        links = [move.axis for move in sharding.real(GATHER_PARAMETER[sharding.layout.parameters])]
+        crossed = [axis for axis in links if axis is not Axis.INTRA or not reads_in_place]
+        ahead = max(1, len(crossed)) * (staged or largest) if prefetch is None else prefetch
+    behind = reduced_at_once(prefetch)
+    flows = (behind + 1) * flow if made is None else made
+    at_worst = max((behind + 1) * flow, flows)
+    # Without prefetch, one staged part is enough: it is released before the next is allocated.
+    lent = (max(ahead, (behind + 1) * staged) if staged else 0) + (at_worst if is_shared else 0)
+    limit = ahead if not staged else 0
+    return WorkingMemory(
+        live=largest + limit if whole is None else whole,
+        ahead=ahead,
+        lent=lent,
+        buffers=arriving + (0 if is_shared else flows),
+        flows=flows,
+        arriving=arriving,
+        matrices=matrices,
+    )
+
+
+def needed_in_a_step(shape: RankShape, peaks: Bytes | None = None) -> WorkingMemory:
+    """Return the memory of a step beyond stored state and activations. peaks: of the rank's program, once there is one.
+
+    A gather between ranks that read each other's memory is a copy, so less is prefetched, and a reduction between them
+    needs no buffer for its inputs.
+    """
+    assert shape.sharding is not None, "it was made from a plan"
+    used = [block.units for block in shape.blocks.values()] + [(unit,) for unit in shape.slices.values()]
+    return working_memory(
+        [[segment for unit in units for segment in shape.units[unit].segments] for units in used],
+        shape.sharding,
+        reads_in_place=shape.reads_in_place,
+        prefetch=shape.prefetch,
+        whole=None if peaks is None else peaks.parameters,
+        made=None if peaks is None else peaks.gradients,
+        matrices=0 if peaks is None else peaks.matrices,
+    )
+
+
+def _block(segments: Sequence[SegmentShape], sharding: Sharding, *, is_shared: bool) -> tuple[int, int, int, int]:
+    """Return bytes of one block: its gathered copy, the part of it that other ranks read, its gradients, and the data
+    received from other ranks while gradients are reduced and synced.
+
+    is_shared: whether there are others in the group, and they read each other's memory.
+    """
+    nest, layout = sharding.nest, sharding.layout
+    p, g, os = layout.parameters, layout.gradients, layout.optimizer
+    whole = sum(map(sharding.whole_bytes, segments))
+    flow = arriving = 0
+    for segment in segments:
+        padded = segment.map.padded
+        arriving += AT_ONCE * _arriving(GATHER_PARAMETER[p], "parameter", sharding, segment, is_shared=is_shared)
+        if segment.trainable:
+            gradient = ITEM_BYTES[sharding.precision.gradient]
+            syncs = AT_ONCE * gradient
+            flow += sharding.flow_bytes(segment) * len(segment.phases)
+            if g is not Level.N:
+                arriving += _arriving(REDUCE_GRADIENT[g], "gradient", sharding, segment, is_shared=is_shared)
+            coarse = min(g, os)
+            arriving += AT_ONCE * _arriving(SYNC_GRADIENT[g, os], "gradient", sharding, segment, is_shared=is_shared)
+            arriving += AT_ONCE * _arriving(SYNC_PARAMETER[os, p], "parameter", sharding, segment, is_shared=is_shared)
+            if not nest.is_same(coarse, g):
+                arriving += syncs * len(nest.range(coarse, padded))
+    staged = whole // nest.intra if is_shared and p is Level.G and nest.inter > 1 else 0
+    return whole, staged, flow, arriving
+
+
+def _arriving(
+    moves: Moves,
+    of: Literal["gradient", "parameter"],
+    sharding: Sharding,
+    segment: SegmentShape,
+    *,
+    is_shared: bool,
+) -> int:
+    """Bytes that the most demanding of some moves needs beside the buffer itself: received blocks of a reduction,
+    encoded blocks that are sent and received."""
+    nest, dtype = sharding.nest, sharding.precision.gradient
+    sizes = [0]
+    for move in moves:
+        ranks, block = nest.size(move.axis), sharding.block_bytes(segment, of, move, dtype)
+        if sharding.codec(of, move) is not None:
+            sizes.append((2 if move.kind is Kind.REDUCE else 1) * ranks * block)
+        elif move.kind is Kind.REDUCE and not (is_shared and move.axis is Axis.INTRA):
+            sizes.append((ranks - 1) * block)
+    return max(sizes)

@@ -1,4 +1,10 @@
-"""The shape of a rank for lowering: its stages, their blocks, and the bytes of the blocks' units."""
+"""The shape of a rank: its stages, their blocks, the blocks' units, and the bytes of all of them.
+
+A program is lowered for it, and the accounts of bytes ask it: those between steps (`atoll.plans.layouts.state`) and
+those over a step (`atoll.program.memory`). `atoll.program.rank` makes it. What a block keeps for its backward is known
+of a workload (`atoll.prediction.cost`); of a rank that is built from a model these fields are 0. They do not count when
+shapes are compared, since no program depends on them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from atoll.program.table import Operation, Phase
+from atoll.plans.layouts import Footprint, SegmentShape, Sharding, footprint
+from atoll.program.operation import Operation, Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +33,11 @@ class UnitShape:
     copies: pipeline ranks that have it.
     matrices: those of it that the optimizer transforms whole.  exchanged: bytes from their COLLECT to their UPDATE.
     transformed: bytes that come and go within TRANSFORM.
+    sharded: bytes of the sharded gradients of each phase, from the first of a step on; none if they are always there.
+    segments: its flat buffers.
+
+    pending: bytes that its W frees, of those that I keeps for it.  answered: the received gradient that W was the last
+    to need, whose buffer is idle again.
     """
 
     index: int
@@ -40,6 +52,10 @@ class UnitShape:
     matrices: int = 0
     exchanged: int = 0
     transformed: int = 0
+    sharded: Mapping[Phase, int] = field(default_factory=dict)
+    segments: tuple[SegmentShape, ...] = field(default=(), compare=False)
+    pending: int = field(default=0, compare=False)
+    answered: int = field(default=0, compare=False)
 
     @property
     def trainable(self) -> bool:
@@ -53,11 +69,22 @@ class UnitShape:
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """A block of the model. needs_backward: whether anything in it or before it is trained."""
+    """A block of the model.
+
+    needs_backward: whether anything in it or before it is trained.
+    kept: bytes from F on, without the buffer of a received input.  freed: those that are no longer kept after I, and
+    the buffer of a received gradient that W still needs.  pending: those that I keeps for W.
+    in_forward, in_backward: bytes that come and go within F and I.
+    """
 
     index: int
     units: tuple[int, ...]
     needs_backward: bool = True
+    kept: int = field(default=0, compare=False)
+    freed: int = field(default=0, compare=False)
+    pending: int = field(default=0, compare=False)
+    in_forward: int = field(default=0, compare=False)
+    in_backward: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +92,17 @@ class StageShape:
     """A stage: its blocks, and its units in the order of the backward.
 
     is_recomputed: whether its blocks run their forward again in the backward.
+    received: bytes of a message from the stage before (F) and from the one behind (B), if they are on other ranks.
+    loss: bytes that START_I is the last to need.  in_loss: those that come and go within it.
     """
 
     index: int
     blocks: tuple[BlockShape, ...]
     units: tuple[int, ...]
     is_recomputed: bool = False
+    received: Mapping[str, int] = field(default_factory=dict, compare=False)
+    loss: int = field(default=0, compare=False)
+    in_loss: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -82,6 +114,10 @@ class RankShape:
     slices: units that are slices of what all pipeline ranks work on, by the name that rows have of them.
     rank, ranks: its place in the pipeline, and how many there are.
     is_scaled: whether gradients come multiplied by a loss scale.
+    sharding: its layout.  prefetch: as in `Plan`.  reads_in_place: whether the ranks of a group read each other's
+    memory.  arriving: bytes that are received while gradients are reduced and synced.
+    besides: bytes that instructions of a stage, or of a slice, take (above 0) and free (below) besides what their rows
+    say, by component of `atoll.program.memory.Working`; known of a workload.
     """
 
     stages: Mapping[int, StageShape]
@@ -92,6 +128,26 @@ class RankShape:
     rank: int = 0
     ranks: int = 1
     is_scaled: bool = False
+    sharding: Sharding | None = field(default=None, compare=False)
+    prefetch: int | None = None
+    reads_in_place: bool = False
+    arriving: int = 0
+    besides: Mapping[tuple[Operation, int], Mapping[str, int]] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def blocks(self) -> Mapping[int, BlockShape]:
+        """All blocks by index."""
+        return {block.index: block for stage in self.stages.values() for block in stage.blocks}
+
+    @property
+    def segments(self) -> tuple[SegmentShape, ...]:
+        """The flat buffers of all units, in the model's order."""
+        return tuple(segment for unit in self.units.values() for segment in unit.segments)
+
+    def footprint(self, *, states: int | None = None) -> Footprint:
+        """Return the bytes of its state; `states` as in `atoll.plans.layouts.footprint`."""
+        assert self.sharding is not None, "it was made from a plan"
+        return footprint(self.segments, self.sharding, states=states)
 
     @cached_property
     def completes(self) -> Mapping[int, tuple[int, ...]]:
@@ -115,7 +171,7 @@ class RankShape:
     @cached_property
     def units_of(self) -> Mapping[int, tuple[int, ...]]:
         """For each block, the units that it uses."""
-        return {block.index: block.units for stage in self.stages.values() for block in stage.blocks}
+        return {block.index: block.units for block in self.blocks.values()}
 
     @cached_property
     def most_asked(self) -> int:

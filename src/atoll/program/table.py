@@ -2,298 +2,32 @@
 
 Laws, memory, traffic, drawing, simulation and predictions are folds over these rows, so an instruction is added in one
 place: its row, and the call that executes it (`docs/design/adding-an-instruction.md`). Rows of a package of its own,
-such as a split vocabulary, stand beside that package and register themselves.
-
-    needs   what must hold before it, or must not, each with the words of the error
-    ends    what no longer holds after it
-    gives   what holds after it
-    takes   buffers that it allocates, and `frees` those that it gives back
-    moves   what it sends to data-parallel ranks, by a key of `UnitShape.travel`
-
-What holds is a set of facts, each about a unit, a phase of its gradients, a message, or the whole step. A fact may be a
-flight: a transfer between the instruction that begins it and the one that waits for it.
+such as a split vocabulary, stand beside that package and register themselves. `atoll.program.operation` says what a row
+is made of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field
-from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from atoll.base.errors import ConfigError
+from atoll.program.operation import (
+    Amount,
+    Fact,
+    Lane,
+    Need,
+    Operation,
+    Over,
+    Partners,
+    Per,
+    Phase,
+    Scope,
+    Sharing,
+    Side,
+    Workspace,
+)
 
 if TYPE_CHECKING:
     from atoll.program.shape import RankShape, UnitShape
-
-Phase = Literal["I", "W"]
-"""The phase of a backward that computes a gradient: with the input's (I), or with the weights' (W)."""
-
-PHASES: tuple[Phase, ...] = ("I", "W")
-
-
-class Lane(StrEnum):
-    """The resource that an instruction uses: the device, the pipeline links or the data-parallel links."""
-
-    COMPUTE = "compute"
-    PIPELINE = "pipeline"
-    DATA = "data"
-
-
-class Scope(StrEnum):
-    """The object of an instruction, which `Instruction.of` names: a block, a unit, or the gradients of one phase of a
-    unit. For a microbatch of a stage, and for the whole step, `of` is -1."""
-
-    BLOCK = "block"
-    UNIT = "unit"
-    PHASE = "phase"
-    MICROBATCH = "microbatch"
-    STEP = "step"
-
-
-class Partners(StrEnum):
-    """The ranks that an instruction may wait for: of which axes, or of what."""
-
-    TENSOR = "the tensor-parallel group"
-    DATA = "data-parallel ranks"
-    STAGE = "ranks of the stage"
-    NEIGHBOUR = "the rank of the next or the previous stage"
-    PIPELINE = "all pipeline ranks"
-    ALL = "all ranks"
-
-
-class Over(StrEnum):
-    """The units that an instruction works on: those of its block, its own, all, or none."""
-
-    BLOCK = "block"
-    UNIT = "unit"
-    ALL = "all"
-    NONE = "none"
-
-
-class Side(StrEnum):
-    """The rank that a message comes from: of the stage before, of the one behind, of the first or of the last."""
-
-    PREVIOUS = "previous"
-    NEXT = "next"
-    FIRST = "first"
-    LAST = "last"
-
-
-# ---- facts and buffers
-
-
-class Per(StrEnum):
-    """The kind of object that a fact or a buffer belongs to."""
-
-    UNIT = "unit"
-    PHASE = "phase"
-    MESSAGE = "message"
-    STEP = "step"
-
-
-def _every(unit: UnitShape, phase: Phase | None) -> bool:
-    return True
-
-
-def _no(unit: UnitShape) -> bool:
-    return False
-
-
-def _one(unit: UnitShape) -> int:
-    return 1
-
-
-@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class Fact:
-    """Something that holds between two instructions of a program.
-
-    per: what it is about.  applies: to which units, and phases of their gradients.
-    holds_first: whether it holds before the first instruction.
-    left: what is wrong if it holds after the last one.  excused: units of which it may.
-    is_flight: whether it is a transfer under way. An instruction that begins another one has it start after the flights
-    that it ends; any other instruction waits for those.
-    is_in_order: whether it ends in the order in which it began; it may then begin again before it has ended.
-    most, size, above: the largest sum of sizes that may hold at once, and what is wrong if there is more.
-    lane, colour, bar: where a drawing shows it, from the instruction that begins it to the one that ends it, and how;
-    the text is that of the instruction that ends it if there is no other.
-    """
-
-    per: Per
-    applies: Callable[[UnitShape, Phase | None], bool] = _every
-    holds_first: bool = False
-    left: str = ""
-    excused: Callable[[UnitShape], bool] = _no
-    is_flight: bool = False
-    is_in_order: bool = False
-    most: Callable[[RankShape], int] | None = None
-    size: Callable[[UnitShape], int] = _one
-    above: str = ""
-    lane: str = ""
-    colour: str = ""
-    bar: str = ""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Need:
-    """A fact that must hold before an instruction, or must not. words: what is wrong otherwise.
-
-    of_all: whether it is asked of units that the fact does not apply to as well.
-    """
-
-    fact: Fact
-    words: str
-    _: KW_ONLY
-    holds: bool = True
-    of_all: bool = False
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Workspace:
-    """Memory of a unit, or of a phase of its gradients. part: the component of `Bytes` that it belongs to.
-
-    is_one: whether it is allocated once until it is freed; of others several may be in use at once.
-    """
-
-    part: str
-    per: Per
-    is_one: bool = True
-
-
-Size = Callable[["UnitShape", Phase | None], int]
-"""Bytes of a unit, or of a phase of its gradients."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Amount:
-    """A workspace that an instruction allocates or frees, and its size. size: None frees all of it."""
-
-    workspace: Workspace
-    size: Size | None = None
-
-
-# ---- rows
-
-OPERATIONS: dict[str, Operation] = {}
-"""Every instruction by its name."""
-
-
-@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class Operation:
-    """All that is known of an instruction. As an attribute of a class it is registered under the attribute's name.
-
-    lane: the resource that it uses.  scope: what `Instruction.of` is.
-    over: the units that it works on; a name is that of a slice of the rank (`RankShape.slices`).
-    phase: of the gradients that it makes, if the instruction does not say it.
-    waits: whether it can block: on a message, on a collective or on other ranks.  peers: those that it may wait for.
-    begins: whether it neither computes nor waits: after a block's forward it is executed before control returns to the
-    model.  is_aside: whether a timeline shows it with the action that uses what it begins or ends.
-
-    reads: whether it reads the parameters of its units.
-    needs, ends, gives: facts.  takes, frees: buffers.  within: what it allocates and frees itself.
-
-    moves: whether it sends bytes to data-parallel ranks.  moves_as: the row whose bytes these are, if not its own.
-    carries: what it sends, as in a table of traffic.
-
-    sends, posts, receives: the kind of a message between pipeline ranks.
-    to, source: the rank that a message goes to, or that it comes from with its kind.
-    stands_for: the receive, at one end of the pipeline, that takes its messages of all ranks.
-    tells, hears: a sum of a few numbers, and the ranks that it is needed from.
-
-    cause: the part of a step's time that it counts to.
-    column: its colour in a drawing, where it takes a column.  bar: lane, colour and text of a transfer that it shows at
-    one place.
-    """
-
-    lane: Lane = Lane.COMPUTE
-    scope: Scope = Scope.UNIT
-    over: Over | str = Over.UNIT
-    phase: Phase | None = None
-    waits: bool = False
-    peers: Partners = Partners.DATA
-    begins: bool = False
-    is_aside: bool = False
-    reads: bool = False
-    needs: tuple[Need, ...] = ()
-    ends: tuple[Fact, ...] = ()
-    gives: tuple[Fact, ...] = ()
-    takes: tuple[Amount, ...] = ()
-    frees: tuple[Amount, ...] = ()
-    within: tuple[Amount, ...] = ()
-    moves: bool = False
-    moves_as: Operation | None = None
-    carries: str = ""
-    sends: str = ""
-    to: Side | None = None
-    posts: str = ""
-    receives: str = ""
-    source: tuple[str, Side] | None = None
-    stands_for: str = ""
-    tells: str = ""
-    hears: tuple[str, Partners] | None = None
-    cause: str = "other"
-    column: str = ""
-    bar: tuple[str, str, str] | None = None
-    name: str = field(default="", init=False)
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        """Register the row. Raises TypeError if there is another one of this name."""
-        if name in OPERATIONS:
-            raise TypeError(f"{owner.__name__}.{name}: there is an instruction of this name already")
-        object.__setattr__(self, "name", name)
-        OPERATIONS[name] = self
-
-    def __str__(self) -> str:
-        """The name."""
-        return self.name
-
-    def __repr__(self) -> str:
-        return f"<{self.name}>"
-
-    def __reduce__(self) -> tuple[Callable[[str], Operation], tuple[str]]:
-        """In another process it is the row of that name."""
-        return named, (self.name,)
-
-    @property
-    def is_of_block(self) -> bool:
-        """True if `Instruction.of` is the index of a block."""
-        return self.scope is Scope.BLOCK
-
-    @property
-    def is_of_unit(self) -> bool:
-        """True if `Instruction.of` is the index of a unit."""
-        return self.scope in (Scope.UNIT, Scope.PHASE)
-
-    @property
-    def has_phase(self) -> bool:
-        """True for instructions that handle the gradients of one phase of the backward, I or W."""
-        return self.scope is Scope.PHASE
-
-    def is_in_turn(self, fact: Fact) -> bool:
-        """True if it ends the first that a fact is about, which must be its own; otherwise it ends all of its own."""
-        return fact.is_in_order and any(need.fact is fact for need in self.needs)
-
-    @property
-    def sent(self) -> Operation | None:
-        """The row by which `UnitShape.travel` has the bytes that it sends; None if it sends none."""
-        return self.moves_as or (self if self.moves else None)
-
-
-def facts() -> tuple[Fact, ...]:
-    """Return the facts of all rows, each once."""
-    found = (
-        fact for row in OPERATIONS.values() for fact in (*row.gives, *row.ends, *(need.fact for need in row.needs))
-    )
-    return tuple(dict.fromkeys(found))
-
-
-def named(name: str) -> Operation:
-    """Return the row of an instruction. Raises ConfigError for a name that none has."""
-    found = OPERATIONS.get(name)
-    if found is None:
-        raise ConfigError(f"{name!r} is not an instruction; there are {', '.join(OPERATIONS)}")
-    return found
-
 
 # ---- the core's facts
 
@@ -344,8 +78,18 @@ class Workspaces:
     UNSHARDED = Workspace("parameters", Per.UNIT)
     STAGED = Workspace("staged", Per.UNIT)
     GRADIENT = Workspace("gradients", Per.PHASE)
-    REDUCING = Workspace("gradients", Per.PHASE, is_one=False)
-    MATRICES = Workspace("matrices", Per.UNIT, is_one=False)
+    REDUCING = Workspace("gradients", Per.PHASE, Sharing.EACH)
+    MATRICES = Workspace("matrices", Per.UNIT, Sharing.EACH)
+    SHARDED = Workspace("sharded", Per.PHASE)
+    ARRIVING = Workspace("arriving", Per.STEP, Sharing.TOGETHER)
+    KEPT = Workspace("activations", Per.BLOCK, Sharing.EACH)
+    KEPT_FOR_LOSS = Workspace("activations", Per.STAGE, Sharing.EACH)
+    ANSWERED = Workspace("activations", Per.UNIT, Sharing.EACH)
+    PENDING = Workspace("pending", Per.BLOCK, Sharing.EACH)
+    WEIGHED = Workspace("pending", Per.UNIT, Sharing.EACH)
+    PASSING = Workspace("passing", Per.BLOCK, Sharing.EACH)
+    IN_LOSS = Workspace("passing", Per.STAGE, Sharing.EACH)
+    MESSAGES = Workspace("messages", Per.STAGE, Sharing.EACH)
 
 
 def _whole(unit: UnitShape, _: Phase | None) -> int:
@@ -365,6 +109,19 @@ def _flow(unit: UnitShape, phase: Phase | None) -> int:
     return unit.flows.get(phase, 0) if phase else 0
 
 
+def _sharded(unit: UnitShape, phase: Phase | None) -> int:
+    return unit.sharded.get(phase, 0) if phase else 0
+
+
+def _accumulated(unit: UnitShape, phase: Phase | None) -> int:
+    """Gradients that nothing reduces are accumulated where they are stored, from the first one on."""
+    return 0 if _flow(unit, phase) else _sharded(unit, phase)
+
+
+def _arriving(shape: RankShape, _: Phase | None) -> int:
+    return shape.arriving
+
+
 def _exchanged(unit: UnitShape, _: Phase | None) -> int:
     return unit.exchanged
 
@@ -376,7 +133,8 @@ def _transformed(unit: UnitShape, _: Phase | None) -> int:
 WORKS = Need(Facts.OPEN, "microbatches are over")
 READS = Need(Facts.UNSHARDED, "unit {unit} is used before it is unsharded")
 WRITES = Need(Facts.SYNCING, "a gradient of unit {unit} is made after its sync", holds=False, of_all=True)
-GRADIENT = Amount(Workspaces.GRADIENT, _flow)
+GRADIENT = (Amount(Workspaces.GRADIENT, _flow), Amount(Workspaces.SHARDED, _accumulated))
+_ARRIVING = Amount(Workspaces.ARRIVING, _arriving)
 _ONCE = tuple(Need(fact, "unit {unit} is gathered twice", holds=False) for fact in (Facts.UNSHARDED, Facts.GATHERING))
 _SUMS = Need(Facts.SUMMED, "{do} comes before SUMS")
 _UNREAD = Need(Facts.UNREAD, "the gradients of unit {unit} are written while others may read them")
@@ -394,8 +152,9 @@ def sends(kind: str, **rest: Any) -> Operation:
 def posts(kind: str) -> Operation:
     """Return the row that begins to receive messages of a kind."""
     return Operation(
-        lane=Lane.PIPELINE, scope=Scope.MICROBATCH, over=Over.NONE, posts=kind, is_aside=True, gives=(Facts.POSTED,)
-    )
+        lane=Lane.PIPELINE, scope=Scope.MICROBATCH, over=Over.NONE, posts=kind, is_aside=True, gives=(Facts.POSTED,),
+        takes=(Amount(Workspaces.MESSAGES, lambda stage, _: stage.received.get(kind, 0)),),
+    )  # fmt: skip
 
 
 def receives(kind: str, source: tuple[str, Side]) -> Operation:
@@ -457,19 +216,29 @@ class Do:
     TAKE_BACK begins the program again if a step ahead was wrong
     """
 
-    F = computes(scope=Scope.BLOCK, over=Over.BLOCK, reads=True, needs=(READS, WORKS), cause="forward", column="F")
+    F = computes(
+        scope=Scope.BLOCK, over=Over.BLOCK, reads=True, needs=(READS, WORKS), cause="forward", column="F",
+        takes=(Amount(Workspaces.KEPT, lambda block, _: block.kept),),
+        within=(Amount(Workspaces.PASSING, lambda block, _: block.in_forward),),
+    )  # fmt: skip
     FINISH_F = computes()
-    START_I = computes()
+    START_I = computes(
+        frees=(Amount(Workspaces.KEPT_FOR_LOSS, lambda stage, _: stage.loss),),
+        within=(Amount(Workspaces.IN_LOSS, lambda stage, _: stage.in_loss),),
+    )
     I = computes(  # noqa: E741  (the field's name for it)
         scope=Scope.BLOCK, over=Over.BLOCK, phase="I", reads=True, needs=(READS, WRITES, WORKS), gives=(Facts.MADE,),
-        takes=(GRADIENT,), cause="backward", column="I",
+        takes=(*GRADIENT, Amount(Workspaces.PENDING, lambda block, _: block.pending)), cause="backward", column="I",
+        frees=(Amount(Workspaces.KEPT, lambda block, _: block.freed),),
+        within=(Amount(Workspaces.PASSING, lambda block, _: block.in_backward),),
     )  # fmt: skip
     FINISH_I = computes()
     W = computes(
-        scope=Scope.UNIT, over=Over.UNIT, phase="W", needs=(WRITES, WORKS), gives=(Facts.MADE,), takes=(GRADIENT,),
-        cause="weights", column="W",
+        scope=Scope.UNIT, over=Over.UNIT, phase="W", needs=(WRITES, WORKS), gives=(Facts.MADE,),
+        takes=(*GRADIENT, Amount(Workspaces.ANSWERED, lambda unit, _: unit.answered)), cause="weights", column="W",
+        frees=(Amount(Workspaces.WEIGHED, lambda unit, _: unit.pending),),
     )  # fmt: skip
-    FINISH_W = computes()
+    FINISH_W = computes(frees=(Amount(Workspaces.MESSAGES, lambda stage, _: sum(stage.received.values())),))
 
     SEND_F = sends("F", to=Side.NEXT)
     SEND_B = sends("B", to=Side.PREVIOUS, carries="backward")
@@ -511,12 +280,13 @@ class Do:
         needs=(WORKS, Need(Facts.SYNCING, "unit {unit} is reduced after its sync", holds=False)),
         ends=(Facts.MADE,), gives=(Facts.REDUCING, Facts.SETTLING),
         # The next microbatch's gradients go to another buffer; where none was made, zeros are reduced.
-        frees=(Amount(Workspaces.GRADIENT),), takes=(Amount(Workspaces.REDUCING, _flow),),
+        frees=(Amount(Workspaces.GRADIENT),),
+        takes=(Amount(Workspaces.REDUCING, _flow), Amount(Workspaces.SHARDED, _sharded), _ARRIVING),
     )  # fmt: skip
     REDUCED = Operation(
         lane=Lane.DATA, scope=Scope.PHASE, is_aside=True, waits=True,
         needs=(Need(Facts.REDUCING, "unit {unit} is waited for before what was reduced earlier"),),
-        ends=(Facts.REDUCING,), frees=(Amount(Workspaces.REDUCING, _flow),), cause="reductions",
+        ends=(Facts.REDUCING,), frees=(Amount(Workspaces.REDUCING, _flow), _ARRIVING), cause="reductions",
     )  # fmt: skip
     SYNC = Operation(
         lane=Lane.DATA, scope=Scope.PHASE, begins=True, is_aside=True, moves=True, carries="sync",
@@ -524,7 +294,9 @@ class Do:
             Need(Facts.SYNCING, "unit {unit} is synced twice", holds=False),
             Need(Facts.MADE, "unit {unit} is synced before it is reduced", holds=False),
         ),
-        ends=(Facts.SETTLING,), gives=(Facts.SYNCING, Facts.SETTLING), bar=("reduce", "REDUCE", "sync {unit} {phase}"),
+        ends=(Facts.SETTLING,), gives=(Facts.SYNCING, Facts.SETTLING),
+        takes=(Amount(Workspaces.SHARDED, _sharded, of_all=True), _ARRIVING),
+        bar=("reduce", "REDUCE", "sync {unit} {phase}"),
     )  # fmt: skip
 
     DRAIN = _of_step(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from atoll.program.table import GRADIENT, READS, WORKS, Facts, Partners, Side, computes, posts, receives, sends
+from atoll.program.operation import Partners, Side
+from atoll.program.table import GRADIENT, READS, WORKS, Facts, computes, posts, receives, sends
 
 EMBEDDING = "embedding"
 """Name of the embedding's slice in `RankShape.slices`."""
@@ -20,11 +21,9 @@ class Sliced:
 
     L = computes(over=EMBEDDING, reads=True, needs=(READS, WORKS), cause="forward", column="L")
     S = computes(over=HEAD, reads=True, needs=(READS, WORKS), cause="forward", column="S")
-    T = computes(
-        over=HEAD, phase="W", needs=(WORKS,), gives=(Facts.MADE,), takes=(GRADIENT,), cause="weights", column="T"
-    )
+    T = computes(over=HEAD, phase="W", needs=(WORKS,), gives=(Facts.MADE,), takes=GRADIENT, cause="weights", column="T")
     G = computes(
-        over=EMBEDDING, phase="W", needs=(WORKS,), gives=(Facts.MADE,), takes=(GRADIENT,), cause="weights", column="G"
+        over=EMBEDDING, phase="W", needs=(WORKS,), gives=(Facts.MADE,), takes=GRADIENT, cause="weights", column="G"
     )
     SEND_L = sends("L", stands_for="RECV_F", **_OF_ALL)
     SEND_S = sends("S", stands_for="RECV_B", **_OF_ALL)

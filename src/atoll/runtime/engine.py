@@ -35,16 +35,16 @@ from atoll.base.errors import (
 )
 from atoll.base.faults import ROLLBACKS, SKIPS_IN_A_ROW, Answer, Fault, Made, Policy, Rollback, Sighting
 from atoll.plans.ir import Schedule
-from atoll.plans.layouts import Footprint, WorkingMemory, swapped_along
+from atoll.plans.layouts import Footprint, swapped_along
 from atoll.plans.plan import Plan
 from atoll.prediction.advice import advice
-from atoll.program import Instruction, Operation, Program
+from atoll.program import Instruction, Operation, Program, WorkingMemory, needed_in_a_step
 from atoll.program.trace import Trace
 from atoll.runtime import checkpoint
 from atoll.runtime.agreement import Agreement
 from atoll.runtime.allocator import keep_freed_memory
 from atoll.runtime.assemble.build import build
-from atoll.runtime.assemble.holdings import held_at_rest, held_now, needed_in_a_step, shape_of
+from atoll.runtime.assemble.stored import stored_now
 from atoll.runtime.assemble.ties import untie_as_stored
 from atoll.runtime.batches import Batches, Labels, Share
 from atoll.runtime.checkpoint import Archive, Background, Piece, Told, is_complete
@@ -301,13 +301,12 @@ class Engine:
         afterwards.
         """
         place = self.place
-        shape = shape_of(self._sharded, self.plan, place, reads_in_place=True)
-        self.program = self._executor.lower(shape)
-        self.transport.share(self._needed(reads_in_place=True).lent)
+        self.program = self._executor.lower(self._sharded.rank(place, reads_in_place=True))
+        self.transport.share(self.working_memory().lent)
         seeing = self.agree(float(self.transport.sees(Peers.along("intra", place))))
         self.reads_in_place = seeing == place.mesh.world
         if not self.reads_in_place:
-            self.program = self._executor.lower(shape_of(self._sharded, self.plan, place, reads_in_place=False))
+            self.program = self._executor.lower(self._sharded.rank(place, reads_in_place=False))
         # If a model keeps values besides its parameters, the first step shows how a forward changes them.
         self._watches_buffers = self.agree(float(bool(self._buffers()))) > 0
         mesh = self.plan.mesh
@@ -655,19 +654,16 @@ class Engine:
     def memory(self) -> Footprint:
         """Return the bytes of parameters, gradients and optimizer state that this rank stores now."""
         anchors = [] if self.outer is None else self.outer.tensors()
-        return held_now(self.units, [*self._optimizer.state_tensors(), *anchors])
+        return stored_now(self.units, [*self._optimizer.state_tensors(), *anchors])
 
     def footprint(self, *, states: int | None = None) -> Footprint:
-        """Return the predicted bytes of this rank's state between steps; `states` as in `atoll.layouts.footprint`."""
-        return held_at_rest(self.units, self.plan.sharding(self.place), states=states)
+        """Return the predicted bytes of this rank's state between steps; `states` as in
+        `atoll.plans.layouts.footprint`."""
+        return self.program.shape.footprint(states=states)
 
     def working_memory(self) -> WorkingMemory:
         """Return the bytes that this rank needs within a step in addition to stored state and saved activations."""
-        return self._needed(reads_in_place=self.reads_in_place)
-
-    def _needed(self, *, reads_in_place: bool) -> WorkingMemory:
-        peaks = self.program.peaks
-        return needed_in_a_step(self._sharded, self.plan, self.place, reads_in_place=reads_in_place, peaks=peaks)
+        return needed_in_a_step(self.program.shape, self.program.peaks)
 
     def trace(self) -> Trace:
         """Return this rank's timeline of the last training step, in seconds of the host's monotonic clock."""

@@ -75,7 +75,7 @@ def test_bytes_are_those_of_the_masters_dtype(name: str, codec: Codec | None) ->
     assert found.outer.largest == pytest.approx(sent, rel=1e-3)
     assert sum(sent_by(found.ranks, 0).values()) == pytest.approx(sent, rel=1e-3)
     kept = (2 if codec is None else 3) * numel * item  # anchor, momentum, residual
-    assert found.ranks.footprint(0).optimizer - none.ranks.footprint(0).optimizer == kept
+    assert found.ranks.of(0).footprint().optimizer - none.ranks.of(0).footprint().optimizer == kept
     blocks = [-(-size // 2) for sizes in anchors(found.ranks, 0).values() for size in sizes]
     encoded = 0 if codec is None else AT_ONCE * 2 * 2 * codec.nbytes(max(blocks))
     assert in_flight(found.ranks, 0) == numel * item + encoded
@@ -123,8 +123,8 @@ def test_traffic_and_memory_with_a_codec(codec: Codec) -> None:
     assert found.outer.nbytes * outer.every == sum(2 * codec.nbytes(block) for block in blocks)
     assert found.outer.worst < plain.outer.worst
     residual = 4 * sum(elements(found.ranks, 0).values())
-    assert found.ranks.footprint(0).optimizer - plain.ranks.footprint(0).optimizer == residual
-    assert forgetful.ranks.footprint(0).optimizer == plain.ranks.footprint(0).optimizer
+    assert found.ranks.of(0).footprint().optimizer - plain.ranks.of(0).footprint().optimizer == residual
+    assert forgetful.ranks.of(0).footprint().optimizer == plain.ranks.of(0).footprint().optimizer
     encoded = AT_ONCE * 2 * 2 * codec.nbytes(max(blocks))
     assert in_flight(found.ranks, 0) - in_flight(plain.ranks, 0) == encoded
 
@@ -165,7 +165,7 @@ def test_anchors_and_what_is_in_flight_are_in_memory() -> None:
     without, with_momentum = predicted(None, mesh=MeshShape(inter=2)), predicted(Outer(8), mesh=MeshShape(inter=2))
     plain = predicted(Outer(8, optimizer="sgd"), mesh=MeshShape(inter=2))
     numel = sum(elements(plain.ranks, 0).values())
-    optimizer = [each.ranks.footprint(0).optimizer for each in (without, plain, with_momentum)]
+    optimizer = [each.ranks.of(0).footprint().optimizer for each in (without, plain, with_momentum)]
     assert optimizer[1] - optimizer[0] == 4 * numel
     assert optimizer[2] - optimizer[1] == 4 * numel
     assert in_flight(plain.ranks, 0) == 4 * numel

@@ -59,9 +59,9 @@ def test_an_update_takes_the_tensors_that_its_optimizer_keeps(states: int, tenso
     """Gradient, and master read and written; each state is read and written, too. Of a shard where they are sharded."""
     found = step_of(states, layout="NNG", mesh=MeshShape(1, 1, intra))
     one = tensors / 7 * EFFICIENCY.update / (2.039e12 * EFFICIENCY.memory)
-    assert found.update_seconds == pytest.approx(one)
+    assert found.durations.update_seconds == pytest.approx(one)
     assert found.rates[0].compute[Do.STEP, -1] == pytest.approx(MODEL.parameters * one / intra, rel=1e-4)
-    twice = found.rates_of(found.parts, update=2.0)[0].compute
+    twice = found.durations.rates_of(found.durations.parts, update=2.0)[0].compute
     assert twice[Do.STEP, -1] == pytest.approx(2 * found.rates[0].compute[Do.STEP, -1])
 
 
@@ -93,7 +93,9 @@ def test_muon_keeps_one_state_of_matrices_and_multiplies_them(iterations: int) -
     transforms = {unit: taken for (do, unit), taken in seconds.items() if do is Do.TRANSFORM}
     assert len(transforms) == 16
     assert all(taken == pytest.approx(clock.seconds(products)) for taken in transforms.values())
-    assert muon.rates_of(muon.parts, update=2.0)[0].compute[Do.TRANSFORM, 1] == pytest.approx(2 * transforms[1])
+    assert muon.durations.rates_of(muon.durations.parts, update=2.0)[0].compute[Do.TRANSFORM, 1] == pytest.approx(
+        2 * transforms[1]
+    )
     plain = step_of(2)
     added = muon.seconds - plain.seconds
     wanted = sum(transforms.values()) - 2 * hidden * one
@@ -115,7 +117,7 @@ def test_owners_share_the_transforms() -> None:
 def test_a_pipeline_fills_and_drains() -> None:
     """1F1B of m microbatches on p ranks takes m + p - 1 times the longest stage where links are fast."""
     found = predicted(mesh=MeshShape(4), on=cluster(), layers_per_stage=(4, 4, 4, 4))
-    stages = [sum(sum(found.parts(found.ranks.works[at])) for at in run) for run in found.ranks.runs]
+    stages = [sum(sum(found.durations.parts(found.ranks.works[at])) for at in run) for run in found.ranks.runs]
     longest, others = max(stages), sum(stages) - max(stages)
     assert 8 * longest < found.seconds < 8 * longest + others * 1.2
 
@@ -143,7 +145,7 @@ def test_all_that_is_kept_is_given_back(schedule: str, recompute: str, unit: int
         assert (
             held[-1].activations
             == held[1].activations
-            == found.message_bytes * round(held[1].activations / found.message_bytes)
+            == found.ranks.message_bytes * round(held[1].activations / found.ranks.message_bytes)
         )
         assert min(min(each) for each in held) >= 0
         assert found.peak(rank).total > held[0].total == found.rest(rank).total
@@ -152,11 +154,11 @@ def test_all_that_is_kept_is_given_back(schedule: str, recompute: str, unit: int
 def test_the_first_rank_of_1f1b_keeps_as_many_microbatches_as_there_are_ranks() -> None:
     found = predicted(mesh=MeshShape(4), on=cluster())
     for rank in range(4):
-        a_microbatch = sum(found.ranks.works[at].kept for at in found.ranks.blocks_of(rank))
+        a_microbatch = sum(found.ranks.works[at].kept for at in found.ranks.shape.blocks_of(rank))
         most = max(held.activations for held in found.held(rank))
         # Besides, room for messages and outputs that are sent: a few hidden states, where a layer keeps dozens.
         messages = most - (4 - rank) * a_microbatch
-        assert 0 <= messages <= (4 - rank + 4) * found.message_bytes
+        assert 0 <= messages <= (4 - rank + 4) * found.ranks.message_bytes
 
 
 def test_state_is_two_four_and_twelve_bytes_a_parameter_and_the_driver_counts() -> None:
@@ -177,13 +179,13 @@ def test_sharded_gradients_take_memory_from_their_first_reduction() -> None:
     ends = [at for at, do in enumerate(done) if do is Do.REDUCE][:backwards]
     assert held[first - 1] == 0 < held[first]
     assert held == sorted(held)
-    assert held[ends[-2]] < held[ends[-1]] == held[-1] == found.ranks.footprint(0).gradients
+    assert held[ends[-2]] < held[ends[-1]] == held[-1] == found.ranks.of(0).footprint().gradients
 
 
 def test_a_post_validated_step_holds_the_gradients_of_the_step_before() -> None:
     found = predicted("GGG", mesh=MeshShape(1, 1, 8), on=cluster(), post_validation=True)
     _, first, *_ = (each.gradients for each in found.held(0))
-    assert first == found.ranks.footprint(0).gradients
+    assert first == found.ranks.of(0).footprint().gradients
 
 
 def test_a_rank_alone_in_its_group_has_nobody_to_read_in_place() -> None:
@@ -237,10 +239,10 @@ def test_each_pair_of_neighbours_has_its_own_link() -> None:
 def test_what_a_burst_has_room_for_does_not_delay_a_message(burst: float, waits: float) -> None:
     """Half a second of latency and a second of transfer, without the part that a burst carries at once. With a burst
     messages do not wait for each other: all of it is latency."""
-    nbytes = predicted(mesh=MeshShape(2), on=cluster()).message_bytes
+    nbytes = predicted(mesh=MeshShape(2), on=cluster()).ranks.message_bytes
     link = {"rate": nbytes, "latency": 0.5, "burst": burst * nbytes}
     tables = {**cluster().model_dump(), "node": {"devices": 2, "link": link}}
-    hop = predicted(mesh=MeshShape(2), on=Cluster.of(tables)).hops.between(0, 1)
+    hop = predicted(mesh=MeshShape(2), on=Cluster.of(tables)).durations.hops.between(0, 1)
     assert (hop.latency, hop.seconds) == pytest.approx((0.5 + waits, 0.0) if burst else (0.5, 1.0))
 
 
@@ -269,5 +271,5 @@ def test_gradients_that_nothing_reduces_are_there_from_the_first() -> None:
     first = done.index(Do.I)
     assert held[first - 1] == 0 < held[first]
     last = [at for at, do in enumerate(done) if do is Do.I][17]
-    assert held[last] == held[-1] == found.ranks.footprint(0).gradients
+    assert held[last] == held[-1] == found.ranks.of(0).footprint().gradients
     assert max(each.buffers for each in found.held(0)) == 0

@@ -13,6 +13,7 @@ from atoll.plans import schedules
 from atoll.plans.layouts import EFFECTIVE, Layout, NewtonSchulz, Precision, Whole
 from atoll.plans.plan import MeshShape, Plan
 from atoll.prediction.cost import Ranks, Transformer, Use
+from atoll.program import needed_in_a_step
 from atoll.runtime.assemble.describe import describe
 from atoll.runtime.models import Decoder, DecoderConfig, count
 
@@ -204,6 +205,6 @@ def test_matrices_are_working_memory_once_the_program_is_known() -> None:
         workload = Transformer.llama(kv_heads=2, tied=False, **SIZES).workload
         ranks = Ranks(workload, plan, Use(samples=1, sequence=8))
         program = ranks.programs.ranks[0]
-        assert ranks.working_memory(0).matrices == 0
-        assert ranks.working_memory(0, program).matrices == program.peaks.matrices
+        assert needed_in_a_step(ranks.of(0)).matrices == 0
+        assert needed_in_a_step(ranks.of(0), program.peaks).matrices == program.peaks.matrices
         assert (program.peaks.matrices > 0) == (whole is not None)

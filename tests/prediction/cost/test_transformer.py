@@ -12,7 +12,7 @@ from atoll.base.errors import ConfigError
 from atoll.prediction.cost import Attention, Kernel, Pass, Product, Transformer, Use, Work
 from atoll.prediction.cost.implementation import DECODER, LLAMA, MEGATRON, Implementation
 from atoll.prediction.cost.kernels import Exchange
-from atoll.prediction.cost.transformer import UNALIGNED
+from atoll.prediction.cost.layer import UNALIGNED
 
 GPT3 = Transformer.gpt(layers=96, hidden=12288, heads=96, vocabulary=51200, positions=2048)
 

@@ -29,7 +29,7 @@ def test_a_holding_is_the_peak_of_the_prediction(explanation: Explanation) -> No
     for rank, each in enumerate(explanation.holdings):
         peak = prediction.peak(rank)
         assert (each.rank, each.held) == (rank, peak)
-        state = prediction.ranks.footprint(rank)
+        state = prediction.ranks.of(rank).footprint()
         assert sum(own.parameters for own in each.state) == state.parameters == peak.parameters
         assert sum(own.optimizer for own in each.state) == state.optimizer == peak.optimizer
         assert sum(own.gradients for own in each.state) == state.gradients
@@ -59,7 +59,7 @@ def test_links_carry_what_the_programs_send(explanation: Explanation) -> None:
         if not prediction.plan.vocabulary_parallel:
             assert sum(use.times for use in uses if use.axis == "pp") == sends
         for use in uses:
-            assert use.seconds == pytest.approx(use.nbytes / prediction.links[use.axis].rate)
+            assert use.seconds == pytest.approx(use.nbytes / prediction.durations.links[use.axis].rate)
     found = travel(prediction)
     assert 0.0 <= found.hidden <= 1.0
 
@@ -119,11 +119,11 @@ def test_islands_send_what_their_outer_steps_send_on_average() -> None:
         assert max(use.nbytes for use in own) == prediction.outer.nbytes
         for rank, use in enumerate(own):
             # A reduce-scatter and an all-gather between two islands, of what each of the 4 ranks of a group stores.
-            elements = stored.ranks.footprint(rank).optimizer / 12
+            elements = stored.ranks.of(rank).footprint().optimizer / 12
             assert use.nbytes == pytest.approx((2 if outer.codec else 4) * elements / outer.every, rel=1e-3)
             units = len(sent_by(prediction.ranks, rank))
             assert use.times - 1 < units / outer.every <= use.times
-            assert use.seconds == prediction.links["inter"].seconds(use.nbytes)
+            assert use.seconds == prediction.durations.links["inter"].seconds(use.nbytes)
 
 
 @pytest.mark.parametrize("explanation", PLANS.values(), ids=PLANS)

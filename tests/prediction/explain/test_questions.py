@@ -108,7 +108,7 @@ def test_stages_and_messages_of_another_schedule_are_told_if_they_differ(schedul
              for own in (each.base, found)]  # fmt: skip
     assert sends == [8, {"interleaved": 24, "zb-v": 16, "zb-h1": 8}[schedule]]
     assert (f"Rank 0 sends {sends[1]} messages per step instead of 8." in text) == (schedule != "zb-h1")
-    parts = [[sum(found.parts(found.ranks.works[block])) for block in run] for run in found.ranks.runs]
+    parts = [[sum(found.durations.parts(found.ranks.works[block])) for block in run] for run in found.ranks.runs]
     stages = [sum(own) for own in parts]
     told = f"into 4 stages, which take {format_seconds(min(stages))} to {format_seconds(max(stages))} per microbatch"
     assert (told in text) == (schedule != "zb-h1")

@@ -268,7 +268,7 @@ def test_a_frame_of_one_rank_is_bounded_by_all_that_it_computes() -> None:
         if alone not in seconds:
             base = search._prediction(alone, Order("1f1b"), PLAIN)
             works = base.ranks.works
-            parts = [sum(base.parts(work)) for work in works]
+            parts = [sum(base.durations.parts(work)) for work in works]
             seconds[alone] = sum(parts), sum(parts[at] for at in search.workload.layers)
         whole, layers = (each * frame.microbatches / frame.mesh.pipeline for each in seconds[alone])
         assert least.seconds >= (layers if frame.vocabulary_parallel else whole) * (1 - 1e-9)

@@ -165,7 +165,7 @@ def test_traffic_is_what_programs_send(plan: dict[str, Any]) -> None:
 def test_messages_between_stages_are_counted() -> None:
     prediction = predict(pipeline=4, inter=1, microbatches=8)
     sent = {(flow.rank, flow.cause): flow.bytes for flow in traffic(prediction) if flow.link == "pp"}
-    message = 8.0 * prediction.message_bytes
+    message = 8.0 * prediction.ranks.message_bytes
     forward = {(rank, "activations"): message for rank in range(3)}
     assert sent == forward | {(rank, "backward"): message for rank in range(1, 4)}
 

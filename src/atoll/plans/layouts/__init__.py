@@ -1,18 +1,10 @@
 """Sharding of the model state: levels, layouts, precision, nested shards, memory and traffic."""
 
-from atoll.plans.layouts.accounting import (
-    Footprint,
-    PublishedMemory,
-    Traffic,
-    footprint,
-    published_memory,
-    saved_besides,
-    traffic,
-)
 from atoll.plans.layouts.codec import BLOCK, CODES, NO_CODECS, ROUNDINGS, Codec, Codecs, Rounding
 from atoll.plans.layouts.flat import Box, Entry, FlatMap, Nest, Shape, Slice, boxes
 from atoll.plans.layouts.layout import ALIASES, ALL, EFFECTIVE, Layout
 from atoll.plans.layouts.level import (
+    AT_ONCE,
     GATHER_INTER,
     GATHER_INTRA,
     GATHER_PARAMETER,
@@ -39,8 +31,9 @@ from atoll.plans.layouts.matrices import (
     swapped_along,
 )
 from atoll.plans.layouts.precision import ITEM_BYTES, PRESETS, Precision
+from atoll.plans.layouts.published import PublishedMemory, Traffic, published_memory, traffic
+from atoll.plans.layouts.state import Footprint, footprint, saved_besides, saved_bytes
 from atoll.plans.layouts.storage import SegmentShape, Sharding, Stored
-from atoll.plans.layouts.working import AT_ONCE, WorkingMemory, reduced_at_once, working_memory
 
 __all__ = [
     "ALIASES",
@@ -89,15 +82,13 @@ __all__ = [
     "Traffic",
     "Transform",
     "Whole",
-    "WorkingMemory",
     "boxes",
     "deal",
     "footprint",
     "pieces",
     "published_memory",
-    "reduced_at_once",
     "saved_besides",
+    "saved_bytes",
     "swapped_along",
     "traffic",
-    "working_memory",
 ]

@@ -62,6 +62,9 @@ class Move:
         return Level(self.coarse + 1)
 
 
+AT_ONCE = 2
+"""Maximum number of concurrent syncs, and of gathers: one on the slow link, one on the fast one."""
+
 GATHER_INTER = Move(Kind.GATHER, Axis.INTER)
 GATHER_INTRA = Move(Kind.GATHER, Axis.INTRA)
 REDUCE_INTRA = Move(Kind.REDUCE, Axis.INTRA)

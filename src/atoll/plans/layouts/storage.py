@@ -1,6 +1,7 @@
 """Storage of a segment on a rank: the table of stored copies, and the bytes that follow from it.
 
-The runtime allocates by it, the footprint and the memory of a step add it up, and programs are lowered for it.
+The runtime allocates by it, the two accounts of bytes (`state`, `atoll.program.memory`) add it up, and programs are
+lowered for it.
 """
 
 from __future__ import annotations
@@ -178,6 +179,10 @@ class Sharding:
             return 0
         held = self.nest.range(Level.I if reads_last else Level.N, segment.map.padded)
         return len(held) * ITEM_BYTES[segment.compute]
+
+    def gradient_bytes(self, segment: SegmentShape) -> int:
+        """Return the bytes of the stored gradients of a phase."""
+        return ITEM_BYTES[self.precision.gradient] * len(self.nest.range(self.layout.gradients, segment.map.padded))
 
     def flow_bytes(self, segment: SegmentShape) -> int:
         """Return the bytes of the whole gradients of a phase until they are reduced; 0 if nothing reduces them."""

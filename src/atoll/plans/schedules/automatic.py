@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from atoll.plans.ir.placement import Kind, Placement
 from atoll.plans.ir.schedule import Schedule
-from atoll.plans.schedules.memory import Amount, Memory, peak_of
+from atoll.plans.schedules.memory import Memory, PerRank, peak_of
 from atoll.plans.schedules.problem import Objective, Problem
 from atoll.plans.schedules.timing import StageCosts
 from atoll.plans.schedules.zero_bubble_v import fixed_zero_bubble_v
@@ -35,10 +35,10 @@ def automatic(
     chunks: int | None = None,
     costs: StageCosts | None = None,
     objective: Objective = "makespan",
-    memory_limit: Amount | None = None,
-    static_bytes: Amount = 0.0,
-    activation_bytes: Amount = 1.0,
-    weight_grad_bytes: Amount = 1.0,
+    memory_limit: PerRank | None = None,
+    static_bytes: PerRank = 0.0,
+    activation_bytes: PerRank = 1.0,
+    weight_grad_bytes: PerRank = 1.0,
 ) -> Schedule:
     """Return the best order found for `costs` within `memory_limit` bytes per rank (default: no limit), on any
     placement.
@@ -61,10 +61,10 @@ def zb_1p(
     chunks: int | None = None,
     costs: StageCosts | None = None,
     objective: Objective = "makespan",
-    memory_limit: Amount | None = None,
-    static_bytes: Amount = 0.0,
-    activation_bytes: Amount = 1.0,
-    weight_grad_bytes: Amount = 1.0,
+    memory_limit: PerRank | None = None,
+    static_bytes: PerRank = 0.0,
+    activation_bytes: PerRank = 1.0,
+    weight_grad_bytes: PerRank = 1.0,
 ) -> Schedule:
     """`auto` in the activation memory of 1F1B: by default a rank may keep p times its `activation_bytes`.
 
@@ -86,10 +86,10 @@ def zb_2p(
     chunks: int | None = None,
     costs: StageCosts | None = None,
     objective: Objective = "makespan",
-    memory_limit: Amount | None = None,
-    static_bytes: Amount = 0.0,
-    activation_bytes: Amount = 1.0,
-    weight_grad_bytes: Amount = 1.0,
+    memory_limit: PerRank | None = None,
+    static_bytes: PerRank = 0.0,
+    activation_bytes: PerRank = 1.0,
+    weight_grad_bytes: PerRank = 1.0,
 ) -> Schedule:
     """`auto` in twice the activation memory of 1F1B: by default a rank may keep 2p times its `activation_bytes`.
 
@@ -109,10 +109,10 @@ def zero_bubble_v(
     microbatches: int,
     costs: StageCosts | None = None,
     objective: Objective = "makespan",
-    memory_limit: Amount | None = None,
-    static_bytes: Amount = 0.0,
-    activation_bytes: Amount = 1.0,
-    weight_grad_bytes: Amount = 1.0,
+    memory_limit: PerRank | None = None,
+    static_bytes: PerRank = 0.0,
+    activation_bytes: PerRank = 1.0,
+    weight_grad_bytes: PerRank = 1.0,
 ) -> Schedule:
     """No rank keeps more than p microbatches between F and W, and no bubble is in a span where F = I = W, m >= 2p-1.
 

@@ -24,7 +24,7 @@ from atoll.plans.ir.schedule import Schedule
 from atoll.plans.ir.table import F, I, W
 from atoll.plans.schedules.automatic import find, placement_of
 from atoll.plans.schedules.bounds import lower_bound
-from atoll.plans.schedules.memory import Amount, Memory
+from atoll.plans.schedules.memory import Memory, PerRank
 from atoll.plans.schedules.problem import TOLERANCE, Objective, Problem
 from atoll.plans.schedules.timing import StageCosts
 
@@ -68,10 +68,10 @@ def optimal(
     chunks: int | None = None,
     costs: StageCosts | None = None,
     objective: Objective = "makespan",
-    memory_limit: Amount | None = None,
-    static_bytes: Amount = 0.0,
-    activation_bytes: Amount = 1.0,
-    weight_grad_bytes: Amount = 1.0,
+    memory_limit: PerRank | None = None,
+    static_bytes: PerRank = 0.0,
+    activation_bytes: PerRank = 1.0,
+    weight_grad_bytes: PerRank = 1.0,
 ) -> Schedule:
     """Return the best possible order for small steps; `solve` also returns the proved bound.
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from atoll.base.errors import ConfigError
 from atoll.plans.ir.action import Action, Op
 
-Amount = float | Sequence[float]
+PerRank = float | Sequence[float]
 """One number for all ranks, or one per rank."""
 
 
@@ -42,11 +42,11 @@ class Memory:
     Raises ConfigError for an amount that is negative, infinite or not a number.
     """
 
-    activation: Amount = 1.0
-    weight_grad: Amount = 1.0
-    static: Amount = 0.0
-    limit: Amount | None = None
-    score: Amount = 0.0
+    activation: PerRank = 1.0
+    weight_grad: PerRank = 1.0
+    static: PerRank = 0.0
+    limit: PerRank | None = None
+    score: PerRank = 0.0
 
     def __post_init__(self) -> None:
         for name in ("activation", "weight_grad", "static", "limit", "score"):
@@ -67,14 +67,14 @@ class Memory:
         return tuple(RankMemory(*map(float, row)) for row in zip(*columns, strict=True))
 
 
-class Held(NamedTuple):
+class Occupancy(NamedTuple):
     """Bytes that a rank holds while it runs an action, and from its end on."""
 
     during: float
     after: float
 
 
-def levels_of(row: Iterable[Action], chunks: int, memory: RankMemory) -> list[Held]:
+def levels_of(row: Iterable[Action], chunks: int, memory: RankMemory) -> list[Occupancy]:
     """Return the memory after each compute action of a rank, from integer counts, so that thirds add up exactly."""
     kept = pending = scored = 0
     before = memory.static
@@ -91,7 +91,7 @@ def levels_of(row: Iterable[Action], chunks: int, memory: RankMemory) -> list[He
             scored += (action.op is Op.S) - (action.op is Op.T)
         after = memory.static + (kept * memory.activation + pending * memory.weight_grad) / chunks
         after += scored * memory.score
-        levels.append(Held(max(before, after), after))
+        levels.append(Occupancy(max(before, after), after))
         before = after
     return levels
 

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from atoll.prediction.cost.cluster import Cluster, Device, Efficiency, Link, Node, presets
     from atoll.prediction.cost.implementation import Implementation
     from atoll.prediction.cost.kernels import Attention, Clock, Exchange, Kernel, Pass, Product, collective
-    from atoll.prediction.cost.prediction import Held, Prediction
+    from atoll.prediction.cost.prediction import Prediction
     from atoll.prediction.cost.ranks import Ranks
     from atoll.prediction.cost.transformer import Transformer
     from atoll.prediction.cost.work import Saved, Use, Work, Workload
+    from atoll.program.memory import Held
 
 _HOMES = {
     "Attention": "atoll.prediction.cost.kernels",
@@ -27,7 +28,7 @@ _HOMES = {
     "Device": "atoll.prediction.cost.cluster",
     "Efficiency": "atoll.prediction.cost.cluster",
     "Exchange": "atoll.prediction.cost.kernels",
-    "Held": "atoll.prediction.cost.prediction",
+    "Held": "atoll.program.memory",
     "Implementation": "atoll.prediction.cost.implementation",
     "Kernel": "atoll.prediction.cost.kernels",
     "Link": "atoll.prediction.cost.cluster",

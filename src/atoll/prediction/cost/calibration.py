@@ -22,8 +22,9 @@ from typing import Any, Literal, NamedTuple
 
 from atoll.base.errors import ConfigError
 from atoll.prediction.cost.cluster import Cluster
+from atoll.prediction.cost.durations import Parts
 from atoll.prediction.cost.kernels import Kernel
-from atoll.prediction.cost.prediction import Parts, Prediction
+from atoll.prediction.cost.prediction import Prediction
 from atoll.prediction.cost.work import Work
 from atoll.program.sim import Rates, play
 
@@ -253,7 +254,7 @@ class _Linear:
 
     def _times(self, prediction: Prediction) -> dict[Kind, float]:
         """Return the seconds of one instruction of each kind."""
-        links = prediction.links
+        links = prediction.durations.links
         found: dict[Kind, float] = {}
         for kind in self._shares:
             match kind:
@@ -262,11 +263,11 @@ class _Linear:
                 case Way():
                     found[kind] = 1.0 / links[kind.axis].rate
                 case "update":
-                    found[kind] = prediction.update_seconds
+                    found[kind] = prediction.durations.update_seconds
                 case "pause":
                     found[kind] = prediction.device.efficiency.pause
                 case _:
-                    found[kind] = prediction.clock.seconds(kind)
+                    found[kind] = prediction.durations.clock.seconds(kind)
         return found
 
 
@@ -278,24 +279,24 @@ def _shares(prediction: Prediction) -> Iterator[tuple[Kind, float]]:
     def grown(rates: Sequence[Rates]) -> float:
         return max(0.0, (play(programs, rates).seconds - base) / NUDGE)
 
-    base = play(programs, prediction.rates).seconds
+    base, durations = play(programs, prediction.rates).seconds, prediction.durations
     kinds = {kernels for work in works for kernels in (work.forward, work.backward, work.weights) if kernels}
     for kernels in kinds:
 
         def slowed(work: Work, kernels: tuple[Kernel, ...] = kernels) -> Parts:
             own = work.forward, work.backward, work.weights
             factors = (1.0 + NUDGE if each == kernels else 1.0 for each in own)
-            return tuple(one * factor for one, factor in zip(prediction.parts(work), factors, strict=True))  # type: ignore[return-value]
+            return tuple(one * factor for one, factor in zip(durations.parts(work), factors, strict=True))  # type: ignore[return-value]
 
-        yield kernels, grown(prediction.rates_of(slowed))
-    yield "update", grown(prediction.rates_of(prediction.parts, update=1.0 + NUDGE))
-    yield "pause", grown(prediction.rates_of(prediction.parts, pause=1.0 + NUDGE))
-    for axis, link in prediction.links.items():
+        yield kernels, grown(durations.rates_of(slowed))
+    yield "update", grown(durations.rates_of(durations.parts, update=1.0 + NUDGE))
+    yield "pause", grown(durations.rates_of(durations.parts, pause=1.0 + NUDGE))
+    for axis, link in durations.links.items():
         for kind, worse in (
             (Hop(axis), replace(link, latency=link.latency * (1.0 + NUDGE))),
             (Way(axis), replace(link, rate=link.rate / (1.0 + NUDGE))),
         ):
-            yield kind, grown(prediction.rates_of(prediction.parts, links={**prediction.links, axis: worse}))
+            yield kind, grown(durations.rates_of(durations.parts, links={**durations.links, axis: worse}))
 
 
 def constants_of(cluster: Cluster) -> dict[str, float]:

@@ -47,12 +47,12 @@ class OuterCost:
 def anchors(ranks: Ranks, rank: int) -> dict[int, tuple[int, ...]]:
     """Return the elements of the anchors of a pipeline rank by unit, one for each segment: the trained ones that it has
     at level G."""
-    sharding = ranks.plan.sharding(ranks.place(rank))
+    nest = ranks.plan.nest(ranks.place(rank))
     found: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
-    for unit, segments in ranks.segments(rank).items():
-        for segment in segments:
+    for unit, shape in ranks.of(rank).units.items():
+        for segment in shape.segments:
             if segment.trainable:
-                found[unit] += (len(sharding.nest.range(Level.G, segment.map.padded)),)
+                found[unit] += (len(nest.range(Level.G, segment.map.padded)),)
     return dict(found)
 
 
@@ -63,7 +63,7 @@ def elements(ranks: Ranks, rank: int) -> dict[int, int]:
 
 def units_of(ranks: Ranks) -> int:
     """Return the number of units of the model."""
-    return 1 + max(unit for rank in range(ranks.plan.mesh.pipeline) for unit in ranks.segments(rank))
+    return len(ranks.shape.units)
 
 
 def sent_by(ranks: Ranks, rank: int) -> dict[int, float]:

@@ -14,7 +14,7 @@ from atoll.plans.ir.residency import slices_freed
 from atoll.plans.layouts import ITEM_BYTES, Box
 from atoll.plans.plan import Plan
 from atoll.prediction.cost.work import Use, Vocabulary, Work
-from atoll.program import Do, Operation, Sliced
+from atoll.program import EMBEDDING, HEAD, Do, Operation, Sliced
 
 At = tuple[Operation, int]
 """An instruction of one stage; those of a slice have its pipeline rank as their stage."""
@@ -37,6 +37,11 @@ class Slices:
     def units(self) -> tuple[int, int] | tuple[None, None]:
         """Units of embedding and head; a single unit if they are tied. They precede all other units."""
         return None, None
+
+    @property
+    def named(self) -> dict[str, int]:
+        """The same by the names that rows have of them, as in `RankShape.slices`."""
+        return {name: unit for name, unit in zip((EMBEDDING, HEAD), self.units, strict=True) if unit is not None}
 
     def elements(self, rank: int) -> tuple[int, ...]:
         """Return the elements of each of these units on a pipeline rank."""
@@ -61,7 +66,7 @@ class Slices:
         return {}
 
     def held(self, rank: int) -> Mapping[At, Counter[str]]:
-        """Return the changes of memory by instruction of a pipeline rank, by component of `Held`. `passing`
+        """Return the changes of memory by instruction of a pipeline rank, by component of `Working`. `passing`
         ends with the instruction."""
         return {}
 

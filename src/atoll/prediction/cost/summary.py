@@ -6,7 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from atoll.prediction.cost.breakdown import busiest_rank, mean
-from atoll.prediction.cost.prediction import Held, Prediction
+from atoll.prediction.cost.prediction import Prediction
+from atoll.program import Held
 
 
 def summary(prediction: Prediction) -> dict[str, Any]:

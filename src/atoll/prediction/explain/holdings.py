@@ -72,7 +72,7 @@ def holding(prediction: Prediction, rank: int) -> Holding:
         rank,
         prediction.peak(rank),
         instructions[at - 1] if at else None,
-        tuple(names[block] for block in prediction.ranks.blocks_of(rank)),
+        tuple(names[block] for block in prediction.ranks.shape.blocks_of(rank)),
         tuple(_state(prediction, rank)),
         tuple(_in_flight(prediction, rank, played)),
     )
@@ -81,7 +81,7 @@ def holding(prediction: Prediction, rank: int) -> Holding:
 def _in_flight(prediction: Prediction, rank: int, played: tuple[Instruction, ...]) -> list[InFlight]:
     """Return the microbatches in flight: from the first block's F to that block's I."""
     ranks, found = prediction.ranks, []
-    for stage in ranks.stages_of(rank):
+    for stage in ranks.shape.stages_of(rank):
         run = ranks.runs[stage]
         first = max(run.start, min(ranks.first_trained, run.stop - 1))
         times = Counter(do for do, _, of, _ in played if of == first and do in (Do.F, Do.I))
@@ -94,23 +94,21 @@ def _state(prediction: Prediction, rank: int) -> list[State]:
     ranks = prediction.ranks
     layers, blocks = ranks.model.layers, ranks.model.blocks
     sharding = prediction.plan.sharding(ranks.place(rank))
-    own = ranks.blocks_of(rank)
+    own = ranks.shape.blocks_of(rank)
     of_layers = f"{len([at for at in own if at in layers])} layers"
-    slices = {unit for unit in ranks.slices.units if unit is not None}
     found: dict[str, State] = {}
-    for unit, segments in ranks.segments(rank).items():
-        used = ranks.units.get(unit)
-        if unit in slices:
+    for unit in ranks.of(rank).units.values():
+        if not unit.blocks:
             name = "vocabulary slices"
-        elif used is None:
+        elif unit.is_shared:
             name = "embedding shared with the head"
         else:
-            name = of_layers if used[0] in layers else blocks[used[0]].name
-        held = footprint(segments, sharding)
+            name = of_layers if unit.blocks[0] in layers else blocks[unit.blocks[0]].name
+        held = footprint(unit.segments, sharding)
         before = found.get(name, State(name, 0, 0, 0, 0))
         found[name] = State(
             name,
-            before.elements + sum(segment.map.padded for segment in segments),
+            before.elements + sum(segment.map.padded for segment in unit.segments),
             before.parameters + held.parameters,
             before.gradients + held.gradients,
             before.optimizer + held.optimizer,

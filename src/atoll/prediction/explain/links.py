@@ -48,7 +48,7 @@ def link_uses(prediction: Prediction, rank: int) -> tuple[LinkUse, ...]:
         for axis, nbytes in way:
             times[axis, _KINDS.get(do.carries, MESSAGES)] += 1
             sent[axis, _KINDS.get(do.carries, MESSAGES)] += nbytes
-    links = prediction.links
+    links = prediction.durations.links
     if prediction.plan.outer is not None:
         outgoing = sent_by(prediction.ranks, rank)
         times["inter", OUTER] = -(-len(outgoing) // prediction.plan.outer.every)

@@ -319,7 +319,8 @@ def _hops(each: Alternative) -> list[str]:
     schedule = each.found.plan.schedule
     if schedule.chunks > 1:
         seconds = [
-            sum(sum(each.found.parts(each.found.ranks.works[at])) for at in run) for run in each.found.ranks.runs
+            sum(sum(each.found.durations.parts(each.found.ranks.works[at])) for at in run)
+            for run in each.found.ranks.runs
         ]
         found.append(
             f"It splits the model into {schedule.stages} stages, which take {format_seconds(min(seconds))} to "

@@ -45,7 +45,7 @@ from atoll.plans.layouts import (
 from atoll.plans.plan import MeshShape, Place
 from atoll.plans.schedules.links import Hops
 from atoll.prediction.cost import Cluster, Prediction
-from atoll.prediction.cost.prediction import NEAR
+from atoll.prediction.cost.durations import NEAR
 from atoll.prediction.planner.space import Travel
 from atoll.program import Phase, Sliced
 from atoll.program.sim import Speed
@@ -97,7 +97,7 @@ class Skeleton:
 
     def alone(self, mesh: MeshShape) -> Least:
         """Return the bounds of compute and activations only. Steps that end at once have a likely bound."""
-        updates = [self.base.update_seconds * trained / mesh.data for trained in self._trained]
+        updates = [self.base.durations.update_seconds * trained / mesh.data for trained in self._trained]
         # While a post-validated rank waits for gradients, it may step with those of the step before.
         busy = max(
             max(computed + update, computed + idle)
@@ -133,14 +133,14 @@ class Skeleton:
             takes[F] = pause
             takes[I] = pause if run.stop > ranks.first_trained else 0.0
             for at in run:
-                forward, backward, weights = base.parts(ranks.works[at])
+                forward, backward, weights = base.durations.parts(ranks.works[at])
                 takes[F] += forward
                 takes[I] += backward
                 takes[W if len(ranks.runs) > 1 and at in ranks.weighed_with else I] += weights
             takes[FULL] = takes[I] + takes[W]
             found.append(takes)
         for work, begins, ends in zip(ranks.slices.works, (L, S), (G, T), strict=False):
-            first, _, last = base.parts(work)
+            first, _, last = base.durations.parts(work)
             for rank in range(self._schedule.ranks):
                 found[rank][begins], found[rank][ends] = first, last
         return tuple(map(tuple, found))
@@ -188,7 +188,7 @@ class Skeleton:
         """Return the seconds from the first start to the last end."""
         real = replace(self.base, plan=replace(self.base.plan, mesh=mesh))
         # Messages between slices of a vocabulary on ranks that are not neighbours take no time.
-        hops = replace(Hops.of(self._schedule.placement, real.hops), far=0.0)
+        hops = replace(Hops.of(self._schedule.placement, real.durations.hops), far=0.0)
         if hops not in self._makespans:
             self._makespans[hops] = last_end(self._schedule, self._takes, self._gives, hops)
         return self._makespans[hops]
@@ -200,14 +200,14 @@ class Skeleton:
         if not schedule.has_vocabulary:
             return found
         real = replace(self.base, plan=replace(self.base.plan, mesh=mesh))
-        links = real.links
+        links = real.durations.links
         for rank in range(mesh.pipeline):
             sent = sum(
                 count
                 for (do, at), count in self.base.ranks.slices.sent(rank).items()
                 if do in (Sliced.SEND_L, Sliced.SEND_S) or schedule.placement.rank_of(at) == rank
             )
-            away = 1.0 - len(real.near(rank)) / (mesh.pipeline - 1) if NEAR in links else 1.0
+            away = 1.0 - len(real.durations.near(rank)) / (mesh.pipeline - 1) if NEAR in links else 1.0
             found = max(found, links["pp"].seconds(sent * away) * schedule.microbatches)
         return found
 
@@ -228,7 +228,7 @@ class Skeleton:
         found = []
         for rank in range(self._schedule.ranks):
             sizes: Counter[tuple[Phase, ...]] = Counter()
-            for segment in (each for own in self.base.ranks.segments(rank).values() for each in own):
+            for segment in (each for own in self.base.ranks.segments[rank].values() for each in own):
                 sizes[segment.phases] += segment.map.numel
             found.append(dict(sizes))
         return tuple(found)
@@ -291,8 +291,7 @@ class Skeleton:
 
     def _is_shared(self, block: int) -> bool:
         """Return True if a block shares parameters with the other end."""
-        ranks = self.base.ranks
-        return bool(ranks.model.shared) and block in (0, len(ranks.works) - 1)
+        return block in self.base.ranks.ends
 
     # ---- traffic
 
@@ -382,7 +381,7 @@ class Skeleton:
             uses = [action.stage for action in row if action.op in USES]
             ends = [action.stage for action in row if action.op in (Op.W, Op.B)]
             own = {}
-            for stage in self.base.ranks.stages_of(rank):
+            for stage in self.base.ranks.shape.stages_of(rank):
                 following = sum(one == other == stage for one, other in pairwise(uses))
                 runs = sum(one != other == stage for one, other in pairwise([-1, *ends]))
                 own[stage] = _Uses(uses.count(stage), following, ends.count(stage), runs)

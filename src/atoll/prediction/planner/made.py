@@ -44,7 +44,7 @@ def made_for(base: Prediction, limit: float) -> Made | None:
             [_layer(base, part, state) for part in parts],
             ranks=len(ranks),
             microbatches=base.plan.schedule.microbatches,
-            hop=base.hops,
+            hop=base.durations.hops,
             limit=room,
             effort=EFFORT,
         )
@@ -68,7 +68,7 @@ def _parts(base: Prediction) -> list[range]:
 def _layer(base: Prediction, part: range, state: float) -> Layer:
     """Return a layer. state: bytes of a parameter with its gradient and optimizer state."""
     works = [base.ranks.works[at] for at in part]
-    forward, backward, weights = (sum(column) for column in zip(*map(base.parts, works), strict=True))
+    forward, backward, weights = (sum(column) for column in zip(*map(base.durations.parts, works), strict=True))
     return Layer(
         forward,
         backward,

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
@@ -49,7 +50,7 @@ differ."""
 MADE = 2
 """Number of meshes with microbatches for which an order is searched."""
 
-NEAR = 1.1
+CLOSE = 1.1
 """Maximum time, relative to the best plan, of a plan for whose mesh an order is searched."""
 
 CAUSES = 2
@@ -157,7 +158,7 @@ class Search:
         bases: dict[Frame, Candidate] = {}
         for each in found.fitting:
             least = self._least_of(each.frame)
-            is_open = least is not None and least.seconds < best * (1.0 - WORTH) and each.seconds < best * NEAR
+            is_open = least is not None and least.seconds < best * (1.0 - WORTH) and each.seconds < best * CLOSE
             if each.frame.mesh.pipeline > 1 and not each.frame.vocabulary_parallel and is_open:
                 bases.setdefault(each.frame, each)
         made = filter(None, map(self._made, list(bases.values())[:MADE]))
@@ -224,18 +225,11 @@ class Search:
                 heappush(heap, (True, excess, next(numbers), node))
                 continue
             if node.order is None:
-                # One schedule at a time: the plain one may give a plan that prunes many before the others are built.
-                order, *others = node.orders or self.space.orders(node.frame)
                 known = len(self._skeletons)
-                skeleton = self._skeleton(node.frame, order)
-                later = node.least
-                if skeleton is not None:
-                    work += A_CELL * skeleton.cells * (len(self._skeletons) - known)
-                    alone = skeleton.alone(node.frame.mesh)
-                    push(_Node(alone, node.frame, order), is_late=is_late)
-                    later = later._replace(likely=max(later.likely, alone.likely) * LATER)
-                if others:
-                    push(_Node(later, node.frame, orders=tuple(others)), is_late=is_late)
+                for part in self._by_order(node):
+                    push(part, is_late=is_late)
+                made = list(self._skeletons.values())[known:]
+                work += A_CELL * sum(skeleton.cells for skeleton in made if skeleton is not None)
             elif not node.travels:
                 skeleton = self._skeleton(node.frame, node.order)
                 assert skeleton is not None, "it was there when the node was made"
@@ -272,6 +266,18 @@ class Search:
         bound = min([best, *left])
         fitting.sort(key=lambda each: each.seconds)
         return Found(tuple(fitting), nearest, bound if fastest else math.inf, len(frames), predicted)
+
+    def _by_order(self, node: _Node) -> Iterator[_Node]:
+        """Yield the plans of a frame with its next schedule, and those with the others. One schedule at a time: the
+        plain one may give a plan that prunes many before the others are built."""
+        order, *others = node.orders or self.space.orders(node.frame)
+        skeleton, later = self._skeleton(node.frame, order), node.least
+        if skeleton is not None:
+            alone = skeleton.alone(node.frame.mesh)
+            yield _Node(alone, node.frame, order)
+            later = later._replace(likely=max(later.likely, alone.likely) * LATER)
+        if others:
+            yield _Node(later, node.frame, orders=tuple(others))
 
     def _played(self, node: _Node, best: float) -> tuple[Candidate | None, int]:
         """Return a plan's prediction, and the number of instructions of its programs. Its bytes are predicted only if
@@ -406,8 +412,8 @@ class Search:
             # The master and the optimizer's states; frozen parameters alone.
             states = prediction.plan.least_states
             state = (1 + states) * ITEM_BYTES[precision.master] * trained + ITEM_BYTES[precision.compute] * frozen
-            seconds = sum(sum(prediction.parts(work)) for work in works)
-            own = sorted(sum(prediction.parts(work)) for work in layers)
+            seconds = sum(sum(prediction.durations.parts(work)) for work in works)
+            own = sorted(sum(prediction.durations.parts(work)) for work in layers)
             self._totals[use] = _Total(seconds, tuple(own), sum(work.kept for work in layers), state, trained)
         return self._totals[use]
 

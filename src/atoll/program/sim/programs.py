@@ -26,8 +26,8 @@ from atoll.plans.ir.action import Action, Op
 from atoll.plans.ir.placement import Placement
 from atoll.program import Instruction, Operation, Partners, Phase, Program, Programs, way_of
 from atoll.program.fold import Key, Resolved
+from atoll.program.operation import OPERATIONS, Fact, Lane, Side, named
 from atoll.program.parts import parts_of
-from atoll.program.table import OPERATIONS, Fact, Lane, Side, named
 from atoll.program.trace import Span, Trace, lane_of
 
 PIPELINE = "pp"
@@ -251,10 +251,12 @@ that it begins, each with whether they are kept in order."""
 
 
 def _end(times: list[float], is_in_turn: bool) -> float:
-    """Return when a flight ends, or ended."""
+    """End the first flight, or all, and return when."""
     if is_in_turn:
         return times.pop(0)
-    return max(times, default=0.0)
+    ended = max(times, default=0.0)
+    times.clear()
+    return ended
 
 
 class _Missing(Exception):  # noqa: N818  (no error: another rank goes on first)

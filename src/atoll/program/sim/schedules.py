@@ -42,7 +42,7 @@ from atoll.plans.ir.table import (
     W,
 )
 from atoll.plans.schedules.links import Hop, Hops, Links
-from atoll.plans.schedules.memory import Held, Memory, RankMemory, levels_of
+from atoll.plans.schedules.memory import Memory, Occupancy, RankMemory, levels_of
 from atoll.plans.schedules.problem import TOLERANCE
 from atoll.program.trace import MemorySample, Span, Trace, lane_of
 
@@ -192,7 +192,7 @@ def _paused_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _samples(rank: int, spans: list[Span], levels: list[Held], memory: RankMemory) -> list[MemorySample]:
+def _samples(rank: int, spans: list[Span], levels: list[Occupancy], memory: RankMemory) -> list[MemorySample]:
     """Bytes of one rank from each change on: more from the start of an action, less from its end."""
     samples = [MemorySample(rank, 0.0, memory.static)]
     for span, level in zip(spans, levels, strict=True):
@@ -218,7 +218,7 @@ def _inputs(schedule: Schedule, rank: int, end: list[float], there: list[float])
 
 
 def _waited(
-    spans: list[Span], levels: list[Held], inputs: dict[int, list[float]], memory: RankMemory, chunks: int
+    spans: list[Span], levels: list[Occupancy], inputs: dict[int, list[float]], memory: RankMemory, chunks: int
 ) -> float:
     """Return the seconds that a rank idles for lack of memory, while the input of a forward is available."""
     if math.isinf(memory.limit):
@@ -314,6 +314,49 @@ def _gathered(needs: Sequence[int], released: Sequence[float]) -> tuple[int, flo
     return missing, max(released[cell] for cell in needs)
 
 
+class _Walk:
+    """The state of a simulation on any links, in which each rank is at one of its actions."""
+
+    def __init__(self, table: Table, release: Sequence[Sequence[float]], hops: Hops) -> None:
+        ranks, cells = table.placement.ranks, len(table.code)
+        self.table, self.release, self.hops = table, release, hops
+        self.position, self.clock = table.offset[:-1], [0.0] * ranks
+        self.last_compute = [-1] * ranks
+        self.released = [_NOT_YET] * cells
+        self.there = [_NOT_YET] * cells  # when what a cell makes or sends is on the neighbour's rank
+        self.whole = [0.0] * table.placement.stages  # when a stage that was opened is there
+
+    def begins(self, rank: int, cell: int) -> tuple[int, float]:
+        """The cell whose result is missing, or -1, and when the action can begin, as far as that is known."""
+        table, released = self.table, self.released
+        needed, now = table.need[cell], self.clock[rank]
+        if needed >= 0:
+            if released[needed] < 0:
+                return needed, now
+            arrival = released[needed]
+            if table.crosses[cell]:
+                is_next = table.code[cell] in _STEPS and table.code[needed] in _STEPS
+                arrival = self.there[needed] if is_next else arrival + self.hops.far
+            now = max(now, arrival)
+        if cell in table.others:
+            missing, arrival = _gathered(table.others[cell], released)
+            if missing >= 0:
+                return missing, now
+            now = max(now, arrival + self.hops.far)
+        if table.code[cell] in (F, I, B):
+            now = max(now, self.whole[table.cells[cell].stage])
+        return -1, now
+
+    def asks(self, rank: int) -> float:
+        """Return the earliest time at which a rank's next action requests a link."""
+        cell = self.position[rank]
+        kind = self.table.code[cell]
+        if kind in (SEND_F, SEND_B) and self.table.source(cell) == self.last_compute[rank]:
+            return self.released[self.table.source(cell)]
+        missing, now = self.begins(rank, cell)
+        return now + self.release[self.table.cells[cell].stage][kind] if missing < 0 and kind < COMPUTE_CODES else now
+
+
 def _play_any(
     table: Table,
     duration: Sequence[Sequence[float]],
@@ -330,52 +373,21 @@ def _play_any(
     """
     start = [0.0] * len(table.code)
     end = [0.0] * len(table.code)
-    released = [_NOT_YET] * len(table.code)
     ranks = table.placement.ranks
-    position, clock = table.offset[:-1], [0.0] * ranks
-    last_compute = [-1] * ranks
+    walk = _Walk(table, release, hops)
+    position, clock, last_compute = walk.position, walk.clock, walk.last_compute
+    released, there, whole = walk.released, walk.there, walk.whole
     gathered, reduced = [0.0] * ranks, [0.0] * ranks  # when the lanes are free
-    whole = [0.0] * table.placement.stages  # when a stage that was opened is there
-    there = [_NOT_YET] * len(table.code)
     busy = [0.0] * hops.links
     routes = _routes(table, hops)
     waiters: dict[int, list[int]] = {}
     ready = list(range(ranks))
 
-    def begins(rank: int, cell: int) -> tuple[int, float]:
-        """The cell whose result is missing, or -1, and when the action can begin, as far as that is known."""
-        needed, now = table.need[cell], clock[rank]
-        if needed >= 0:
-            if released[needed] < 0:
-                return needed, now
-            arrival = released[needed]
-            if table.crosses[cell]:
-                is_next = table.code[cell] in _STEPS and table.code[needed] in _STEPS
-                arrival = there[needed] if is_next else arrival + hops.far
-            now = max(now, arrival)
-        if cell in table.others:
-            missing, arrival = _gathered(table.others[cell], released)
-            if missing >= 0:
-                return missing, now
-            now = max(now, arrival + hops.far)
-        if table.code[cell] in (F, I, B):
-            now = max(now, whole[table.cells[cell].stage])
-        return -1, now
-
-    def asks(rank: int) -> float:
-        """Return the earliest time at which a rank's next action requests a link."""
-        cell = position[rank]
-        kind = table.code[cell]
-        if kind in (SEND_F, SEND_B) and table.source(cell) == last_compute[rank]:
-            return released[table.source(cell)]
-        missing, now = begins(rank, cell)
-        return now + release[table.cells[cell].stage][kind] if missing < 0 and kind < COMPUTE_CODES else now
-
     while ready:
-        rank = ready.pop(ready.index(min(ready, key=asks)) if hops.is_shared else -1)
+        rank = ready.pop(ready.index(min(ready, key=walk.asks)) if hops.is_shared else -1)
         for cell in range(position[rank], table.offset[rank + 1]):
             kind, begin = table.code[cell], clock[rank]
-            missing, now = begins(rank, cell)
+            missing, now = walk.begins(rank, cell)
             if missing >= 0:
                 waiters.setdefault(missing, []).append(rank)
                 position[rank] = cell

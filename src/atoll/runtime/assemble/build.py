@@ -10,14 +10,14 @@ from torch import nn
 
 from atoll.base.errors import PlanError
 from atoll.plans.plan import Plan
-from atoll.program import Phase
+from atoll.program import EMBEDDING, HEAD, ModelShape, Phase, Using, groups_of
 from atoll.runtime.models import Adapter, Block, Vocabulary, initialise_block, name_seed, shared_parameters
 from atoll.runtime.models.buffers import buffers_of, buffers_outside, modules_outside, on_meta, written
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.block import LocalBlock
 from atoll.runtime.pipeline.deferred import Collector, Layer, defer, is_deferrable
 from atoll.runtime.pipeline.selective import Selective
-from atoll.runtime.pipeline.stage import Sharded, Stage, owners_of
+from atoll.runtime.pipeline.stage import Sharded, Stage
 from atoll.runtime.sharding.segment import Surroundings, dtype_of
 from atoll.runtime.sharding.tensor_parallel import TensorParallel
 from atoll.runtime.sharding.tensors import Spread
@@ -51,6 +51,7 @@ def build(
         for segment, shape in zip(unit.segments, dealt, strict=True):
             segment.matrix_owners = shape.owners
     return Sharded(
+        model.shape,
         model.specs,
         ordered,
         stages,
@@ -65,7 +66,7 @@ class _Model:
     """The model and this rank's part of it.
 
     shared: every later name of a shared parameter -> its first name.  apart: names of what is sliced over the pipeline.
-    mine: this rank's stages.  first_trained: the first block of the model with a trained parameter.
+    shape: what every rank knows of it.  mine: this rank's stages.
     matrices: names of parameters that the optimizer transforms whole.
     """
 
@@ -74,8 +75,8 @@ class _Model:
     shared: Mapping[str, str]
     apart: tuple[tuple[str, ...], ...]
     specs: tuple[UnitSpec, ...]
+    shape: ModelShape
     mine: tuple[int, ...]
-    first_trained: int
     matrices: frozenset[str]
 
     @staticmethod
@@ -84,18 +85,24 @@ class _Model:
         blocks = tuple(adapter.blocks())
         shared = shared_parameters(adapter)
         apart = () if outline.vocabulary is None else names_of(adapter, outline.vocabulary, shared)
-        groups = groups_of(blocks, runs, outline.plan.unit)
+        groups = groups_of([type(block.module) for block in blocks], runs, outline.plan.unit)
         specs = unit_specs([(block.name, block.module) for block in blocks], groups, apart)
         trained = [at for at, block in enumerate(blocks) if any(p.requires_grad for _, p in block.named_parameters())]
-        mine = tuple(stage for stage, owner in enumerate(outline.rank_of_stage) if owner == rank)
+        shape = ModelShape(
+            outline.plan,
+            runs,
+            tuple(Using(spec.blocks, spec.is_shared) for spec in specs),
+            first_trained=min(trained, default=len(blocks)),
+            slices={} if outline.vocabulary is None else {EMBEDDING: 0, HEAD: len(apart) - 1},
+        )
         return _Model(
             outline,
             blocks,
             shared,
             apart=apart,
             specs=specs,
-            mine=mine,
-            first_trained=min(trained, default=len(blocks)),
+            shape=shape,
+            mine=shape.stages_of(rank),
             matrices=_matrices(blocks, specs, shared, plan=outline.plan, apart=apart),
         )
 
@@ -150,7 +157,7 @@ def _units(
         for spec in model.specs:
             if at not in spec.blocks or spec.index in units or not (spec.is_shared or at == spec.blocks[-1]):
                 continue
-            owners = tuple(ranks[pp] for pp in owners_of(spec.blocks, outline.runs, outline.rank_of_stage))
+            owners = tuple(ranks[pp] for pp in model.shape.owners(spec.index))
             found = {name: _find(values, name, shared) for name in spec.names}
             units[spec.index] = Unit(
                 spec,
@@ -191,7 +198,7 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
             block.module,
             at,
             own,
-            needs_backward=at >= model.first_trained,
+            needs_backward=at >= model.shape.first_trained,
             recompute="none" if is_table else plan.recompute,
             end=scored if scored is not None and scored.lies_in(block) else None,
             keeping=Selective(collector) if keeps else None,
@@ -280,20 +287,6 @@ def _ends_of(
         LookedUp(modules[vocabulary.embedding]) if stage == 0 else None,
         Scored(modules[vocabulary.head]) if stage == last else None,
     )
-
-
-def groups_of(blocks: Sequence[Block], runs: Sequence[range], together: int) -> list[list[int]]:
-    """Return the groups of blocks that are gathered together: up to a number of consecutive blocks of one class in a
-    stage."""
-    groups: list[list[int]] = []
-    for run in runs:
-        for nth, at in enumerate(run):
-            last = groups[-1] if nth else []
-            if last and len(last) < together and type(blocks[last[0]].module) is type(blocks[at].module):
-                last.append(at)
-            else:
-                groups.append([at])
-    return groups
 
 
 def _phases(blocks: Sequence[Block], shared: Mapping[str, str], *, is_split: bool) -> dict[str, frozenset[Phase]]:

@@ -16,7 +16,6 @@ from atoll.plans.layouts import Level
 from atoll.plans.plan import Plan
 from atoll.program import Program, Programs
 from atoll.runtime.assemble.build import build
-from atoll.runtime.assemble.holdings import shape_of
 from atoll.runtime.models import adapter_for
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.deferred import Collector
@@ -64,7 +63,7 @@ def describe(
             tensor = tensor_parallel(adapter, plan, transport.mesh_along("tp"), apart=outline.ends)
         around = Surroundings(plan.sharding(transport.place), transport, transport.device, lanes={})
         sharded = build(outline, around=around, collector=Collector(), seed=0, tensor=tensor)
-        shape = shape_of(sharded, plan, transport.place, reads_in_place=reads_in_place)
+        shape = sharded.rank(transport.place, reads_in_place=reads_in_place)
         end = plan.end if training else None
         program = outline.program(rank, outline.row(rank, training=training), shape, end=end)
         names = [block.name for block in adapter.blocks()]

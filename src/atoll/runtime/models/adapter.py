@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from atoll.base._torch import reset_of
 from atoll.base.errors import PlanError
-from atoll.prediction.cost.transformer import head_problem
+from atoll.prediction.cost.layer import head_problem
 from atoll.runtime.models.batch import IGNORED_LABEL, Batch
 from atoll.runtime.models.decoder import Decoder, document_mask
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from atoll.prediction.cost import Attention, Kernel, Pass, Product
-from atoll.prediction.cost.transformer import FLASH_BACKWARD
+from atoll.prediction.cost.layer import FLASH_BACKWARD
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 """Operations whose outputs selective recompute saves, as in `atoll.runtime.pipeline.selective`."""

@@ -72,7 +72,7 @@ from atoll.program import (
     RankShape,
     parts_of,
 )
-from atoll.program.table import OPERATIONS
+from atoll.program.operation import OPERATIONS
 from atoll.program.trace import Span
 from atoll.runtime.failure import Doing
 from atoll.runtime.lanes import Lane

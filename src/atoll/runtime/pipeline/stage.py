@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from atoll.program import BlockShape, StageShape
+from atoll.plans.plan import Place
+from atoll.program import ModelShape, RankShape
 from atoll.runtime.models import Adapter, Batch
 from atoll.runtime.pipeline.block import LocalBlock
 from atoll.runtime.pipeline.deferred import Layer
@@ -48,16 +48,6 @@ class Stage:
             self.looked_up.rows = None
         return output if self.scored is None else self.scored.taken()
 
-    @property
-    def shape(self) -> StageShape:
-        """Return the stage's shape for lowering."""
-        blocks = tuple(
-            BlockShape(block.index, tuple(unit.spec.index for unit in block.units), block.needs_backward)
-            for block in self.blocks
-        )
-        units = tuple(unit.spec.index for unit in self.units)
-        return StageShape(self.index, blocks, units, is_recomputed=any(block.is_recomputed for block in self.blocks))
-
     def train(self, mode: bool) -> None:
         """Set the training mode of dropout and other modules."""
         for block in self.blocks:
@@ -68,11 +58,13 @@ class Stage:
 class Sharded:
     """This rank's part of the model.
 
+    shape: the model's, which is equal on all ranks.
     specs: every unit of the whole model.  units: this rank's, in the model's order.  trainable: name and shape of
     every trained parameter of the whole model.  vocabulary: this rank's slice of it, if it is split.  matrices: names
     of those that the optimizer transforms whole.
     """
 
+    shape: ModelShape
     specs: tuple[UnitSpec, ...]
     units: tuple[Unit, ...]
     stages: tuple[Stage, ...]
@@ -80,11 +72,10 @@ class Sharded:
     vocabulary: VocabularySlice | None = None
     matrices: frozenset[str] = frozenset()
 
+    def rank(self, place: Place, *, reads_in_place: bool) -> RankShape:
+        """Return the description of this rank, at `place`.
 
-def owners_of(blocks: Sequence[int], runs: Sequence[range], rank_of_stage: Sequence[int]) -> tuple[int, ...]:
-    """Return the pipeline ranks that hold any of `blocks`, in the order of their stages."""
-    found: list[int] = []
-    for stage, run in enumerate(runs):
-        if any(block in run for block in blocks) and rank_of_stage[stage] not in found:
-            found.append(rank_of_stage[stage])
-    return tuple(found)
+        reads_in_place: whether the ranks of a group read each other's memory.
+        """
+        segments = {unit.spec.index: [segment.shape for segment in unit.segments] for unit in self.units}
+        return self.shape.rank(place, segments, reads_in_place=reads_in_place)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from atoll.program import PHASES, Phase, UnitShape, unit_shape
+from atoll.program import PHASES, Phase, Using, by_index, using
 from atoll.runtime.sharding.room import Room
 from atoll.runtime.sharding.segment import Segment, Surroundings
 from atoll.runtime.sharding.tensors import Spread
@@ -44,7 +44,6 @@ def unit_specs(
 
     apart: names of parameters that are a unit each time, before all others and of no block.
     """
-    group_of = {at: tuple(group) for group in groups for at in group}
     first_name: dict[int, str] = {}
     users: dict[int, list[int]] = {}
     for at, (prefix, module) in enumerate(blocks):
@@ -53,22 +52,21 @@ def unit_specs(
             used = users.setdefault(id(parameter), [])
             if at not in used:
                 used.append(at)
-    grouped: dict[tuple[tuple[int, ...], bool], list[str]] = {}
+    grouped: dict[Using, list[str]] = {}
     elsewhere = {name for names in apart for name in names}
     for key, used in users.items():
-        if first_name[key] in elsewhere:
-            continue
-        is_shared = len(used) > 1
-        grouped.setdefault((tuple(used) if is_shared else group_of[used[0]], is_shared), []).append(first_name[key])
-    specs = [
-        UnitSpec(at, f"vocabulary {names[0]}", tuple(names), blocks=(), is_shared=False)
-        for at, names in enumerate(apart)
-    ]
-    for used_by, is_shared in sorted(grouped, key=lambda key: (key[0][0], not key[1], -len(key[0]), key[0])):
-        names = grouped[used_by, is_shared]
-        first, last = blocks[used_by[0]][0], blocks[used_by[-1]][0]
-        name = f"shared {names[0]}" if is_shared else first if first == last else f"{first} to {last}"
-        specs.append(UnitSpec(len(specs), name, tuple(names), blocks=used_by, is_shared=is_shared))
+        if first_name[key] not in elsewhere:
+            grouped.setdefault(using(used, groups), []).append(first_name[key])
+    specs = []
+    for index, unit in enumerate(by_index(grouped, slices=len(apart))):
+        if not unit.blocks:
+            names = list(apart[index])
+            name = f"vocabulary {names[0]}"
+        else:
+            names = grouped[unit]
+            first, last = (blocks[at][0] for at in (unit.blocks[0], unit.blocks[-1]))
+            name = f"shared {names[0]}" if unit.is_shared else first if first == last else f"{first} to {last}"
+        specs.append(UnitSpec(index, name, tuple(names), blocks=unit.blocks, is_shared=unit.is_shared))
     return tuple(specs)
 
 
@@ -129,18 +127,6 @@ class Unit:
     def phases_of(self, name: str) -> tuple[Phase, ...]:
         """Return the phases in which this rank computes the gradient of a parameter."""
         return self._by_name[name].phases
-
-    def shape(self, *, reads_in_place: bool) -> UnitShape:
-        """Return the unit's shape for lowering. reads_in_place: the ranks of a group read each other's memory."""
-        return unit_shape(
-            self.spec.index,
-            [segment.shape for segment in self.segments],
-            self.around.sharding,
-            blocks=self.spec.blocks,
-            is_shared=self.spec.is_shared,
-            copies=len(self.owners),
-            reads_in_place=reads_in_place,
-        )
 
     def begin_gather(self) -> None:
         """Begin to make the parameters whole; `gather` waits for it."""

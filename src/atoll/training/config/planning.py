@@ -14,7 +14,7 @@ from atoll.plans.ir.text import from_csv, from_text
 from atoll.plans.layouts import Layout, Precision
 from atoll.plans.plan import MeshShape, Plan
 from atoll.plans.stages import BlockWeight, split_blocks
-from atoll.prediction.cost.transformer import head_problem
+from atoll.prediction.cost.layer import head_problem
 
 if TYPE_CHECKING:
     from atoll.training.config.schema import Config, Parallel

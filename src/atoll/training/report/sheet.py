@@ -97,7 +97,11 @@ def predicted_sheet(prediction: Prediction, name: str, kind: str = "plan") -> Sh
         traffic=traffic(prediction),
         layout=layout(prediction),
         blocks=names,
-        units={unit: _joined([names[at] for at in blocks]) for unit, blocks in prediction.ranks.units.items()},
+        units={
+            unit: _joined([names[at] for at in blocks])
+            for unit, (blocks, is_shared) in enumerate(prediction.ranks.shape.units)
+            if blocks and not is_shared
+        },
         notes=() if is_timed else ("No cluster is named, so seconds are not predicted: name one with --cluster.",),
     )
 
@@ -139,9 +143,9 @@ def layout(prediction: Prediction) -> Layout:
     }
     stages = []
     for rank in range(plan.mesh.pipeline):
-        held = prediction.ranks.footprint(rank)
+        held = prediction.ranks.of(rank).footprint()
         blocks = tuple(
-            tuple(names[at] for at in prediction.ranks.runs[stage]) for stage in prediction.ranks.stages_of(rank)
+            tuple(names[at] for at in prediction.ranks.runs[stage]) for stage in prediction.ranks.shape.stages_of(rank)
         )
         stages.append(Stage(blocks, {state: int(getattr(held, state)) for state in levels}))
     return Layout(plan.layout.name, levels, plan.mesh, tuple(stages))
@@ -234,7 +238,7 @@ def _cluster(prediction: Prediction) -> str:
     links = ", ".join(
         f"{axis} {format_bytes(speed.rate, decimal=True)}/s"
         + (f" shared by {speed.shared}" if speed.shared > 1 else "")
-        for axis, speed in prediction.links.items()
+        for axis, speed in prediction.durations.links.items()
     )
     peak = f"{device.rate(dtype) / 1e12:.4g} TFLOP/s in {dtype}"
     return f"devices of {format_bytes(device.memory)} and {peak}" + (f"; links: {links}" if links else "")

@@ -111,7 +111,7 @@ def predicted_timeline(prediction: Prediction) -> Timeline:
 def _played(prediction: Prediction, rank: int, origin: float) -> Iterator[Bar]:
     played, rates = prediction.played, prediction.rates[rank]
     instructions = played.programs.ranks[rank].instructions
-    inside = prediction.tensor_seconds(rank)
+    inside = prediction.durations.tensor_seconds(rank)
     for nth, part, start, end in pieces(played, rank, rates.compute, inside):
         do, action, of, phase = instructions[nth]
         name = f"{do} {phase}" if phase else str(do)
@@ -120,7 +120,7 @@ def _played(prediction: Prediction, rank: int, origin: float) -> Iterator[Bar]:
 
 
 def _received(prediction: Prediction, do: Operation) -> float:
-    return float(prediction.message_bytes) if do in (Do.RECV_F, Do.RECV_B) else 0.0
+    return float(prediction.ranks.message_bytes) if do in (Do.RECV_F, Do.RECV_B) else 0.0
 
 
 def _travelled(prediction: Prediction, rank: int, origin: float) -> dict[str, list[Bar]]:

@@ -64,7 +64,7 @@ def _sent(prediction: Prediction, rank: int) -> dict[tuple[str, str], float]:
         for axis, count in way_of(instruction, program.shape):
             total[axis, do.carries] += count
         if do.sends:
-            total["pp", do.carries] += messages.get((do, action.stage), prediction.message_bytes)
+            total["pp", do.carries] += messages.get((do, action.stage), prediction.ranks.message_bytes)
         if tensor == 1:
             continue
         if do is Do.F:

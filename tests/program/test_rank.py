@@ -9,7 +9,7 @@ import pytest
 
 from atoll.plans.layouts import EFFECTIVE, FlatMap, Nest, Precision, SegmentShape, Sharding
 from atoll.program import Do, UnitShape
-from atoll.program.units import unit_shape
+from atoll.program.rank import unit_shape
 
 
 def segment(numel: int, phases: Any = ("I", "W")) -> SegmentShape:

@@ -1,15 +1,14 @@
-"""Cost of a layout on one rank: bytes stored between steps, and bytes sent per step.
+"""Published formulas: bytes of a layout on one rank, and bytes sent per step.
 
-`footprint` counts what Atoll really keeps, from the flat maps, padding included. `published_memory` and `traffic`
-are the formulas of the papers (PaRO, arXiv 2310.06003), for a number of parameters instead of a model; the traffic is
-counted from the tables of moves that the runtime executes, so the two cannot disagree.
+They are those of the papers (PaRO, arXiv 2310.06003), for a number of parameters instead of a model; the traffic is
+counted from the tables of moves that the runtime executes, so the two cannot disagree. What Atoll really keeps is
+counted by `atoll.plans.layouts.state`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from atoll.base.errors import LayoutError
@@ -23,89 +22,9 @@ from atoll.plans.layouts.level import (
     Level,
     Moves,
 )
-from atoll.plans.layouts.precision import ITEM_BYTES
-from atoll.plans.layouts.storage import SegmentShape, Sharding, Stored
 
 GATHERS_A_MICROBATCH = 2
 """In `action` residency a unit is gathered once for the forward and once for the backward of each microbatch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """Bytes of one rank's model state. Only tensors count, not step counters.
-
-    optimizer: masters, states, residuals of codecs, and what outer steps store.
-    Sharded gradients are freed at the end of a step; everything else is kept between steps.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-
-    @property
-    def total(self) -> int:
-        """Sum of all three."""
-        return self.parameters + self.gradients + self.optimizer
-
-    def at_rest(self, layout: Layout) -> Footprint:
-        """The bytes that remain allocated between steps."""
-        return self if layout.gradients is Level.N else replace(self, gradients=0)
-
-    def __add__(self, other: Footprint) -> Footprint:
-        return Footprint(
-            self.parameters + other.parameters, self.gradients + other.gradients, self.optimizer + other.optimizer
-        )
-
-
-def footprint(segments: Sequence[SegmentShape], sharding: Sharding, *, states: int | None = None) -> Footprint:
-    """Bytes of the state of `segments` that a rank stores.
-
-    states: tensors that the optimizer keeps of every parameter besides the master, those of `sharding` if not given;
-    they cover the parameters only, the other buffers cover their padding too.
-    """
-    total = Footprint(0, 0, 0)
-    for segment in segments:
-        total += _segment_footprint(segment, sharding, sharding.states_of(segment) if states is None else states)
-    return total
-
-
-def _segment_footprint(segment: SegmentShape, sharding: Sharding, states: int) -> Footprint:
-    layout, precision = sharding.layout, sharding.precision
-
-    def numel(level: Level) -> int:
-        return len(sharding.nest.range(level, segment.map.padded))
-
-    stored = sharding.stored(segment)
-    parameters = 0 if stored is Stored.CAST else ITEM_BYTES[segment.compute] * numel(layout.parameters)
-    if stored is Stored.ALONE:
-        return Footprint(parameters, 0, 0)
-    item = ITEM_BYTES[precision.master]
-    held = sharding.nest.range(layout.optimizer, segment.map.padded)
-    covered = sum(part.stop - part.start for part in segment.map.slices(held))
-    gradients = len(segment.phases) * ITEM_BYTES[precision.gradient] * numel(layout.gradients)
-    kept = states * item * covered + sharding.anchors * item * numel(Level.G)
-    kept += len(sharding.owing(segment)) * item * numel(Level.I)
-    # A post-validated step updates a second copy of the state of whole matrices.
-    kept += (2 if sharding.keeps_apart else 1) * sharding.kept_bytes(segment)
-    if stored is Stored.SHARED:
-        coarse = min(layout.parameters, layout.optimizer)
-        return Footprint(item * numel(coarse), gradients, kept)
-    copies = 2 if sharding.keeps_copy(segment) and sharding.keeps_apart else 1  # the other one to take a step back
-    return Footprint(copies * parameters, gradients, kept + item * len(held))
-
-
-def saved_besides(segments: Sequence[SegmentShape], sharding: Sharding) -> int:
-    """Return the bytes that a rank writes of its residuals, of copies of the parameters that follow by codecs, and of
-    the state of whole matrices: its share where several ranks have the same."""
-    found = 0
-    for segment in segments:
-        padded = segment.map.padded
-        owed = len(sharding.owing(segment)) * len(sharding.nest.range(Level.I, padded))
-        found += ITEM_BYTES[sharding.precision.master] * owed
-        if sharding.keeps_copy(segment):
-            found += ITEM_BYTES[segment.compute] * padded // sharding.nest.ranks
-        found += sharding.kept_bytes(segment) * sharding.holders(segment).shards // sharding.nest.ranks
-    return found
 
 
 @dataclass(frozen=True, slots=True)

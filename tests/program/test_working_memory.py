@@ -20,10 +20,8 @@ from atoll.plans.layouts import (
     Precision,
     SegmentShape,
     Sharding,
-    WorkingMemory,
-    working_memory,
 )
-from atoll.plans.layouts.working import _arriving
+from atoll.program.memory import WorkingMemory, _arriving, working_memory
 
 FP32, BF16 = Precision.preset("fp32"), Precision.preset("bf16")
 NUMEL = 4096

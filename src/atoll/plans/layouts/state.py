@@ -1,0 +1,103 @@
+"""State between steps: the bytes that a rank keeps, per component, and those that it writes to a checkpoint.
+
+They are counted from what is stored of each segment (`atoll.plans.layouts.storage`), padding included. What comes and
+goes within a step is counted by `atoll.program.memory`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from atoll.plans.layouts.codec import NO_CODECS
+from atoll.plans.layouts.layout import Layout
+from atoll.plans.layouts.level import Level
+from atoll.plans.layouts.precision import ITEM_BYTES
+from atoll.plans.layouts.storage import SegmentShape, Sharding, Stored
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of one rank's model state. Only tensors count, not step counters.
+
+    optimizer: masters, states, residuals of codecs, and what outer steps store.
+    Sharded gradients are freed at the end of a step; everything else is kept between steps.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all three."""
+        return self.parameters + self.gradients + self.optimizer
+
+    def at_rest(self, layout: Layout) -> Footprint:
+        """The bytes that remain allocated between steps."""
+        return self if layout.gradients is Level.N else replace(self, gradients=0)
+
+    def __add__(self, other: Footprint) -> Footprint:
+        return Footprint(
+            self.parameters + other.parameters, self.gradients + other.gradients, self.optimizer + other.optimizer
+        )
+
+
+def footprint(segments: Sequence[SegmentShape], sharding: Sharding, *, states: int | None = None) -> Footprint:
+    """Bytes of the state of `segments` that a rank stores.
+
+    states: tensors that the optimizer keeps of every parameter besides the master, those of `sharding` if not given;
+    they cover the parameters only, the other buffers cover their padding too.
+    """
+    total = Footprint(0, 0, 0)
+    for segment in segments:
+        total += _segment_footprint(segment, sharding, sharding.states_of(segment) if states is None else states)
+    return total
+
+
+def _segment_footprint(segment: SegmentShape, sharding: Sharding, states: int) -> Footprint:
+    layout, precision = sharding.layout, sharding.precision
+
+    def numel(level: Level) -> int:
+        return len(sharding.nest.range(level, segment.map.padded))
+
+    stored = sharding.stored(segment)
+    parameters = 0 if stored is Stored.CAST else ITEM_BYTES[segment.compute] * numel(layout.parameters)
+    if stored is Stored.ALONE:
+        return Footprint(parameters, 0, 0)
+    item = ITEM_BYTES[precision.master]
+    held = sharding.nest.range(layout.optimizer, segment.map.padded)
+    covered = sum(part.stop - part.start for part in segment.map.slices(held))
+    gradients = len(segment.phases) * sharding.gradient_bytes(segment)
+    kept = states * item * covered + sharding.anchors * item * numel(Level.G)
+    kept += len(sharding.owing(segment)) * item * numel(Level.I)
+    # A post-validated step updates a second copy of the state of whole matrices.
+    kept += (2 if sharding.keeps_apart else 1) * sharding.kept_bytes(segment)
+    if stored is Stored.SHARED:
+        coarse = min(layout.parameters, layout.optimizer)
+        return Footprint(item * numel(coarse), gradients, kept)
+    copies = 2 if sharding.keeps_copy(segment) and sharding.keeps_apart else 1  # the other one to take a step back
+    return Footprint(copies * parameters, gradients, kept + item * len(held))
+
+
+def saved_bytes(segments: Sequence[SegmentShape], sharding: Sharding) -> int:
+    """Return the bytes of a checkpoint that a rank writes, and copies to host memory when it saves in the background:
+    masters and the optimizer's state, divided by all ranks that hold them, and what is saved besides."""
+    sliced = None if sharding.whole is None else sharding.whole.sliced
+    everywhere = replace(sharding, layout=Layout("GGG"), codecs=NO_CODECS, whole=sliced)
+    found = footprint(segments, everywhere)
+    return found.parameters + found.optimizer + saved_besides(segments, sharding)
+
+
+def saved_besides(segments: Sequence[SegmentShape], sharding: Sharding) -> int:
+    """Return the bytes that a rank writes of its residuals, of copies of the parameters that follow by codecs, and of
+    the state of whole matrices: its share where several ranks have the same."""
+    found = 0
+    for segment in segments:
+        padded = segment.map.padded
+        owed = len(sharding.owing(segment)) * len(sharding.nest.range(Level.I, padded))
+        found += ITEM_BYTES[sharding.precision.master] * owed
+        if sharding.keeps_copy(segment):
+            found += ITEM_BYTES[segment.compute] * padded // sharding.nest.ranks
+        found += sharding.kept_bytes(segment) * sharding.holders(segment).shards // sharding.nest.ranks
+    return found

@@ -1,0 +1,80 @@
+"""What blocks keep for their backward, and what they send: the bytes that only a workload knows of a rank.
+
+They complete the shape of a rank, so that its program's memory can be counted (`atoll.program.memory.held_in`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from atoll.program import BlockShape, RankShape, StageShape, UnitShape
+
+if TYPE_CHECKING:
+    from atoll.prediction.cost.ranks import Ranks
+
+
+def with_activations(shape: RankShape, ranks: Ranks) -> RankShape:
+    """Return the shape of a pipeline rank with the bytes of its blocks' activations and messages."""
+    stages = {index: _stage(stage, ranks) for index, stage in shape.stages.items()}
+    weighed: dict[int, int] = {}
+    for at, unit in ranks.weighed_with.items():
+        weighed[unit] = weighed.get(unit, 0) + ranks.works[at].kept_for_weights
+    answered = {
+        ranks.weighed_with[ranks.runs[index].stop - 1]: stage.received["B"]
+        for index, stage in stages.items()
+        if ranks.runs[index].stop - 1 in ranks.weighed_with and "B" in stage.received
+    }
+    units: Mapping[int, UnitShape] = {
+        index: replace(unit, pending=weighed.get(index, 0), answered=answered.get(index, 0))
+        for index, unit in shape.units.items()
+    }
+    return replace(shape, stages=stages, units=units, besides=ranks.slices.held(shape.rank))
+
+
+def _stage(stage: StageShape, ranks: Ranks) -> StageShape:
+    last, rank_of = len(ranks.runs) - 1, ranks.plan.schedule.placement.rank_of
+    received = {
+        kind: ranks.message_bytes
+        for kind, other in (("F", stage.index - 1), ("B", stage.index + 1))
+        if 0 <= other <= last and rank_of(other) != rank_of(stage.index)
+    }
+    loss, in_loss = 0, 0
+    if stage.index == last:
+        head = ranks.works[-1]
+        loss, in_loss = head.kept_for_loss, head.kept_for_loss + head.loss
+    blocks = tuple(_block(block, ranks, ranks.runs[stage.index], received) for block in stage.blocks)
+    return replace(stage, blocks=blocks, received=received, loss=loss, in_loss=in_loss)
+
+
+def _block(block: BlockShape, ranks: Ranks, run: range, received: Mapping[str, int]) -> BlockShape:
+    at, work = block.index, ranks.works[block.index]
+    # What is sent is kept for the backward, and no block here saves it.
+    sent = work.wire if _is_sent(ranks, at) and at >= ranks.first_trained else 0
+    # A received activation is the input that the first block saves, in the buffer of the message.
+    there = received.get("F", 0) if at == run.start >= ranks.first_trained else 0
+    own = work.kept - work.kept_for_loss
+    again = sum(each.nbytes for each in work.again)
+    # A received gradient is kept by the last block for W, in the buffer of the message.
+    answer = received.get("B", 0) if at == run.stop - 1 and work.matrices else 0
+    if ranks.is_split and work.matrices:
+        pending = work.kept_for_weights
+        passing = own + again - sum(each.nbytes for each in (*work.saved, *work.again) if each.until == "W")
+    else:
+        pending, passing = 0, own + again + sum(each.nbytes for each in work.pending)
+    return replace(
+        block,
+        kept=work.kept + sent - there,
+        freed=own + sent - there + answer,
+        pending=pending,
+        in_forward=work.peak,
+        in_backward=passing,
+    )
+
+
+def _is_sent(ranks: Ranks, block: int) -> bool:
+    """Return True if a block's output is sent to another rank."""
+    rank_of = ranks.plan.schedule.placement.rank_of
+    ends = (stage for stage, run in enumerate(ranks.runs[:-1]) if block == run.stop - 1)
+    return any(rank_of(stage) != rank_of(stage + 1) for stage in ends)

@@ -1,0 +1,196 @@
+"""Seconds of instructions on a cluster: of kernels, of the optimizer's step, of copies, and the speeds of links."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from atoll.plans.layouts import ITEM_BYTES, Stored
+from atoll.plans.schedules import Link, Links
+from atoll.prediction.cost.cluster import Cluster
+from atoll.prediction.cost.kernels import Clock, Exchange, Product
+from atoll.prediction.cost.ranks import Ranks
+from atoll.prediction.cost.work import Work
+from atoll.program import Do, Operation, Sliced
+from atoll.program.sim import Rates, Speed
+
+Parts = tuple[float, float, float]
+"""Seconds of F, I and W of a block."""
+
+NEAR = "pp-near"
+"""Name of the link between pipeline ranks on one node, if those at its ends have neighbours on other nodes."""
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Seconds of a plan's instructions on a cluster."""
+
+    ranks: Ranks
+    cluster: Cluster
+
+    @property
+    def links(self) -> dict[str, Speed]:
+        """Return the links between the pipeline ranks and between the data-parallel ones, by axis of the mesh, and the
+        link of neighbouring pipeline ranks on one node, if others are on several."""
+        mesh = self.ranks.plan.mesh
+        axes = ("pp", "inter", "intra", *(("tp",) if self.ranks.plan.whole is not None else ()))
+        found = {axis: self.cluster.along(mesh, axis) for axis in axes if mesh.sizes[axis] > 1}
+        if any(map(self.near, range(mesh.pipeline))) and not all(
+            self.cluster.share_nodes(mesh, 0, rank) for rank in range(mesh.pipeline)
+        ):
+            found[NEAR] = self.cluster.inside()
+        return found
+
+    def near(self, rank: int) -> list[int]:
+        """Return the other pipeline ranks on the node of one."""
+        mesh, others = self.ranks.plan.mesh, range(self.ranks.plan.mesh.pipeline)
+        return [other for other in others if other != rank and self.cluster.share_nodes(mesh, rank, other)]
+
+    @property
+    def hops(self) -> Links:
+        """Return the minimum seconds of messages between pipeline ranks, one at a time on each pair's link.
+
+        A link with a burst may transfer accumulated bytes at once, so its messages do not wait for each other here.
+        """
+        hops = {name: self._hop(speed) for name, speed in self.links.items() if name in ("pp", NEAR)}
+        if not hops:
+            return Links()
+        ranks = range(self.ranks.plan.mesh.pipeline)
+        near = {(rank, other): hops[NEAR] for rank in ranks for other in self.near(rank)} if NEAR in hops else {}
+        return Links(near, hops["pp"])
+
+    def _hop(self, speed: Speed) -> Link:
+        seconds = speed.seconds(self.ranks.message_bytes)
+        if speed.burst:
+            return Link(speed.latency + max(0.0, seconds - speed.burst / speed.rate))
+        return Link(speed.latency, seconds)
+
+    def rates_of(
+        self,
+        parts: Callable[[Work], Parts],
+        *,
+        update: float = 1.0,
+        pause: float = 1.0,
+        links: Mapping[str, Speed] | None = None,
+    ) -> tuple[Rates, ...]:
+        """Return the seconds of instructions if blocks take `parts`, links are others, and the optimizer's step and
+        pauses take `update` and `pause` times as long as on this cluster."""
+        message = float(self.ranks.message_bytes)
+        links = self.links if links is None else links
+        found = []
+        for rank in range(self.ranks.plan.mesh.pipeline):
+            seconds = self._by_instruction(rank, parts)
+            seconds[Do.STEP, -1] = self._step_seconds(rank, update)
+            seconds |= self._copies(rank)
+            seconds |= {key: taken * update for key, taken in self._transforms(rank).items()}
+            seconds[Do.FINISH_F, -1] = seconds[Do.START_I, -1] = self.cluster.device.efficiency.pause * pause
+            to = dict.fromkeys(self.near(rank), links[NEAR]) if NEAR in links else {}
+            found.append(Rates(seconds, message, links, self.ranks.slices.sent(rank), to))
+        return tuple(found)
+
+    @property
+    def update_seconds(self) -> float:
+        """Seconds of the optimizer's step per parameter, of those of which it keeps least.
+
+        `efficiency.update` is Adam's, which reads the gradient and reads and writes the master and two states: seven
+        tensors, of which an optimizer with fewer states omits two per state.
+        """
+        return self._update_seconds(1, self.ranks.plan.least_states)
+
+    def _update_seconds(self, parameters: float, states: float) -> float:
+        efficiency = self.cluster.device.efficiency
+        return (
+            efficiency.update * (3 * parameters + 2 * states) / 7 / (self.cluster.device.bandwidth * efficiency.memory)
+        )
+
+    def _step_seconds(self, rank: int, update: float) -> float:
+        """Seconds of the elementwise step of a pipeline rank's parameters, times `update`."""
+        shape = self.ranks.of(rank)
+        sharding = self.ranks.plan.sharding(self.ranks.place(rank))
+        all_kept, one, none = (shape.footprint(states=states).optimizer for states in (None, 1, 0))
+        item = ITEM_BYTES[self.ranks.plan.precision.master]
+        # `efficiency.update` is with a cast of the result, which is a part of the next gather if no copy is stored.
+        cast = sum(
+            sharding.copied_bytes(segment) for segment in shape.segments if sharding.stored(segment) is Stored.CAST
+        )
+        own = self._update_seconds((one - none) / item, (all_kept - none) / item) * update
+        return max(0.0, own - cast / (self.cluster.device.bandwidth * self.cluster.device.efficiency.memory))
+
+    def _copies(self, rank: int) -> dict[tuple[Operation, int], float]:
+        """Seconds of gathers that send nothing: casts of masters, and copies."""
+        sharding = self.ranks.plan.sharding(self.ranks.place(rank))
+        rate = self.cluster.device.bandwidth * self.cluster.device.efficiency.memory
+        found = {}
+        for unit, each in self.ranks.of(rank).units.items():
+            copied = sum(map(sharding.copied_bytes, each.segments))
+            if copied:
+                found[Do.GATHER, unit] = found[Do.FETCH, unit] = copied / rate
+        return found
+
+    def _transforms(self, rank: int) -> dict[tuple[Operation, int], float]:
+        """Seconds in which a pipeline rank transforms its matrices, by unit."""
+        whole, found = self.ranks.plan.whole, {}
+        if whole is None:
+            return {}
+        sharding = self.ranks.plan.sharding(self.ranks.place(rank))
+        is_known = sharding.transformed in self.cluster.device.rates
+        dtype = sharding.transformed if is_known else self.ranks.use.compute
+        clock = Clock(self.cluster.device, dtype, ITEM_BYTES[dtype])
+        for unit, each in self.ranks.of(rank).units.items():
+            kernels = [
+                Product(*sizes)
+                for segment in each.segments
+                for matrix, owner in zip(segment.matrices, segment.owners, strict=True)
+                for sizes in (whole.transform.products(matrix.rows, matrix.columns) if not owner else ())
+            ]
+            if kernels:
+                found[Do.TRANSFORM, unit] = clock.seconds(kernels)
+        return found
+
+    @cached_property
+    def clock(self) -> Clock:
+        """Clock of the device, which gives the seconds of kernels."""
+        tensor = self.ranks.plan.mesh.tensor
+        link = {"link": self.cluster.along(self.ranks.plan.mesh, "tp")} if tensor > 1 else {}
+        return Clock(self.cluster.device, self.ranks.use.compute, self.ranks.use.item, tensor, **link)
+
+    def _by_instruction(self, rank: int, of_work: Callable[[Work], Parts]) -> dict[tuple[Operation, int], float]:
+        """Return the seconds of a rank's blocks and slices, given F, I and W of each, by instruction."""
+        found: defaultdict[tuple[Operation, int], float] = defaultdict(float)
+        is_split = len(self.ranks.runs) > 1
+        for at in self.ranks.shape.blocks_of(rank):
+            forward, backward, weights = of_work(self.ranks.works[at])
+            found[Do.F, at] += forward
+            found[Do.I, at] += backward
+            # A block whose gradients are all computed in I, such as an embedding, has no W.
+            is_deferred = is_split and at in self.ranks.weighed_with
+            found[(Do.W, self.ranks.weighed_with[at]) if is_deferred else (Do.I, at)] += weights
+        for work, begins, ends in zip(
+            self.ranks.slices.works, (Sliced.L, Sliced.S), (Sliced.G, Sliced.T), strict=False
+        ):
+            found[begins, -1], _, found[ends, -1] = of_work(work)
+        return dict(found)
+
+    def parts(self, work: Work) -> Parts:
+        """Return F, I and W of each work; equal works are computed once."""
+        if id(work) not in self._known:
+            kernels = work.forward, work.backward, work.weights
+            # The work is kept with its seconds, so that no other work can have its id.
+            self._known[id(work)] = work, tuple(map(self.clock.seconds, kernels))  # type: ignore[assignment]
+        return self._known[id(work)][1]
+
+    @cached_property
+    def _known(self) -> dict[int, tuple[Work, Parts]]:
+        return {}
+
+    def _collectives(self, work: Work) -> Parts:
+        """Return the seconds of tensor-parallel collectives within F, I and W."""
+        every = work.forward, work.backward, work.weights
+        alone = (self.clock.seconds(k for k in kernels if not isinstance(k, Exchange)) for kernels in every)
+        return tuple(whole - part for whole, part in zip(self.parts(work), alone, strict=True))  # type: ignore[return-value]
+
+    def tensor_seconds(self, rank: int) -> dict[tuple[Operation, int], float]:
+        """Return the seconds that tensor-parallel collectives add to a pipeline rank's instructions."""
+        return self._by_instruction(rank, self._collectives) if self.ranks.plan.mesh.tensor > 1 else {}

@@ -1,0 +1,104 @@
+"""Segments of a workload's units on a rank: what `build` makes of a model's parameters, from numbers of elements.
+
+Each block, or each group of layers if a plan has units of several blocks, is a unit of up to three segments: gradients
+computed in W, gradients computed in I, and frozen parameters. Parameters that the first block shares with the last form
+a unit of their own. Slices of a split vocabulary are units of one segment each, before all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from atoll.plans.layouts import FlatMap, Matrix, SegmentShape
+from atoll.program import ModelShape, Phase, by_index, groups_of, using
+
+if TYPE_CHECKING:
+    from atoll.prediction.cost.ranks import Ranks
+
+Segments = dict[int, tuple[SegmentShape, ...]]
+"""By unit, in the model's order."""
+
+
+def model_shape(ranks: Ranks) -> ModelShape:
+    """Return the shape of a workload under a plan. Blocks without parameters of their own are in no unit."""
+    plan, layers, works = ranks.plan, ranks.model.layers, ranks.works
+    groups = groups_of(["layer" if at in layers else None for at in range(len(works))], ranks.runs, plan.unit)
+    shared = [ranks.ends] if ranks.shared else []
+    own = [(at,) for at, work in enumerate(works) if work.parameters > (ranks.shared if at in ranks.ends else 0)]
+    used: Iterable[Sequence[int]] = (*shared, *own)
+    units = by_index((using(blocks, groups) for blocks in used), slices=len(ranks.slices.elements(0)))
+    return ModelShape(plan, ranks.runs, units, ranks.first_trained, ranks.slices.named)
+
+
+def segments_of(ranks: Ranks, rank: int) -> Segments:
+    """Return the segments of each unit of a pipeline rank: of W, of I, and frozen; and of matrices that the optimizer
+    transforms whole, with their owners.
+
+    Without a pipeline no rank waits for I, which computes all gradients.
+    """
+    found: Segments = {unit: (_segment(ranks, numel, "W"),) for unit, numel in enumerate(ranks.slices.elements(rank))}
+    own = ranks.shape.blocks_of(rank)
+    for index, unit in enumerate(ranks.shape.units):
+        here = [at for at in unit.blocks if at in own]
+        if here:
+            found[index] = _shared(ranks, here) if unit.is_shared else _own(ranks, unit.blocks)
+    if ranks.plan.whole is None:
+        return found
+    dealt = ranks.plan.sharding(ranks.place(rank)).dealt([(False, segments) for segments in found.values()])
+    return {unit: tuple(own) for unit, own in zip(found, dealt, strict=True)}
+
+
+def _phases(ranks: Ranks, end: int) -> tuple[Phase, ...]:
+    """Return the phase in which an end computes the gradient of what it shares with the other end."""
+    if not ranks.model.trains_shared:
+        return ()
+    return ("W",) if end and ranks.is_split else ("I",)
+
+
+def _shared(ranks: Ranks, here: Iterable[int]) -> tuple[SegmentShape, ...]:
+    phases = {phase for at in here for phase in _phases(ranks, at)}
+    return (_segment(ranks, ranks.shared, *sorted(phases)),)
+
+
+def _own(ranks: Ranks, blocks: Iterable[int]) -> tuple[SegmentShape, ...]:
+    made: dict[tuple[Phase, ...], int] = {("W",): 0, ("I",): 0, (): 0}
+    for at in blocks:
+        work = ranks.works[at]
+        matrices = work.matrices if ranks.is_split else 0
+        made["W",] += matrices
+        made["I",] += work.parameters - matrices - work.frozen
+        made[()] += work.frozen
+        if at in ranks.ends:
+            made[_phases(ranks, at)] -= ranks.shared
+    whole = tuple(matrix for at in blocks for matrix in _matrices(ranks, at))
+    numel = sum(matrix.part(0).numel for matrix in whole)
+    made_in: tuple[Phase, ...] = ("W",) if made["W",] else ("I",)
+    if numel <= made[made_in]:
+        made[made_in] -= numel
+    else:
+        whole = ()  # some are made in I and some in W
+    found = tuple(_segment(ranks, numel, *phases) for phases, numel in made.items() if numel)
+    if not whole:
+        return found
+    shapes = [(matrix.name, matrix.part(0).sizes) for matrix in whole]
+    map_of_whole = FlatMap.build(shapes, ranks.plan.mesh.data)
+    return (replace(_segment(ranks, 0, *made_in), map=map_of_whole, matrices=whole), *found)
+
+
+def _matrices(ranks: Ranks, block: int) -> tuple[Matrix, ...]:
+    """Return the matrices of a block between the first and the last that the optimizer transforms whole. Parameters
+    that it splits into several count as one."""
+    if ranks.plan.whole is None or not 0 < block < len(ranks.works) - 1:
+        return ()
+    tensor = ranks.use.tensor
+    return tuple(
+        Matrix(f"{block}.{nth}", shape, 0, shape[0], dim=0 if tensor > 1 else None, tensor=tensor)
+        for nth, shape in enumerate(ranks.works[block].linear)
+    )
+
+
+def _segment(ranks: Ranks, numel: int, *phases: Phase) -> SegmentShape:
+    own = FlatMap.build([("parameters", (numel,))], ranks.plan.nest(ranks.place(0)).ranks)
+    return SegmentShape(own, phases, ranks.plan.precision.compute)
