@@ -43,13 +43,14 @@ from atoll.program.trace import Trace
 from atoll.runtime import checkpoint
 from atoll.runtime.agreement import Agreement
 from atoll.runtime.allocator import keep_freed_memory
-from atoll.runtime.assemble.build import build
+from atoll.runtime.assemble.build import build_rank
 from atoll.runtime.assemble.holdings import held_at_rest, held_now, needed_in_a_step, shape_of
 from atoll.runtime.assemble.ties import untie_as_stored
-from atoll.runtime.batches import Batches, Labels, Share
+from atoll.runtime.batches import Batches, BatchShare, Labels
 from atoll.runtime.checkpoint import Archive, Background, Piece, Told, is_complete
 from atoll.runtime.lanes import Kind, Lane, lane_of, lanes_of
 from atoll.runtime.launch import share_cores
+from atoll.runtime.mail import Mail
 from atoll.runtime.models import Adapter, Batch, Loss, adapter_for, weights_for
 from atoll.runtime.models.batch import IGNORED_LABEL
 from atoll.runtime.models.buffers import buffers_outside, first_names, persistent_buffers, transient_buffers
@@ -72,7 +73,7 @@ from atoll.runtime.sharding.tensor_parallel import tensor_parallel
 from atoll.runtime.sharding.tensors import whole_output
 from atoll.runtime.transport import Channel, Peers, connect, world_rank, world_size, world_store
 from atoll.runtime.verdict import SHOWN
-from atoll.runtime.vocabulary.split import ways_of
+from atoll.runtime.vocabulary.split import SplitVocabulary, ways_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ class Engine:
         self._lanes: dict[Kind, Lane] = {}
         self.outer: OuterSteps | None = None
         self._outcome: Outcome | None = None
-        self._played: dict[int, tuple[Share, Outcome]] = {}
+        self._played: dict[int, tuple[BatchShare, Outcome]] = {}
         self._answered: StepResult | None = None
         self._skips = self._rollbacks = self._furthest = 0
         self._compared = 0
@@ -250,7 +251,7 @@ class Engine:
         )
         self.advice = self._advise(outline)
         collector = Collector()
-        self._sharded = build(outline, around=around, collector=collector, seed=self._seed, tensor=tensor)
+        self._sharded = build_rank(outline, around=around, collector=collector, seed=self._seed, tensor=tensor)
         self._batches = Batches(
             plan,
             self.place,
@@ -279,12 +280,18 @@ class Engine:
             scaler=LossScaler() if plan.precision.compute == "float16" else None,
             is_post_validated=plan.post_validation,
         )
+        ranks, placement = self.place.peers("pp"), outline.schedule.placement
+        mail = Mail(self.transport, lambda stage: ranks[placement.rank_of(stage)])
+        vocabulary = self._sharded.vocabulary
         self._executor = Executor(
             outline,
-            self._sharded,
+            self._sharded.stages,
+            self._sharded.units,
             self._end,
             loss=self.adapter.loss if self.loss is None else _OwnLoss(self.loss, self.device),
             transport=self.transport,
+            mail=mail,
+            extensions=() if vocabulary is None else (SplitVocabulary(vocabulary, mail, placement, ranks),),
             collector=collector,
             seed=self._seed,
             lanes=tuple(self._lanes.values()) if plan.nest(self.place).ranks > 1 else (),
@@ -408,7 +415,7 @@ class Engine:
 
     def _play(
         self,
-        share: Share,
+        share: BatchShare,
         step: int,
         *,
         since: float | None = None,
@@ -527,11 +534,13 @@ class Engine:
             of_step, marked = first_of_all([*probe.seen, *([bad] if bad else [])], self.transport, total)
         was_repeated, cause = True, of_step
         if of_step is None or of_step.made is not Made.PARAMETER:
-            self._executor.probe = probe = Probe(self.place.rank, first=first, size=self.plan.microbatch, names=names)
+            self._executor.microbatches.probe = probe = Probe(
+                self.place.rank, first=first, size=self.plan.microbatch, names=names
+            )
             try:
                 self._play(share, step - 1, is_rehearsal=True)
             finally:
-                self._executor.probe = None
+                self._executor.microbatches.probe = None
             with self._agreement.guard(f"looking for the fault of step {step}"):
                 self._end.settle()
                 again = self._end.take_refused()

@@ -9,7 +9,7 @@ import torch
 from atoll.plans.layouts import Footprint, Sharding, WorkingMemory, footprint, reduced_at_once, working_memory
 from atoll.plans.plan import Place, Plan
 from atoll.program import Bytes, RankShape
-from atoll.runtime.pipeline.stage import Sharded
+from atoll.runtime.assemble.sharded import Sharded
 from atoll.runtime.sharding.unit import Unit
 
 

@@ -82,7 +82,7 @@ class Collector:
             self.found = None
 
 
-class Layer:
+class LinearLayer:
     """A linear layer whose forward is replaced. As it is, its weight has no gradient: it is frozen."""
 
     def __init__(self, module: nn.Linear, collector: Collector) -> None:
@@ -156,7 +156,7 @@ class Layer:
         """Do nothing: a frozen weight has no W."""
 
 
-class DeferredWeight(Layer):
+class DeferredWeight(LinearLayer):
     """A linear layer and the gradient of its weight."""
 
     def __init__(self, module: nn.Linear, unit: Unit, name: str, collector: Collector, *, waits: bool) -> None:
@@ -181,8 +181,8 @@ class DeferredWeight(Layer):
 
 
 _SLOTS = itertools.count()
-_LAYERS: WeakValueDictionary[int, Layer] = WeakValueDictionary()
-"""Layer of a call by its number, because operators take numbers rather than objects."""
+_LAYERS: WeakValueDictionary[int, LinearLayer] = WeakValueDictionary()
+"""LinearLayer of a call by its number, because operators take numbers rather than objects."""
 
 
 @torch.library.custom_op("atoll::deferred_linear", mutates_args=())
@@ -230,7 +230,9 @@ class _Linear(torch.autograd.Function):
     """The operator `linear`, without the cost of calling an operator."""
 
     @staticmethod
-    def forward(ctx: Any, layer: Layer, hidden: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, layer: LinearLayer, hidden: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.layer = layer
         return layer.multiply(hidden, weight, bias)
@@ -261,26 +263,26 @@ def defer(
     *,
     waits: bool = True,
     every: bool = False,
-) -> list[Layer]:
+) -> list[LinearLayer]:
     """Defer every trained `nn.Linear` weight of a block that is in `units`; or, without `waits`, accumulate the
     gradients of large ones in I, in one operation.
 
     every: replace the forward of small and of frozen ones too, so that all ask the collector how to multiply.
     """
-    # A weight of no unit here is of a slice of the vocabulary, and the head's forward is replaced already (`Scored`).
+    # A weight of no unit here belongs to a module that is computed elsewhere, whose forward is replaced already.
     owners = {id(p): (unit, name) for unit in units for name, p in unit.parameters.items()}
 
     def is_worth(weight: Tensor) -> bool:
         return waits or every or weight.is_cuda or weight.numel() >= LEAST_ADDED
 
-    made: list[Layer] = []
+    made: list[LinearLayer] = []
     for child in module.modules():
         if type(child) is not nn.Linear or id(child.weight) not in owners:
             continue
         if is_deferrable(child) and is_worth(child.weight):
             made.append(DeferredWeight(child, *owners[id(child.weight)], collector, waits=waits))
         elif every and not child.weight.requires_grad:
-            made.append(Layer(child, collector))
+            made.append(LinearLayer(child, collector))
     return made
 
 

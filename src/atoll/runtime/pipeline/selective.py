@@ -26,7 +26,7 @@ from atoll.base.errors import RunError
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 """Operations whose outputs are kept. Attention, norms and activation functions are computed again."""
 
-Pair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """The contexts of the first and of the second forward."""
 
 
@@ -96,12 +96,12 @@ class Selective:
         self._is_known = False
         self.by_layers = False
 
-    def contexts(self) -> Pair:
+    def contexts(self) -> ContextPair:
         """Return the contexts in which layers keep outputs, and return them."""
         keeping = _Keeping()
         return self._with(keeping), self._with(_Returning(keeping.kept))
 
-    def contexts_of_torch(self) -> Pair:
+    def contexts_of_torch(self) -> ContextPair:
         """Return torch's contexts. The first time, products are counted: all, and those of layers."""
         if self._is_known:
             return of_torch()
@@ -131,6 +131,6 @@ class Selective:
             self._layers.multiplier = None
 
 
-def of_torch() -> Pair:
+def of_torch() -> ContextPair:
     """Return torch's contexts."""
     return create_selective_checkpoint_contexts(list(PRODUCTS))

@@ -42,7 +42,7 @@ from atoll.runtime.sharding.tensors import added_up, part_of
 from atoll.runtime.sharding.unit import Unit
 
 
-def vocabulary_of(adapter: Adapter, ranks: int) -> Vocabulary:
+def splittable_vocabulary(adapter: Adapter, ranks: int) -> Vocabulary:
     """Return the ends of a model whose vocabulary is split over so many ranks.
 
     Raises PlanError if the adapter does not name them, or if they cannot be split.
