@@ -161,8 +161,8 @@ class Striker:
 
     def prepare(self) -> None:
         """Put the blow into the executor's table, or before a save."""
-        from atoll.runtime import engine
         from atoll.runtime.pipeline import executor
+        from atoll.runtime.services import checkpoints
 
         mode, _, name = self.spec.what.rpartition(" ")
         striker, wanted = self, mode != "evaluation"
@@ -182,14 +182,14 @@ class Striker:
             return strike_and_call
 
         executor.call_of = struck
-        save = engine.save_state
+        save = checkpoints.save_state
 
         def struck_save(*arguments: Any, **named: Any) -> None:
             if self.spec.what == "save":
                 self.strike("saving a checkpoint")
             save(*arguments, **named)
 
-        engine.save_state = struck_save
+        checkpoints.save_state = struck_save
 
     def hook(self, model: Any) -> None:
         """Put the blow into a hook of a block in the middle, before its forward or behind it."""

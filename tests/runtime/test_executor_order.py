@@ -65,7 +65,7 @@ def timelines(name: str, steps: int, *, post_validation: bool = False) -> list[t
     found = []
     for batch, following in zip(batches, [*batches[1:], None], strict=True):
         engine.submit(batch, following)
-        found.append(engine.trace().spans)
+        found.append(engine.timing.trace().spans)
     engine.settle()
     engine.close()
     return found

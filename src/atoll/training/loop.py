@@ -380,7 +380,7 @@ class Loop:
         memory = torch.zeros(self.engine.plan.mesh.world, dtype=torch.float64)
         memory[self.engine.place.rank] = peak_memory(self.engine.device)
         busy = torch.zeros_like(memory)
-        busy[self.engine.place.rank] = self.engine.busy_seconds
+        busy[self.engine.place.rank] = self.engine.timing.busy_seconds
         return torch.cat([signals, memory, busy])
 
     def _record(self, result: StepResult | None) -> signal.Signals | None:
