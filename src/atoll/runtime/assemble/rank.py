@@ -143,22 +143,7 @@ def assemble(
     )
     if not sharded.trainable:
         raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained")
-    own = ShardedOptimizer(
-        sharded.units,
-        options.optimizer,
-        named_shapes=sharded.trainable,
-        options=options.groups,
-        matrices=sharded.matrices,
-    )
-    end = StepEnd(
-        sharded.units,
-        sharded.specs,
-        own,
-        transport=transport,
-        clip=options.clip,
-        scaler=LossScaler() if plan.precision.compute == "float16" else None,
-        is_post_validated=plan.post_validation,
-    )
+    own, end = _end(sharded, plan, options, transport)
     executor = _executor(
         outline,
         sharded,
@@ -208,6 +193,27 @@ def _adapt(model: nn.Module, options: Options) -> tuple[Adapter, Weights | None,
 
 def _predicts_next(adapter: Adapter) -> bool:
     return bool(getattr(adapter, "predicts_next", True))
+
+
+def _end(sharded: Sharded, plan: Plan, options: Options, transport: Transport) -> tuple[ShardedOptimizer, StepEnd]:
+    """Return the optimizer of a rank, and what ends its steps."""
+    own = ShardedOptimizer(
+        sharded.units,
+        options.optimizer,
+        named_shapes=sharded.trainable,
+        options=options.groups,
+        matrices=sharded.matrices,
+    )
+    end = StepEnd(
+        sharded.units,
+        sharded.specs,
+        own,
+        transport=transport,
+        clip=options.clip,
+        scaler=LossScaler() if plan.precision.compute == "float16" else None,
+        is_post_validated=plan.post_validation,
+    )
+    return own, end
 
 
 def _executor(
