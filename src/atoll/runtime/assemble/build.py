@@ -119,7 +119,7 @@ def _units(
     tensor: TensorParallel | None,
     sliced: VocabularySlice | None,
 ) -> dict[int, Unit]:
-    """Build the units of this rank by index, freed: at most one block of the model is whole here at a time."""
+    """Build the units of this rank by index, freed: at most one block of the model is unsharded here at a time."""
     outline, shared, local = model.outline, model.shared, model.local
     ranks = around.transport.place.peers("pp")
     phases = _phases([model.blocks[at] for at in local], shared, is_split=len(outline.runs) > 1)
@@ -163,7 +163,7 @@ def _units(
                 matrices=model.matrices,
             )
         for spec in model.specs:
-            # A shared unit stays whole until its last block here has been initialised.
+            # A shared unit stays unsharded until its last block here has been initialised.
             if spec.blocks and spec.index in units and max(used for used in spec.blocks if used in local) == at:
                 units[spec.index].free()
         _place_buffers(block.module.modules(), around.device, placed)

@@ -18,10 +18,10 @@ without a temporary of the weight's size; on a CPU only that of a weight of `LEA
 [Note: what waits for W] The tensors of one call of a linear layer in one microbatch, and who holds them. With recompute
 of whole blocks, the graph of F is built in I, just before its backward:
 
-              x, the input             y's gradient               weight, a view of the unit's whole copy
+              x, the input             y's gradient               weight, a view of the unsharded unit
     F         autograd's graph         -                          autograd's graph
     I         the graph -> `found`     the backward -> `found`    the graph, until the node of the layer has run; after
-                                                                  the block's I the program may FREE the whole copy
+                                                                  the block's I the program may FREE the unit
     ..        pending, by stage, microbatch and unit              -
     W         gradient += y's gradient.T @ x, in the unit's       -
               buffer of W, which W opens; then both are dropped
@@ -106,10 +106,11 @@ class LinearLayer:
         # multiplier, which must see this product.
         if self.collector.multiplier is None and not torch.is_grad_enabled():
             return F.linear(hidden, module.weight, module.bias)
-        if isinstance(module.weight, DTensor):
+        weight = module.weight
+        if isinstance(weight, DTensor):
             assert isinstance(hidden, DTensor), "a parallel style makes its input a DTensor"
-            return self._forward_split(hidden, module.weight, module.bias)
-        return self._apply(hidden, module.weight.detach(), module.bias)
+            return self._forward_split(hidden, weight, module.bias)
+        return self._apply(hidden, weight.detach(), module.bias)
 
     def _apply(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         given = hidden, weight, bias, self._anchor
@@ -123,8 +124,7 @@ class LinearLayer:
 
     def _needs_backward(self, hidden: Tensor, bias: Tensor | None) -> bool:
         # Asks the module: the weight that is passed on is detached.
-        trains_bias = bias is not None and bias.requires_grad
-        return hidden.requires_grad or self.module.weight.requires_grad or trains_bias
+        return hidden.requires_grad or self.module.weight.requires_grad or (bias is not None and bias.requires_grad)
 
     def multiply(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output without a history: computed, or what selective recompute has kept."""
@@ -304,9 +304,9 @@ def compute_weights(unit: Unit, pending: list[tuple[str, Any]]) -> None:
     while pending:
         name, kept = pending.pop()
         unit.touched.add(name)
-        room = unit.room(name, "W")  # the first of a unit opens the buffer: [Note: phases] in segment.py
+        buffer = unit.room(name, "W")  # the first of a unit opens the buffer: [Note: phases] in segment.py
         if isinstance(kept, Tensor):  # from autograd, of a weight that is also used outside of its layer
-            room.add(kept)
+            buffer.add(kept)
         else:
-            room.add_product(*kept)
+            buffer.add_product(*kept)
         del kept

@@ -66,7 +66,7 @@ class LossScaler:
 
     @property
     def can_shrink(self) -> bool:
-        """True if a smaller scale could bring gradients back into range."""
+        """True if a smaller scale could keep gradients in range."""
         return self.scale > 1.0
 
     def update(self, *, is_finite: bool) -> None:

@@ -124,7 +124,7 @@ class VocabularyTable:
         return self.unit.parameters[self.weight_name].requires_grad
 
     def rows(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias, while the unit is whole."""
+        """Return weight and bias, while the unit is unsharded."""
         weight = local_part(self.unit.parameters[self.weight_name]).detach()
         return weight, None if self.bias_name is None else local_part(self.unit.parameters[self.bias_name]).detach()
 
