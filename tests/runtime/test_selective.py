@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from atoll.base._torch import watched_operations
 from atoll.base.errors import RunError
 from atoll.runtime.models import operations
+from atoll.runtime.models.operations import PRODUCTS
 from atoll.runtime.pipeline.block import BlockDraw, LocalBlock, Passage
 from atoll.runtime.pipeline.deferred import Collector, defer
-from atoll.runtime.pipeline.selective import PRODUCTS, Selective
+from atoll.runtime.pipeline.selective import Selective
 from tests.runtime.test_deferred import unit_of
 
 

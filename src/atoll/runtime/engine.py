@@ -24,7 +24,7 @@ from atoll.runtime.agreement import Agreement
 from atoll.runtime.allocator import keep_freed_memory
 from atoll.runtime.assemble.alike import check_alike
 from atoll.runtime.assemble.holdings import held_at_rest, held_now, needed_in_a_step
-from atoll.runtime.assemble.rank import Options, Rank, assemble, lower_programs
+from atoll.runtime.assemble.rank import EngineOptions, Rank, assemble, lower_programs
 from atoll.runtime.batches import BatchShare, Labels
 from atoll.runtime.checkpoint import Archive, Background, Piece, Told, is_complete
 from atoll.runtime.lanes import Kind, Lane
@@ -39,7 +39,7 @@ from atoll.runtime.services.bad_steps import BadSteps
 from atoll.runtime.services.buffers import Buffers
 from atoll.runtime.services.checkpoints import Checkpoints
 from atoll.runtime.services.parameters import Parameters
-from atoll.runtime.services.timing import Timing
+from atoll.runtime.services.timing import StepTiming
 from atoll.runtime.sharding.coding import Moment
 from atoll.runtime.sharding.matrices import MatrixUpdate
 from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory
@@ -116,8 +116,17 @@ class Engine:
         policy = bad_steps if isinstance(bad_steps, Policy) else Policy.parse(bad_steps)
         folder = None if weights is None else Path(weights)
         self._moment = Moment()
-        options = Options(optimizer, groups, clip, seed, labels=labels, loss=loss, weights=folder, bad_steps=policy,
-                          moment=self._moment)  # fmt: skip
+        options = EngineOptions(
+            optimizer,
+            groups,
+            clip,
+            seed,
+            labels=labels,
+            loss=loss,
+            weights=folder,
+            bad_steps=policy,
+            moment=self._moment,
+        )
         self.checkpoints: dict[int, Path] = {}
         self.step_number = 0
         named = getattr(loss, "__qualname__", type(loss).__name__)
@@ -165,7 +174,7 @@ class Engine:
         self._sharded, self._batches, self._optimizer = rank.sharded, rank.batches, rank.optimizer
         self._end, self._executor, self._lanes = rank.end, rank.executor, rank.lanes
         self.program, self.reads_in_place = lower_programs(rank)
-        self.timing = Timing(rank)
+        self.timing = StepTiming(rank)
         self._buffers, self._parameters = Buffers(self.model, rank), Parameters(rank)
         self.saving = Checkpoints(rank, self._buffers, self._parameters, self._background, self.checkpoints)
         self.bad_steps = BadSteps(policy, rank, self.saving, replay=self._play, load=self._load)

@@ -44,7 +44,7 @@ from atoll.runtime.vocabulary.split import SplitVocabulary, ways_of
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class EngineOptions:
     """The options of an engine, besides model and plan; see `Engine`. moment: of the running step."""
 
     optimizer: OptimizerFactory
@@ -105,7 +105,7 @@ class Rank:
 def assemble(
     model: nn.Module,
     plan: Plan,
-    options: Options,
+    options: EngineOptions,
     *,
     transport: Transport,
     device: torch.device,
@@ -177,7 +177,7 @@ def assemble(
     )
 
 
-def _adapt(model: nn.Module, options: Options) -> tuple[Adapter, Weights | None, tuple[str, ...]]:
+def _adapt(model: nn.Module, options: EngineOptions) -> tuple[Adapter, Weights | None, tuple[str, ...]]:
     """Return the adapter of a model, its initial weights if they are not those of a checkpoint, and notes on them."""
     weights = options.weights
     untied = [] if weights is None else untie_as_stored(model, weights)
@@ -195,7 +195,9 @@ def _predicts_next(adapter: Adapter) -> bool:
     return bool(getattr(adapter, "predicts_next", True))
 
 
-def _end(sharded: Sharded, plan: Plan, options: Options, transport: Transport) -> tuple[ShardedOptimizer, StepEnd]:
+def _end(
+    sharded: Sharded, plan: Plan, options: EngineOptions, transport: Transport
+) -> tuple[ShardedOptimizer, StepEnd]:
     """Return the optimizer of a rank, and what ends its steps."""
     own = ShardedOptimizer(
         sharded.units,

@@ -46,7 +46,7 @@ Trained = tuple[Unit, str, torch.nn.Parameter, bool, bool]
 
 
 @dataclass(slots=True)
-class InFlight:
+class ProgramState:
     """State that is passed between the instructions of a program.
 
     passages: for a microbatch, the state of its blocks for their backward.
@@ -102,25 +102,25 @@ class Microbatches:
         self._counts_loss = counts_loss
         # By block, once for all steps: parameters keep their identity, also as a DTensor that is laid out anew.
         self._trained = {block.index: _trained(block) for stage in stages for block in stage.blocks}
-        self.state = InFlight((), is_training=False)
+        self.state = ProgramState((), is_training=False)
         self.probe: Probe | None = None
 
     # ---- between the instructions of microbatches
 
     def begin(self, batches: Sequence[Batch], *, training: bool, keeps_logits: bool = False) -> None:
         """Begin a program; this also releases what one that raised has left behind."""
-        self.state = InFlight(batches, is_training=training, keeps_logits=keeps_logits)
+        self.state = ProgramState(batches, is_training=training, keeps_logits=keeps_logits)
 
     def drain(self) -> None:
         """Release everything except the results."""
         ended = self.state
-        self.state = InFlight(
+        self.state = ProgramState(
             (), is_training=ended.is_training, losses=ended.losses, counts=ended.counts, logits=ended.logits
         )
 
-    def take(self) -> InFlight:
+    def take(self) -> ProgramState:
         """End the program. Return its results."""
-        ended, self.state = self.state, InFlight((), is_training=False)
+        ended, self.state = self.state, ProgramState((), is_training=False)
         return ended
 
     def loss_sum(self) -> torch.Tensor | None:
@@ -185,7 +185,7 @@ class Microbatches:
             gradient = torch.full_like(output, state.scale)
         if output.requires_grad:
             # Through what the model computes after its last block, up to that block's leaf. If there is nothing, the
-            # output is that leaf, and the received buffer itself becomes its gradient: see `InFlight.received`.
+            # output is that leaf, and the received buffer itself becomes its gradient: see `ProgramState.received`.
             pass_on(output, gradient)
         if at.entry is not None:  # for a forward that runs again in the I of its block; FINISH_I clears it
             at.entry.rows = state.inputs.get(key)

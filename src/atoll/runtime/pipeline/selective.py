@@ -15,16 +15,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from atoll.base._torch import version
 from atoll.base.errors import RunError
-
-PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-"""Operations whose outputs are kept. Attention, norms and activation functions are computed again."""
+from atoll.runtime.models.operations import PRODUCTS  # kept; attention, norms and activations are computed again
 
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """The contexts of the first and of the second forward."""

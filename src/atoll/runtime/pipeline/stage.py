@@ -15,7 +15,7 @@ from atoll.runtime.pipeline.deferred import LinearLayer
 from atoll.runtime.sharding.unit import Unit
 
 
-class Entry(Protocol):
+class StageEntry(Protocol):
     """A module of the first stage whose output is received, and not computed from the batch.
 
     rows: its output for the running microbatch; set before its block runs, and cleared after it.
@@ -24,7 +24,7 @@ class Entry(Protocol):
     rows: torch.Tensor | None
 
 
-class Exit(Protocol):
+class StageExit(Protocol):
     """A module of the last stage that is computed elsewhere: its input is the output of the stage."""
 
     def taken(self) -> torch.Tensor:
@@ -46,8 +46,8 @@ class Stage:
     units: tuple[Unit, ...]
     blocks: tuple[LocalBlock, ...]
     deferred: tuple[LinearLayer, ...]
-    entry: Entry | None = None
-    exit: Exit | None = None
+    entry: StageEntry | None = None
+    exit: StageExit | None = None
 
     def forward(self, hidden: torch.Tensor | None, batch: Batch) -> torch.Tensor:
         """Return the hidden state after the stage, usually [B, S, hidden], or the logits on the last stage.

@@ -46,7 +46,7 @@ import torch
 
 from atoll.base.faults import Fault, Rollback
 from atoll.program import Do, Ending, Operation
-from atoll.runtime.pipeline.sums import HEAD, RankSums, StepSums
+from atoll.runtime.pipeline.sums import SUMS_HEAD, RankSums, StepSums
 from atoll.runtime.sharding.optimizer import ShardedOptimizer
 from atoll.runtime.sharding.unit import Unit, UnitSpec
 from atoll.runtime.transport import Later, Transport
@@ -180,7 +180,7 @@ class StepEnd:
         # None otherwise and at first. Which of both is the same on all ranks, as it follows from the verdict.
         self._usual: frozenset[str] | None = None
         # The step of the running program, from `begin` on. Here a placeholder that nothing reads.
-        self._now = _Outstanding(0, 0, 0.0, options=[], sums=StepSums(torch.zeros(HEAD), 1))
+        self._now = _Outstanding(0, 0, 0.0, options=[], sums=StepSums(torch.zeros(SUMS_HEAD), 1))
         # The same object from SUMS to STEP: within one program, or post-validated across the beginning of the next one,
         # where `_now` already is the following step. Its gradients are held as long.
         self._outstanding: _Outstanding | None = None
@@ -209,7 +209,7 @@ class StepEnd:
         when the gradients are complete.  is_rehearsal: the step is refused whatever its result is."""
         options: list[dict[str, Any]] = []
         self.optimizer.remember_options(options)
-        sums = StepSums(torch.zeros(HEAD), tokens)
+        sums = StepSums(torch.zeros(SUMS_HEAD), tokens)
         self._now = _Outstanding(step, tokens, since, options=options, sums=sums, is_rehearsal=is_rehearsal)
         self._look = look
 

@@ -16,7 +16,7 @@ import torch
 from atoll.runtime.sharding.unit import Unit, UnitSpec
 from atoll.runtime.transport import Channel, Exchange, Later, Tag, Transport
 
-HEAD = 4
+SUMS_HEAD = 4
 """Sums that come before those of the units: loss, idle share, counts that losses gave, and how many did."""
 
 
@@ -32,8 +32,8 @@ class StepSums:
     yet take it for 1: a step that was taken ahead with the wrong factor is rolled back, as one that is clipped is.
     """
 
-    # On the host, in float64: `HEAD` sums, then a place for each unit of the whole model. It is zero on ranks without
-    # the unit, so adding up the stages does not round the norm of a unit that is on one of them.
+    # On the host, in float64: `SUMS_HEAD` sums, then a place for each unit of the whole model. It is zero on ranks
+    # without the unit, so adding up the stages does not round the norm of a unit that is on one of them.
     values: torch.Tensor
     tokens: int
 
@@ -59,7 +59,7 @@ class StepSums:
     @property
     def norms(self) -> torch.Tensor:
         """The squared norm of each unit."""
-        return self.values[HEAD:]
+        return self.values[SUMS_HEAD:]
 
     @property
     def norm(self) -> float:
@@ -113,10 +113,10 @@ class RankSums:
         names = [(unit, name) for unit in self._units for name, _ in unit.trained()]
         flags = torch.tensor([name in unit.touched for unit, name in names], dtype=torch.float64)
         values = self._transport.total_stage(torch.cat([head, partials, flags]))
-        flags = values[HEAD + self._count :]
+        flags = values[SUMS_HEAD + self._count :]
         self._share_flags(names, flags)
         touched = frozenset(name for (_, name), flag in zip(names, flags.tolist(), strict=True) if flag)
-        return StepSums(values[: HEAD + self._count], tokens), touched
+        return StepSums(values[: SUMS_HEAD + self._count], tokens), touched
 
     def _share_flags(self, names: Sequence[tuple[Unit, str]], flags: torch.Tensor) -> None:
         """Mark a shared parameter as touched if any of its copies is."""

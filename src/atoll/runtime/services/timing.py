@@ -13,7 +13,7 @@ from atoll.runtime.assemble.rank import Rank
 from atoll.runtime.pipeline.executor import Outcome
 
 
-class Timing:
+class StepTiming:
     """When a rank did what in its last training step: `engine.timing`.
 
     Each action is recorded in every step. `with engine.timing() as seconds:` also times each instruction.

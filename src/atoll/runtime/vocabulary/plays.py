@@ -56,11 +56,11 @@ PLAYS.update(
 
 # ---- instructions of the core at the ends of the pipeline
 
-End = Callable[[SplitVocabulary, "Microbatches", int], None]
+AtEnd = Callable[[SplitVocabulary, "Microbatches", int], None]
 """What an end does instead: (vocabulary, microbatches of the rank, microbatch)."""
 
 
-def _at_end(act: End, *, first: bool) -> Callable[[Executor, Instruction], Callable[[], None] | None]:
+def _at_end(act: AtEnd, *, first: bool) -> Callable[[Executor, Instruction], Callable[[], None] | None]:
     """Return what to do instead of the core, on the first stage or on the last one."""
 
     def instead(on: Executor, step: Instruction) -> Callable[[], None] | None:
