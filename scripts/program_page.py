@@ -12,7 +12,7 @@ from atoll.plans.plan import MeshShape, Plan
 from atoll.plans.schedules import build
 from atoll.program import Program
 from atoll.program.draw import draw_program, listing
-from atoll.runtime.assemble.describe import describe
+from atoll.runtime.assemble.describe import describe_rank
 from atoll.runtime.models import Decoder, DecoderConfig
 
 PLAN = Plan(MeshShape(pipeline=2, intra=2), Layout("GGG"), build("1f1b", ranks=2, microbatches=2), microbatch=1)
@@ -25,7 +25,7 @@ def model() -> nn.Module:
 
 @cache
 def program(rank: int) -> Program:
-    return describe(model, PLAN, rank).program
+    return describe_rank(model, PLAN, rank).program
 
 
 def forward() -> str:

@@ -22,7 +22,7 @@ import atoll
 from atoll import Engine, Layout, MeshShape, Outer, Plan
 from atoll.base.errors import AtollError
 from atoll.plans import schedules
-from atoll.runtime.assemble.describe import describe
+from atoll.runtime.assemble.describe import describe_rank
 from atoll.runtime.launch import host_monitor, torchrun_environment
 from atoll.runtime.models import SequentialAdapter, adapter_for
 from atoll.runtime.models.weights import weights_for
@@ -155,7 +155,7 @@ def described(model: Callable[[], nn.Module], **changes: Any) -> Try:
         with torch.device("meta"):
             return model()
 
-    return lambda _: describe(make, plan_of(**changes), 0)
+    return lambda _: describe_rank(make, plan_of(**changes), 0)
 
 
 class Gathered(nn.Sequential):

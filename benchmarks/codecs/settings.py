@@ -11,7 +11,7 @@ from torch import nn
 from atoll.plans.layouts import Codec, Codecs
 from atoll.plans.plan import Plan
 from atoll.program.traffic import sent_by
-from atoll.runtime.assemble.describe import describe
+from atoll.runtime.assemble.describe import describe_rank
 from benchmarks.islands.contenders import Atoll
 from benchmarks.islands.ranks import Rank
 from benchmarks.islands.work import Work
@@ -67,5 +67,5 @@ def formula_bytes(rank: Rank, setting: Coded) -> int:
         with torch.device("meta"):
             return rank.work.build()
 
-    program = describe(make, plan, 0, reads_in_place=True).program
+    program = describe_rank(make, plan, 0, reads_in_place=True).program
     return sent_by(program.instructions, program.shape)["inter"]

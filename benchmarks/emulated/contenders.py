@@ -82,7 +82,7 @@ def atoll_contender(work: Work, device: Device, schedule: Schedule) -> Contender
         engine.step,
         gradients,
         schedule,
-        lambda: engine.trace().spans,
+        lambda: engine.timing.trace().spans,
         engine.close,
         engine.transport,
     )

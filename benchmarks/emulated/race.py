@@ -196,7 +196,7 @@ def back_to_back(work: Work, steps: int, rounds: int) -> tuple[list[list[Chain]]
                 start = time.monotonic()
                 for batch, following in zip(batches, [*batches[1:], None], strict=True):
                     engine.submit(batch, following)
-                    spans.append(engine.trace().spans)
+                    spans.append(engine.timing.trace().spans)
                 engine.settle()
                 chains[-1].append(Chain(name, start, time.monotonic(), spans, device.operations))
         for engine in engines.values():

@@ -161,35 +161,35 @@ class Striker:
 
     def prepare(self) -> None:
         """Put the blow into the executor's table, or before a save."""
-        from atoll.runtime import engine
-        from atoll.runtime.pipeline.executor import Executor
+        from atoll.runtime.pipeline import executor
+        from atoll.runtime.services import checkpoints
 
         mode, _, name = self.spec.what.rpartition(" ")
         striker, wanted = self, mode != "evaluation"
-        original: Callable[..., Callable[[], None]] = Executor._call
+        original: Callable[..., Callable[[], None]] = executor.call_of
 
-        def struck(self: Any, instruction: Any) -> Callable[[], None]:
-            call = original(self, instruction)
+        def struck(on: Any, instruction: Any) -> Callable[[], None]:
+            call = original(on, instruction)
             if instruction.do != name:
                 return call
 
             def strike_and_call() -> None:
-                training = self._step.is_training
-                if training == wanted and (not training or self._step_number + 1 == STRIKES_IN):
+                training = on.microbatches.state.is_training
+                if training == wanted and (not training or on.counter.step + 1 == STRIKES_IN):
                     striker.strike(f"step {STRIKES_IN}, {instruction}" if training else f"evaluation, {instruction}")
                 call()
 
             return strike_and_call
 
-        Executor._call = struck  # type: ignore[method-assign]
-        save = engine.save_state
+        executor.call_of = struck
+        save = checkpoints.save_state
 
         def struck_save(*arguments: Any, **named: Any) -> None:
             if self.spec.what == "save":
                 self.strike("saving a checkpoint")
             save(*arguments, **named)
 
-        engine.save_state = struck_save
+        checkpoints.save_state = struck_save
 
     def hook(self, model: Any) -> None:
         """Put the blow into a hook of a block in the middle, before its forward or behind it."""

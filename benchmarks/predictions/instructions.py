@@ -40,13 +40,13 @@ def watched(engine: Engine, watch: Watch) -> Iterator[None]:
     def chosen(*given: Any) -> Any:
         score = use(*given)
         both = zip(score.program.instructions, score.calls, strict=True)
-        executor._calls = tuple(
+        executor.counter.calls = tuple(
             call if each.do is Do.F else partial(watch, each.do, each.of, call) for each, call in both
         )
         return score
 
     executor._use = chosen  # type: ignore[method-assign]
-    blocks = executor._blocks.values()
+    blocks = [block for stage in executor.microbatches.stages.values() for block in stage.blocks]
     for block in blocks:
         block.forward = partial(_forward, watch, block.index, block.forward)  # type: ignore[method-assign]
     try:
@@ -141,7 +141,7 @@ class Count:
 
     def _pending(self) -> Iterator[torch.Tensor]:
         """The factors of weights' gradients that wait for W."""
-        for units in self.engine._executor._step.pending.values():
+        for units in self.engine._executor.microbatches.state.pending.values():
             for kept in units.values():
                 for _, factors in kept:
                     yield from [factors] if isinstance(factors, torch.Tensor) else factors

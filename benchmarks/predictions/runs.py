@@ -98,7 +98,7 @@ def copied(rank: Rank, folder: str) -> int:
     running: Running = rank.contenders["engine"]
     running.engine.save(folder, background=True)
     running.engine.finish_saving()
-    return running.engine.saving_bytes
+    return running.engine.saving.nbytes
 
 
 def close(rank: Rank) -> None:

@@ -142,7 +142,7 @@ def timed(rank: Rank, setting: Setting, at: int) -> Timed:
     with engine.timing() as seconds:
         contender.step(batches[1], None)
     contender.drain()
-    return Timed(engine.program, seconds, engine.trace().spans, hop_seconds(work, (0, 1)), _rate_across())
+    return Timed(engine.program, seconds, engine.timing.trace().spans, hop_seconds(work, (0, 1)), _rate_across())
 
 
 def hop_of(ranks: Sequence[Timed]) -> float:

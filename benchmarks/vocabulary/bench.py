@@ -85,7 +85,7 @@ def measure(work: Work, ways: Sequence[Way], rounds: int) -> Seen:
                 record.starts.append(time.monotonic())
                 record.losses.append(engine.step(work.batch(at)).loss)
                 record.ends.append(time.monotonic())
-                record.spans.append(engine.trace().spans)
+                record.spans.append(engine.timing.trace().spans)
         for engine in engines:
             engine.close()
     return Seen(records, hops)

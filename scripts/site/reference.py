@@ -35,6 +35,7 @@ PAGES = (
             "atoll": ["Engine", "Muon", "MatrixUpdate", "MatricesAndRest", "programs_of"],
             "atoll.runtime.engine": ["Evaluation"],
             "atoll.runtime.pipeline.step_end": ["StepResult"],
+            "atoll.runtime.services.timing": ["StepTiming"],
         },
     ),
     Page(

@@ -102,7 +102,7 @@ class Seen:
 def engine_of(case: Case, policy: str) -> Iterator[Engine]:
     """An engine that is closed: jobs that it leaves behind would talk in the next case's group."""
     engine = case.engine()
-    engine.bad_steps = Policy.parse(policy)
+    engine.bad_steps.policy = Policy.parse(policy)
     try:
         yield engine
     finally:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from atoll.base.errors import RunError
-from atoll.runtime.pipeline.block import Draw, LocalBlock, Passage, pass_on
+from atoll.runtime.pipeline.block import BlockDraw, LocalBlock, Passage, pass_on
 
-DRAW = Draw(seed=1, step=2, microbatch=3)
+DRAW = BlockDraw(seed=1, step=2, microbatch=3)
 
 
 class Two(nn.Module):

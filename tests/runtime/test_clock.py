@@ -7,7 +7,7 @@ import pytest
 from atoll.plans.ir import Action, Op
 from atoll.program import Do, Instruction
 from atoll.runtime.pipeline import clock
-from atoll.runtime.pipeline.clock import Clock
+from atoll.runtime.pipeline.clock import ProgramClock
 
 FORWARD = Action(0, Op.F, 0)
 
@@ -21,11 +21,11 @@ class Times:
         return self.now
 
 
-def recorded(monkeypatch: pytest.MonkeyPatch, taken: list[tuple[Do, int, float, float]]) -> Clock:
+def recorded(monkeypatch: pytest.MonkeyPatch, taken: list[tuple[Do, int, float, float]]) -> ProgramClock:
     """A clock on which instructions have ended in this order: each with what it is of, its start and its end."""
     times = Times()
     monkeypatch.setattr(clock, "time", times)
-    found = Clock(0, {})
+    found = ProgramClock(0, {})
     found.begin()
     for do, of, start, end in taken:
         times.now = end

@@ -323,7 +323,7 @@ class Spoiled(TinyConfig):
 
 def train_and_skip(case: Case) -> History:
     engine = case.engine()
-    engine.bad_steps = Policy.parse("skip")
+    engine.bad_steps.policy = Policy.parse("skip")
     found = list(results(case, engine))
     assert [each.skipped for each in found] == [step == 1 for step in range(case.steps)]
     history = History(parameters=whole_parameters(engine), buffers=tuple(buffers_of(case.model, engine)))

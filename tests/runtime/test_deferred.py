@@ -19,6 +19,7 @@ from atoll.plans import schedules
 from atoll.plans.ir import Op
 from atoll.plans.layouts import Layout, Nest, Precision, Sharding
 from atoll.plans.plan import MeshShape
+from atoll.program import Part
 from atoll.program.sim import Costs
 from atoll.runtime.engine import Engine
 from atoll.runtime.lanes import AT_ONCE, lanes_of
@@ -236,14 +237,14 @@ def pending_in_the_run(room: float | None) -> tuple[int, int, int]:
     for action in schedule.actions[engine.place.rank]:
         now += (action.op is Op.I) - (action.op is Op.W)
         planned = max(planned, now)
-    advance = engine._executor._advance
+    advance = engine._executor.counter.advance
 
-    def counted(stop: int) -> None:
+    def counted(part: Part) -> None:
         nonlocal most
-        advance(stop)
-        most = max(most, sum(any(items.values()) for items in engine._executor._step.pending.values()))
+        advance(part)
+        most = max(most, sum(any(items.values()) for items in engine._executor.microbatches.state.pending.values()))
 
-    engine._executor._advance = counted  # type: ignore[method-assign]
+    engine._executor.counter.advance = counted  # type: ignore[method-assign]
     engine.step(case.share(engine, 0))
     engine.close()
     return planned, most, sum(action.op is Op.W for action in schedule.actions[engine.place.rank])

@@ -11,7 +11,7 @@ from torch import nn
 from atoll.plans.ir.residency import Residency
 from atoll.program import Do, Program
 from atoll.program.sim import Rates, simulate
-from atoll.runtime.assemble.describe import describe, programs_of
+from atoll.runtime.assemble.describe import describe_rank, programs_of
 from atoll.runtime.models import Decoder, DecoderConfig
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case
@@ -68,7 +68,7 @@ def programs_that_ranks_have(case: Case) -> tuple[int, Program, bool]:
 def test_the_programs_that_are_described_are_those_that_ranks_play(name: str) -> None:
     case = CASES[name]
     for rank, program, in_place in run_ranks(programs_that_ranks_have, case.ranks, case):
-        found = describe(lambda: meta_model(case), case.plan, rank, reads_in_place=in_place).program
+        found = describe_rank(lambda: meta_model(case), case.plan, rank, reads_in_place=in_place).program
         assert found.instructions == program.instructions
         assert found.shape == program.shape
         assert found.peaks == program.peaks
@@ -83,7 +83,7 @@ def test_a_large_model_is_described_without_its_memory() -> None:
         with torch.device("meta"):
             return Decoder(sizes)
 
-    program = describe(model, case.plan, 3).program
+    program = describe_rank(model, case.plan, 3).program
     assert sum(unit.whole for unit in program.shape.units.values()) > 30e9
     assert 2 * 1.7e9 < program.peaks.parameters < 4 * 1.8e9
 
@@ -93,7 +93,7 @@ def test_slices_of_a_vocabulary_stay_where_there_is_room() -> None:
 
     def gathers(resident: int | None, residency: Residency) -> int:
         plan = replace(case.plan, resident=resident, residency=residency)
-        program = describe(lambda: meta_model(case), plan, 1).program
+        program = describe_rank(lambda: meta_model(case), plan, 1).program
         slices = set(program.shape.slices.values())
         return sum(each.do in (Do.WHOLE, Do.FETCH) and each.of in slices for each in program.instructions)
 

@@ -622,7 +622,7 @@ def profile_a_step(case: Case) -> tuple[list[str], list[str]]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         engine.step(share)
     named = {event.key for event in profiler.key_averages()}
-    spans = engine.trace().spans
+    spans = engine.timing.trace().spans
     engine.close()
     assert all(span.start <= span.end for span in spans)
     return [str(span.action) for span in spans], sorted(named)

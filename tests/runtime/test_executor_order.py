@@ -65,7 +65,7 @@ def timelines(name: str, steps: int, *, post_validation: bool = False) -> list[t
     found = []
     for batch, following in zip(batches, [*batches[1:], None], strict=True):
         engine.submit(batch, following)
-        found.append(engine.trace().spans)
+        found.append(engine.timing.trace().spans)
     engine.settle()
     engine.close()
     return found
@@ -151,12 +151,12 @@ def hold_the_last_action_until_the_next_step_has_begun(steps: int) -> int:
 
     def begun(action: Action) -> None:
         if engine.place.pp == 0:
-            say(f"step {executor._step_number}")
+            say(f"step {executor.counter.step}")
 
     def hold(action: Action) -> None:
         nonlocal count
-        if engine.place.pp == 1 and action.microbatch == last.microbatch and executor._step_number + 1 < steps:
-            wait_for(f"step {executor._step_number + 1}")
+        if engine.place.pp == 1 and action.microbatch == last.microbatch and executor.counter.step + 1 < steps:
+            wait_for(f"step {executor.counter.step + 1}")
             count += 1
 
     before(executor, Do.F, begun)

@@ -14,7 +14,7 @@ from atoll.base.errors import PlanError, RankError
 from atoll.cli.program import outer_turns
 from atoll.plans.layouts import CODES, Codec, Codecs
 from atoll.plans.outer import Outer
-from atoll.runtime.assemble.describe import describe
+from atoll.runtime.assemble.describe import describe_rank
 from atoll.runtime.checkpoint import Archive
 from atoll.runtime.pipeline.step_end import LossScaler
 from atoll.runtime.sharding.outer import distance
@@ -191,7 +191,7 @@ def _measure(case: Case) -> tuple[list[int], int, int, int, int]:
     codec = case.outer.codec
     formula = sum(2 * (case.inter - 1) * (block * 8 if codec is None else codec.nbytes(block)) for block in blocks)
     engine.close()
-    said = outer_turns(describe(lambda: _meta(case), case.plan, engine.place.pp), case.plan)
+    said = outer_turns(describe_rank(lambda: _meta(case), case.plan, engine.place.pp), case.plan)
     return sent, *held, formula, sum(turn["bytes"] for turn in said)
 
 

@@ -63,7 +63,7 @@ def note_steps_ahead(engine: Engine) -> tuple[list[int], list[int]]:
     """Two lists that fill while the engine runs: the steps that this rank takes ahead, and those of them taken back."""
     ahead: list[int] = []
     taken_back: list[int] = []
-    step_ahead, take_back = engine._optimizer.step_ahead, engine._end.take_back
+    step_ahead, take_back = engine._optimizer.step_ahead, engine._end.roll_back
 
     def noted(unit: Any, touched: Any) -> None:
         if ahead[-1:] != [engine.step_number + 1]:
@@ -76,7 +76,7 @@ def note_steps_ahead(engine: Engine) -> tuple[list[int], list[int]]:
         return take_back()
 
     engine._optimizer.step_ahead = noted  # type: ignore[method-assign]
-    engine._end.take_back = noted_back  # type: ignore[method-assign]
+    engine._end.roll_back = noted_back  # type: ignore[method-assign]
     return ahead, taken_back
 
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from atoll.base._torch import watched_operations
 from atoll.base.errors import RunError
 from atoll.runtime.models import operations
-from atoll.runtime.pipeline.block import Draw, LocalBlock, Passage
+from atoll.runtime.models.operations import PRODUCTS
+from atoll.runtime.pipeline.block import BlockDraw, LocalBlock, Passage
 from atoll.runtime.pipeline.deferred import Collector, defer
-from atoll.runtime.pipeline.selective import PRODUCTS, Selective
+from atoll.runtime.pipeline.selective import Selective
 from tests.runtime.test_deferred import unit_of
 
 
@@ -72,7 +73,7 @@ class Run:
         passages: list[Passage | None] = []
 
         def call(block: LocalBlock, given: Any) -> Any:
-            output, passage = block.forward(given, Draw(seed=1, step=2, microbatch=microbatch))
+            output, passage = block.forward(given, BlockDraw(seed=1, step=2, microbatch=microbatch))
             passages.append(passage)
             return output
 
@@ -103,7 +104,7 @@ def wanted(make: Callable[[], nn.Module], hidden: Tensor, microbatch: int, froze
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(not (frozen and name.startswith(frozen)))
     block = LocalBlock(module, 0, (), needs_backward=True, recompute="none")
-    output = block._drawn(Draw(seed=1, step=2, microbatch=microbatch), hidden)
+    output = block._drawn(BlockDraw(seed=1, step=2, microbatch=microbatch), hidden)
     output.square().sum().backward()
     return {"input": hidden.grad, **{name: parameter.grad for name, parameter in module.named_parameters()}}
 

@@ -11,7 +11,7 @@ from atoll.plans.ir import Action, Op
 from atoll.program import Do, Instruction, Program, Programs
 from atoll.program.sim import Rates, simulate
 from atoll.runtime.pipeline import clock
-from atoll.runtime.pipeline.clock import Clock
+from atoll.runtime.pipeline.clock import ProgramClock
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case
 from atoll.testing.tiny import TinyConfig
@@ -35,7 +35,7 @@ def block_of(do: Do, block: int) -> Instruction:
 def test_what_lies_within_another_instruction_is_not_counted_twice() -> None:
     """A stage's forward from 1 to 7 plays two blocks of a second each; another takes one by itself."""
     with patch.object(clock, "time", Watch()):
-        noted = Clock(0, {})
+        noted = ProgramClock(0, {})
         noted.begin()
         outer = noted.now()
         for block in (0, 1):
@@ -49,7 +49,7 @@ def test_what_lies_within_another_instruction_is_not_counted_twice() -> None:
 def test_the_first_block_is_noted_within_its_stage() -> None:
     """A stage's forward from 1 to 8: its first block from 2 to 3, its second from 5 to 6, which leave it 6 seconds."""
     with patch.object(clock, "time", Watch()):
-        noted = Clock(0, {})
+        noted = ProgramClock(0, {})
         noted.begin()
         outer = noted.now()
         noted.took(block_of(Do.F, 0), noted.now())

@@ -16,7 +16,7 @@ from atoll.base.errors import PlanError, WeightsWarning
 from atoll.base.toml import nested_to_toml
 from atoll.cli.main import app
 from atoll.plans import schedules
-from atoll.runtime.assemble.describe import describe
+from atoll.runtime.assemble.describe import describe_rank
 from atoll.runtime.models import SequentialAdapter, weights_for
 from atoll.training.build import build_as_stored, build_engine, build_model
 from atoll.training.config import Config
@@ -237,7 +237,7 @@ def test_what_is_said_of_a_run_is_of_the_head_that_its_folder_has(family: str, t
         warnings.simplefilter("ignore")
         engine = build_engine(build_model(config, 256), config.to_plan(), config, torch.device("cpu"))
     model, untied = build_as_stored(config, 256)
-    program = describe(lambda: model, config.to_plan(), 0, reads_in_place=engine.reads_in_place).program
+    program = describe_rank(lambda: model, config.to_plan(), 0, reads_in_place=engine.reads_in_place).program
     assert program.digest == engine.program.digest
     assert untied == [note for note in engine.notes if "tied" in note]
     engine.close()

@@ -90,7 +90,7 @@ def _outer_lines(turns: Sequence[Mapping[str, Any]], plan: Plan) -> list[str]:
 
 def _described(config: Config, plan: Plan, rank: int, *, training: bool) -> Described:
     from atoll.base.errors import UserError
-    from atoll.runtime.assemble.describe import describe as described
+    from atoll.runtime.assemble.describe import describe_rank
     from atoll.training.build import build_as_stored
     from atoll.training.samples import prepare_corpus, vocabulary_of
 
@@ -100,7 +100,7 @@ def _described(config: Config, plan: Plan, rank: int, *, training: bool) -> Desc
     vocabulary = vocabulary_of(config, corpus)
     in_place = config.parallel.device == "cpu" or not _has_gpus(config)
     model, _ = build_as_stored(config, vocabulary)
-    return described(lambda: model, plan, rank, reads_in_place=in_place, training=training)
+    return describe_rank(lambda: model, plan, rank, reads_in_place=in_place, training=training)
 
 
 def _has_gpus(config: Config) -> bool:

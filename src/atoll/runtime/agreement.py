@@ -127,6 +127,11 @@ class Agreement:
         """Start an agreement and wait for its result."""
         return self.end(self.begin(problem, count))
 
+    def total(self, value: float) -> float:
+        """Return the sum of a number over all ranks."""
+        with self.guard("agreeing on a number", pace=self.steps):
+            return float(self._transport.total(torch.tensor([value], dtype=torch.float64)))
+
     def agree_on(self, digests: Sequence[int], problem: Exception) -> None:
         """Raise a problem on every rank unless all ranks with a value have equal digests at each place.
 

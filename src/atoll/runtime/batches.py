@@ -25,7 +25,7 @@ from atoll.runtime.vocabulary.slice import VocabularySlice
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class BatchShare:
     """Microbatches on this rank's device, and the count over all ranks: labels, or samples without them."""
 
     pieces: list[Batch]
@@ -78,7 +78,7 @@ class Batches:
         """Start to agree on the batch of the next `claim`."""
         self._announced = self._ask(batch, exactly=self._plan.schedule.microbatches)
 
-    def claim(self, batch: Mapping[str, Any]) -> Share:
+    def claim(self, batch: Mapping[str, Any]) -> BatchShare:
         """Return a training step's share, which may have been announced during the previous step."""
         announced, self._announced = self._announced, None
         if announced is not None and announced.batch is not batch:
@@ -89,7 +89,7 @@ class Batches:
             announced = self._ask(batch, exactly=self._plan.schedule.microbatches)
         return self._conclude(announced)
 
-    def take(self, batch: Mapping[str, Any]) -> Share:
+    def take(self, batch: Mapping[str, Any]) -> BatchShare:
         """Return a share of any number of microbatches, at most a step's."""
         return self._conclude(self._ask(batch, exactly=None))
 
@@ -125,9 +125,9 @@ class Batches:
             question = self._agreement.begin(problem, counted, together=exactly is not None)
             return _Announced(batch, pieces, question)
 
-    def _conclude(self, announced: _Announced) -> Share:
+    def _conclude(self, announced: _Announced) -> BatchShare:
         with self._agreement.guard("agreeing on a batch", pace=self._agreement.steps):
-            return Share(announced.pieces, round(self._agreement.end(announced.question)))
+            return BatchShare(announced.pieces, round(self._agreement.end(announced.question)))
 
     def _tensors(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         found = as_tensors(batch)

@@ -18,7 +18,7 @@ from atoll.plans.stages import split_blocks
 from atoll.prediction.advice import StageSize
 from atoll.program import BACKWARD, Ending, Program, RankShape, lower_row
 from atoll.runtime.models import Adapter, Vocabulary, relative_score, weigh_blocks
-from atoll.runtime.vocabulary.slice import vocabulary_of
+from atoll.runtime.vocabulary.slice import splittable_vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Outline:
         blocks = adapter.blocks()
         vocabulary = None
         if plan.vocabulary_parallel:
-            vocabulary = vocabulary_of(adapter, plan.mesh.pipeline * plan.mesh.tensor)
+            vocabulary = splittable_vocabulary(adapter, plan.mesh.pipeline * plan.mesh.tensor)
         ends = () if vocabulary is None else vocabulary.ends
         weights = weigh_blocks(blocks, apart=ends)
         runs = split_blocks(weights, plan.schedule.placement, layers_per_stage=plan.layers_per_stage)

@@ -1,18 +1,23 @@
 """How instructions are executed: a table from instruction to call, which is checked to be complete.
 
-A package that brings instructions of its own adds their calls here when it is imported.
+A package that brings instructions of its own adds their calls here when it is imported. Where it executes an
+instruction of the core in its own way, it says so in `INSTEAD`: the core does not mention it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from atoll.program import OPERATIONS, Instruction, Operation, Phase
 
 if TYPE_CHECKING:
+    from atoll.plans.ir import Action
+    from atoll.runtime.mail import Parcel
+    from atoll.runtime.models import Batch
     from atoll.runtime.pipeline.executor import Executor
+    from atoll.runtime.pipeline.microbatches import Microbatches
     from atoll.runtime.pipeline.step_end import StepEnd
     from atoll.runtime.sharding.unit import Unit
 
@@ -22,6 +27,25 @@ Play = Callable[["Executor", Instruction], Callable[[], None]]
 PLAYS: dict[Operation, Play] = {}
 """The call of each instruction."""
 
+INSTEAD: dict[Operation, Callable[[Executor, Instruction], Callable[[], None] | None]] = {}
+"""Asked before PLAYS: the call with which an extension executes an instruction of the core, or None."""
+
+
+class Extension(Protocol):
+    """A rank's part of a package with instructions of its own: its state begins and ends with a program.
+
+    parcels: contents of the receives of an action, in order, or None if the receive is the core's.
+    """
+
+    def begin(self, batches: Sequence[Batch], *, training: bool, keeps_logits: bool) -> None:
+        """Begin a program; called before `parcels`."""
+
+    def end(self) -> None:
+        """End the program: release its state."""
+
+    def parcels(self, action: Action) -> list[Parcel] | None:
+        """Return what the receives of an action bring."""
+
 
 def check_complete() -> None:
     """Raise TypeError if an instruction has no call."""
@@ -30,12 +54,19 @@ def check_complete() -> None:
         raise TypeError(f"instructions that nothing executes: {', '.join(missing)}; add them to PLAYS")
 
 
-def of_microbatch(act: Callable[[Executor, int, int], None]) -> Play:
+def call_of(on: Executor, step: Instruction) -> Callable[[], None]:
+    """Return the call that executes an instruction of a program."""
+    instead = INSTEAD.get(step.do)
+    call = None if instead is None else instead(on, step)
+    return PLAYS[step.do](on, step) if call is None else call
+
+
+def of_microbatch(act: Callable[[Microbatches, int, int], None]) -> Play:
     """Return the play of an instruction of a stage and a microbatch."""
 
     def play(on: Executor, step: Instruction) -> Callable[[], None]:
         stage, microbatch = step.action.stage, step.action.microbatch
-        return partial(act, on, stage, -1 if microbatch is None else microbatch)
+        return partial(act, on.microbatches, stage, -1 if microbatch is None else microbatch)
 
     return play
 

@@ -11,6 +11,7 @@ features with its own random numbers (`draw_apart`); afterwards all use the same
 from __future__ import annotations
 
 import hashlib
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -33,6 +34,11 @@ def _seed(value: int) -> None:
     torch.default_generator.manual_seed(value)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(value)
+
+
+def keeping_random_state(device: torch.device) -> AbstractContextManager[None]:
+    """Context that restores the user's random generators after blocks were seeded."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from atoll.program import Do, Phase, Sliced
 from atoll.runtime.engine import Engine
 from atoll.runtime.sharding.tensors import Spread
 from atoll.runtime.sharding.unit import Unit
-from atoll.runtime.vocabulary.slice import vocabulary_of
+from atoll.runtime.vocabulary.slice import splittable_vocabulary
 from atoll.testing.coded import Buffer, Part, Stream
 from atoll.testing.reference import Recipe, tied
 
@@ -77,7 +77,7 @@ def _uses(unit: Unit, engine: Engine, firsts: dict[str, str]) -> Iterator[_Use]:
 
 def _reductions(engine: Engine, uses: Sequence[_Use]) -> dict[tuple[int, Phase], list[tuple[tuple[int, str], ...]]]:
     """The gradients of each reduction of a rank's program, as microbatch and use, by unit and phase."""
-    vocabulary = vocabulary_of(engine.adapter, 1) if engine.plan.vocabulary_parallel else None
+    vocabulary = splittable_vocabulary(engine.adapter, 1) if engine.plan.vocabulary_parallel else None
     runs = {stage.index: stage.run for stage in engine._sharded.stages}
     found: dict[tuple[int, Phase], list[tuple[tuple[int, str], ...]]] = {}
     pending: dict[tuple[int, Phase], list[tuple[int, str]]] = {}

@@ -10,7 +10,7 @@ from pathlib import Path
 from atoll.base.errors import CheckpointError, DamageError
 from atoll.plans.plan import Plan
 from atoll.prediction.cost import Cluster
-from atoll.runtime.assemble.describe import describe
+from atoll.runtime.assemble.describe import describe_rank
 from atoll.runtime.checkpoint import Archive, is_complete
 from atoll.runtime.models import adapter_for
 from atoll.runtime.models.weights import weights_for
@@ -76,7 +76,7 @@ def check_run(request: Request, *, elsewhere: bool = False, say: Callable[[str],
     device = None if elsewhere else "cuda" if has_gpus(config, config.parallel.ranks) else "cpu"
     model, untied = build_as_stored(config, vocabulary)
     for rank in range(plan.mesh.pipeline):
-        describe(lambda: copy.deepcopy(model), plan, rank, reads_in_place=device == "cpu")
+        describe_rank(lambda: copy.deepcopy(model), plan, rank, reads_in_place=device == "cpu")
     for note in notes_of_source(config):
         say(f"note: {note}")
     weights = first_weights(config)

@@ -29,7 +29,9 @@ def share_trace(engine: Engine) -> Trace | None:
     """Return the timelines of the last step on all pipeline ranks, in wall time, which machines share; None except on
     rank 0. Every rank calls it."""
     offset = time.time() - time.monotonic()
-    own = [(str(span.action), span.lane, span.start + offset, span.end + offset) for span in engine.trace().spans]
+    own = [
+        (str(span.action), span.lane, span.start + offset, span.end + offset) for span in engine.timing.trace().spans
+    ]
     found = _share(engine, "trace", own)
     if found is None:
         return None
@@ -50,7 +52,7 @@ def share_timing(engine: Engine) -> list[list[dict[str, Any]]] | None:
     """
     own = [
         {"do": str(do), "of": of, "times": len(each), "seconds": sum(each), "shortest": min(each)}
-        for (do, of), each in engine.taken().items()
+        for (do, of), each in engine.timing.taken().items()
     ]
     return _share(engine, "timing", own)
 
@@ -66,11 +68,11 @@ def share_timeline(engine: Engine) -> list[dict[str, Any]] | None:
     own = {
         "instructions": [
             [str(do), str(action), of, phase, start + offset, end + offset]
-            for (do, action, of, phase), start, end in engine.instructions()
+            for (do, action, of, phase), start, end in engine.timing.instructions()
         ],
         "travels": [
             [str(span.action), span.start + offset, span.end + offset]
-            for span in engine.trace().spans
+            for span in engine.timing.trace().spans
             if span.lane in (GATHER_LANE, REDUCE_LANE)
         ],
     }

@@ -155,7 +155,7 @@ class Results:
         memory = torch.zeros(self._engine.plan.mesh.world, dtype=torch.float64)
         memory[self._engine.place.rank] = peak_memory(self._engine.device)
         busy = torch.zeros_like(memory)
-        busy[self._engine.place.rank] = self._engine.busy_seconds
+        busy[self._engine.place.rank] = self._engine.timing.busy_seconds
         return torch.cat([signals, memory, busy])
 
     def record(self, result: StepResult | None) -> signal.Signals | None:

@@ -14,7 +14,7 @@ from atoll.plans.layouts import EFFECTIVE, Layout, NewtonSchulz, Precision, Whol
 from atoll.plans.plan import MeshShape, Plan
 from atoll.prediction.cost import Ranks, Transformer, Use
 from atoll.program import needed_in_a_step
-from atoll.runtime.assemble.describe import describe
+from atoll.runtime.assemble.describe import describe_rank
 from atoll.runtime.models import Decoder, DecoderConfig, count
 
 SIZES = {"layers": 6, "hidden": 16, "heads": 4, "ffn": 40, "vocabulary": 96}
@@ -37,7 +37,7 @@ def assert_alike(plan: Plan, *, tied: bool = False, reads_in_place: bool = False
     workload = Transformer.llama(kv_heads=2, tied=tied, **sizes).workload
     ranks = Ranks(workload, plan, Use(samples=1, sequence=8, tensor=plan.mesh.tensor), reads_in_place)
     for rank in range(plan.mesh.pipeline):
-        real = describe(lambda: model(sizes, tied=tied), plan, rank, reads_in_place=reads_in_place).program
+        real = describe_rank(lambda: model(sizes, tied=tied), plan, rank, reads_in_place=reads_in_place).program
         found = ranks.programs.ranks[rank]
         assert found.instructions == real.instructions
         assert found.shape.units == real.shape.units
@@ -108,7 +108,7 @@ def test_frozen_parameters(trained: str, layout: str, tied: bool) -> None:
         plan = plan_of(layout, schedule=schedule, mesh=mesh)
         ranks = Ranks(count(frozen()), plan, Use(samples=1, sequence=8, compute="float32"))
         for rank in range(mesh.pipeline):
-            real = describe(frozen, plan, rank, reads_in_place=False).program
+            real = describe_rank(frozen, plan, rank, reads_in_place=False).program
             found = ranks.programs.ranks[rank]
             assert found.instructions == real.instructions
             assert found.shape == real.shape
@@ -169,7 +169,7 @@ def test_slices_without_rows_are_refused_as_by_the_engine() -> None:
     sizes = SIZES | {"vocabulary": 9}
     words = "9 rows.* one of 4 ranks .*without any"
     with pytest.raises(PlanError, match=words):
-        describe(lambda: model(sizes, tied=False), plan, 0)
+        describe_rank(lambda: model(sizes, tied=False), plan, 0)
     ranks = Ranks(Transformer.llama(**sizes).workload, plan, Use(samples=1, sequence=8))
     with pytest.raises(PlanError, match=words):
         _ = ranks.programs

@@ -17,7 +17,7 @@ from atoll.plans import schedules
 from atoll.plans.layouts import Layout
 from atoll.plans.plan import MeshShape, Plan
 from atoll.prediction.cost import Attention, Kernel, Pass, Product, Ranks, Use, Work, Workload
-from atoll.runtime.assemble.describe import describe
+from atoll.runtime.assemble.describe import describe_rank
 from atoll.runtime.models import Adapter, Decoder, DecoderConfig, adapter_for, count, transformer_of
 from atoll.runtime.models.operations import kernel_of
 from atoll.testing.tiny import TinyConfig
@@ -312,7 +312,7 @@ def test_programs_of_a_counted_workload_are_those_of_the_model(family: str) -> N
     config = config_of(family)
     ranks = Ranks(count(model_of(config)), plan, use_of(compute="float32"))
     for rank in range(2):
-        real = describe(lambda: model_of(config), plan, rank).program
+        real = describe_rank(lambda: model_of(config), plan, rank).program
         assert ranks.programs.ranks[rank].instructions == real.instructions
         assert ranks.programs.ranks[rank].shape.units == real.shape.units
 

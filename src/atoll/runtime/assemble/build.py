@@ -11,22 +11,23 @@ from torch import nn
 from atoll.base.errors import PlanError
 from atoll.plans.plan import Plan
 from atoll.program import EMBEDDING, HEAD, ModelShape, Phase, Using, groups_of
+from atoll.runtime.assemble.sharded import Sharded
 from atoll.runtime.models import Adapter, Block, Vocabulary, initialise_block, name_seed, shared_parameters
 from atoll.runtime.models.buffers import buffers_of, buffers_outside, modules_outside, on_meta, written
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.block import LocalBlock
-from atoll.runtime.pipeline.deferred import Collector, Layer, defer, is_deferrable
+from atoll.runtime.pipeline.deferred import Collector, LinearLayer, defer, is_deferrable
 from atoll.runtime.pipeline.selective import Selective
-from atoll.runtime.pipeline.stage import Sharded, Stage
+from atoll.runtime.pipeline.stage import Stage
 from atoll.runtime.sharding.segment import Surroundings, dtype_of
 from atoll.runtime.sharding.tensor_parallel import TensorParallel
 from atoll.runtime.sharding.tensors import Spread
 from atoll.runtime.sharding.unit import Unit, UnitSpec, unit_specs
-from atoll.runtime.vocabulary.ends import LookedUp, Scored
+from atoll.runtime.vocabulary.ends import EmbeddingEntry, HeadExit
 from atoll.runtime.vocabulary.slice import VocabularySlice, VocabularyTable, as_slice, block_of, names_of
 
 
-def build(
+def build_rank(
     outline: Outline,
     *,
     around: Surroundings,
@@ -125,7 +126,7 @@ def _units(
     tensor: TensorParallel | None,
     sliced: VocabularySlice | None,
 ) -> dict[int, Unit]:
-    """Build the units of this rank by index, freed: at most one block of the model is whole here at a time."""
+    """Build the units of this rank by index, freed: at most one block of the model is unsharded here at a time."""
     outline, shared, local = model.outline, model.shared, model.local
     ranks = around.transport.place.peers("pp")
     phases = _phases([model.blocks[at] for at in local], shared, is_split=len(outline.runs) > 1)
@@ -169,7 +170,7 @@ def _units(
                 matrices=model.matrices,
             )
         for spec in model.specs:
-            # A shared unit stays whole until its last block here has been initialised.
+            # A shared unit stays unsharded until its last block here has been initialised.
             if spec.blocks and spec.index in units and max(used for used in spec.blocks if used in local) == at:
                 units[spec.index].free()
         _place_buffers(block.module.modules(), around.device, placed)
@@ -182,15 +183,15 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
     plan, runs = model.outline.plan, model.outline.runs
     last = len(runs) - 1
     users = tuple(units[at] for at in sorted(units, reverse=True) if set(units[at].spec.blocks) & set(runs[stage]))
-    looked_up, scored = _ends_of(model.outline.adapter, model.outline.vocabulary, stage, last=last)
+    entry, exit_ = _ends_of(model.outline.adapter, model.outline.vocabulary, stage, last=last)
     waits = last > 0
     keeps = plan.recompute == "selective" and plan.compile == "none"
     own_blocks: list[LocalBlock] = []
-    deferred: list[Layer] = []
+    deferred: list[LinearLayer] = []
     for at in runs[stage]:
         block = model.blocks[at]
         own = [unit for unit in users if at in unit.spec.blocks]
-        has_end = any(end is not None and end.lies_in(block) for end in (looked_up, scored))
+        has_end = any(end is not None and end.lies_in(block) for end in (entry, exit_))
         # An embedding keeps its ids, which exist anyway, and has nothing to fuse. Split by rows, it could be neither
         # run again nor traced: a hook around the block makes its output whole, and keeps a mask.
         is_table = isinstance(block.module, nn.Embedding)
@@ -200,12 +201,12 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
             own,
             needs_backward=at >= model.shape.first_trained,
             recompute="none" if is_table else plan.recompute,
-            end=scored if scored is not None and scored.lies_in(block) else None,
+            end=exit_ if exit_ is not None and exit_.lies_in(block) else None,
             keeping=Selective(collector) if keeps else None,
         )
         own_blocks.append(local)
         # Replace the layers' forwards first and then the block's: replaced modules are compiled with the block.
-        replaced: list[Layer] = []
+        replaced: list[LinearLayer] = []
         if waits or (plan.compile == "none" and around.device.type != "meta"):
             replaced = defer(block.module, own, collector, waits=waits, every=keeps)
         deferred += replaced
@@ -219,8 +220,8 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
         units=users,
         blocks=tuple(own_blocks),
         deferred=tuple(deferred),
-        looked_up=looked_up,
-        scored=scored,
+        entry=entry,
+        exit=exit_,
     )
 
 
@@ -278,14 +279,14 @@ def _slice_vocabulary(
 
 def _ends_of(
     adapter: Adapter, vocabulary: Vocabulary | None, stage: int, last: int
-) -> tuple[LookedUp | None, Scored | None]:
+) -> tuple[EmbeddingEntry | None, HeadExit | None]:
     """Return the replacements of embedding and head on a stage."""
     if vocabulary is None:
         return None, None
     modules = {name: module for block in adapter.blocks() for name, module in block.named_modules()}
     return (
-        LookedUp(modules[vocabulary.embedding]) if stage == 0 else None,
-        Scored(modules[vocabulary.head]) if stage == last else None,
+        EmbeddingEntry(modules[vocabulary.embedding]) if stage == 0 else None,
+        HeadExit(modules[vocabulary.head]) if stage == last else None,
     )
 
 

@@ -15,7 +15,7 @@ from atoll.base._torch import pretended_ranks
 from atoll.plans.layouts import Level
 from atoll.plans.plan import Plan
 from atoll.program import Program, Programs
-from atoll.runtime.assemble.build import build
+from atoll.runtime.assemble.build import build_rank
 from atoll.runtime.models import adapter_for
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.deferred import Collector
@@ -40,7 +40,7 @@ class Described:
     count: int
 
 
-def describe(
+def describe_rank(
     make_model: Callable[[], nn.Module], plan: Plan, rank: int, *, reads_in_place: bool = False, training: bool = True
 ) -> Described:
     """Return the program of a pipeline rank for a step, or for an evaluation of as many microbatches.
@@ -62,7 +62,7 @@ def describe(
         if plan.mesh.tensor > 1:
             tensor = tensor_parallel(adapter, plan, transport.mesh_along("tp"), apart=outline.ends)
         around = Surroundings(plan.sharding(transport.place), transport, transport.device, lanes={})
-        sharded = build(outline, around=around, collector=Collector(), seed=0, tensor=tensor)
+        sharded = build_rank(outline, around=around, collector=Collector(), seed=0, tensor=tensor)
         shape = sharded.rank(transport.place, reads_in_place=reads_in_place)
         end = plan.end if training else None
         program = outline.program(rank, outline.row(rank, training=training), shape, end=end)
@@ -87,11 +87,11 @@ def _outgoing(units: Iterable[Unit]) -> dict[int, tuple[int, ...]]:
 def programs_of(
     make_model: Callable[[], nn.Module], plan: Plan, *, reads_in_place: bool = False, training: bool = True
 ) -> Programs:
-    """Return the programs of all pipeline ranks, for `atoll.simulate`. Arguments and errors are those of `describe`."""
+    """Return the programs of all pipeline ranks, for `atoll.simulate`. Arguments and errors: as of `describe_rank`."""
     options = {"reads_in_place": reads_in_place, "training": training}
     ranks = range(plan.mesh.pipeline)
     return Programs(
-        plan.schedule.placement, tuple(describe(make_model, plan, rank, **options).program for rank in ranks)
+        plan.schedule.placement, tuple(describe_rank(make_model, plan, rank, **options).program for rank in ranks)
     )
 
 

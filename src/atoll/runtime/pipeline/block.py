@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from atoll.base._torch import run_backward
 from atoll.base.errors import RunError
-from atoll.runtime.pipeline.selective import Pair, Selective, of_torch
+from atoll.runtime.pipeline.selective import ContextPair, Selective, of_torch
 from atoll.runtime.randomness import seed_block
 from atoll.runtime.sharding.unit import Unit
 
@@ -46,9 +46,9 @@ _APART: dict[str, Any] = {"isolate_recompiles": True} if _ISOLATES else {}
 `torch.compile`. A layer whose linear layers wait for W is compiled by itself, since each of them is replaced by an
 object of its own; the ninth would run eagerly. Equal layers in which nothing waits share one graph."""
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+BlockArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-Call = Callable[["LocalBlock", Arguments], Any]
+BlockCall = Callable[["LocalBlock", BlockArguments], Any]
 """Handler of the call of a block: (block, arguments) -> the block's output."""
 
 
@@ -58,7 +58,7 @@ class BlockEnd(Protocol):
     given: Tensor | None
 
 
-class Draw(NamedTuple):
+class BlockDraw(NamedTuple):
     """Part of the seed of a block's random numbers, with the block's index; see `atoll.runtime.randomness`."""
 
     seed: int
@@ -77,14 +77,14 @@ class Passage:
 
     made: Sequence[Tensor]
     leaves: Sequence[Tensor]
-    again: tuple[Arguments, Draw, AbstractContextManager[Any]] | None = None
+    again: tuple[BlockArguments, BlockDraw, AbstractContextManager[Any]] | None = None
 
 
 class LocalBlock:
     """A block of the model, and the units that it uses.
 
     needs_backward: whether anything in it or before it is trained.
-    end: the replacement of the head in it, if the vocabulary is split; its input is then the block's output.
+    end: a module in it that is computed elsewhere; its input is then the block's output.
     keeping: what keeps outputs of products under `recompute = "selective"`; None: torch's contexts.
     """
 
@@ -108,7 +108,7 @@ class LocalBlock:
         self._end = end
         self._keeping = keeping
         self._forward: Callable[..., Any] = module.forward
-        self._call: Call | None = None
+        self._call: BlockCall | None = None
 
     def take_place(self, compiler: str = "none", *, has_waiting: bool = False) -> None:
         """Replace the forward of the module that the model calls. Replacements inside the block, and of the block's own
@@ -125,7 +125,7 @@ class LocalBlock:
             self._forward = torch.compile(self._forward, dynamic=False, backend=backend, **options)
         self.module.forward = self._called
 
-    def hand_to(self, call: Call | None) -> None:
+    def hand_to(self, call: BlockCall | None) -> None:
         """Set the driver that runs the block when the model calls it; None: the block runs by itself."""
         self._call = call
 
@@ -134,7 +134,7 @@ class LocalBlock:
 
     # ---- forward
 
-    def forward(self, given: Arguments, draw: Draw) -> tuple[Any, Passage | None]:
+    def forward(self, given: BlockArguments, draw: BlockDraw) -> tuple[Any, Passage | None]:
         """Return the block's output, and the state for its backward; None if nothing needs a gradient."""
         args, kwargs = given
         if not self.module.training:
@@ -151,11 +151,18 @@ class LocalBlock:
             output = checkpoint(partial(self._drawn, draw), *args, **options, **kwargs)
         else:
             output = self._drawn(draw, *args, **kwargs)
+        if isinstance(output, Tensor) and self._end is None:  # as of most blocks: without a search for tensors in it
+            if not output.requires_grad:
+                return output, None
+            leaf = output.detach().requires_grad_()
+            return leaf, Passage((output,), (leaf,))
         made = [tensor for tensor in self._made(output) if tensor.requires_grad]
         handed, leaves = self._cut(output, made)
         return handed, Passage(made, leaves) if leaves else None
 
-    def _forward_alone(self, given: Arguments, draw: Draw, contexts: Pair) -> tuple[Any, Passage | None]:
+    def _forward_alone(
+        self, given: BlockArguments, draw: BlockDraw, contexts: ContextPair
+    ) -> tuple[Any, Passage | None]:
         """Run the forward in a context and without a graph; the backward will run it again, in the second context."""
         args, kwargs = given
         first, second = contexts
@@ -168,7 +175,7 @@ class LocalBlock:
     def _made(self, output: Any) -> list[Tensor]:
         """Return the tensors of a forward's output; for a block with an end, only the input of that end."""
         if self._end is None:
-            return list(tensors_of(output))
+            return list(nested_tensors(output))
         assert self._end.given is not None, "the block runs its end"
         return [self._end.given]
 
@@ -179,7 +186,7 @@ class LocalBlock:
             self._end.given = leaves[0] if leaves else self._end.given
             return output, leaves
         handed = _replace(output, {id(tensor): leaf for tensor, leaf in zip(made, leaves, strict=True)})
-        there = {id(tensor) for tensor in tensors_of(handed)}.intersection(map(id, leaves))
+        there = {id(tensor) for tensor in nested_tensors(handed)}.intersection(map(id, leaves))
         if len(there) < len({id(tensor) for tensor in made}):
             raise RunError(
                 f"{type(self.module).__name__} gives a {type(output).__name__}, in which gradients cannot be cut off; "
@@ -187,7 +194,7 @@ class LocalBlock:
             )
         return handed, leaves
 
-    def _drawn(self, draw: Draw, *args: Any, **kwargs: Any) -> Any:
+    def _drawn(self, draw: BlockDraw, *args: Any, **kwargs: Any) -> Any:
         seed_block(*draw, self.index)
         return self._forward(*args, **kwargs)
 
@@ -209,10 +216,10 @@ class LocalBlock:
             pass_on(outer, leaf.grad)
 
     def _again(
-        self, given: Arguments, draw: Draw, context: AbstractContextManager[Any]
+        self, given: BlockArguments, draw: BlockDraw, context: AbstractContextManager[Any]
     ) -> tuple[list[Tensor], dict[int, tuple[Tensor, Tensor]]]:
         """Run the forward again, on leaves that replace its arguments."""
-        outers = [tensor for tensor in tensors_of(given) if tensor.requires_grad]
+        outers = [tensor for tensor in nested_tensors(given) if tensor.requires_grad]
         inner = {id(outer): (outer, outer.detach().requires_grad_()) for outer in outers}
         by = {key: leaf for key, (_, leaf) in inner.items()}
         args, kwargs = _replace(given, by)
@@ -234,16 +241,16 @@ def pass_on(tensor: Tensor, gradient: Tensor | None) -> None:
         tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
+def nested_tensors(value: Any) -> Iterator[Tensor]:
     """Return every tensor in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from tensors_of(item)
+            yield from nested_tensors(item)
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from tensors_of(item)
+            yield from nested_tensors(item)
 
 
 def _replace(value: Any, by: Mapping[int, Tensor]) -> Any:

@@ -21,7 +21,7 @@ from atoll.runtime.lanes import Kind
 _OP: Mapping[Kind, Op] = {"gather": Op.UNSHARD, "reduce": Op.REDUCE_GRAD}
 
 
-class Clock:
+class ProgramClock:
     """Records the actions of one program at a time. stages: for each unit, the stage that it is shown with."""
 
     def __init__(self, rank: int, stages: Mapping[int, int]) -> None:
@@ -91,7 +91,7 @@ class Clock:
         )
 
 
-class DeviceClock(Clock):
+class DeviceClock(ProgramClock):
     """The same with CUDA events. A time is the number of a pooled event.
 
     An event is recorded on the caller's current stream of `device`: in a lane's job that is the lane's. Named, because
@@ -139,6 +139,6 @@ class DeviceClock(Clock):
         return self._origin + self._events[0].elapsed_time(event) / 1000.0
 
 
-def clock_of(device: torch.device, rank: int, stages: Mapping[int, int]) -> Clock:
+def clock_of(device: torch.device, rank: int, stages: Mapping[int, int]) -> ProgramClock:
     """Return the clock for a device."""
-    return DeviceClock(rank, stages, device) if device.type == "cuda" else Clock(rank, stages)
+    return DeviceClock(rank, stages, device) if device.type == "cuda" else ProgramClock(rank, stages)

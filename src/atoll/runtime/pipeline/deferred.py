@@ -18,10 +18,10 @@ without a temporary of the weight's size; on a CPU only that of a weight of `LEA
 [Note: what waits for W] The tensors of one call of a linear layer in one microbatch, and who holds them. With recompute
 of whole blocks, the graph of F is built in I, just before its backward:
 
-              x, the input             y's gradient               weight, a view of the unit's whole copy
+              x, the input             y's gradient               weight, a view of the unsharded unit
     F         autograd's graph         -                          autograd's graph
     I         the graph -> `found`     the backward -> `found`    the graph, until the node of the layer has run; after
-                                                                  the block's I the program may FREE the whole copy
+                                                                  the block's I the program may FREE the unit
     ..        pending, by stage, microbatch and unit              -
     W         gradient += y's gradient.T @ x, in the unit's       -
               buffer of W, which W opens; then both are dropped
@@ -82,7 +82,7 @@ class Collector:
             self.found = None
 
 
-class Layer:
+class LinearLayer:
     """A linear layer whose forward is replaced. As it is, its weight has no gradient: it is frozen."""
 
     def __init__(self, module: nn.Linear, collector: Collector) -> None:
@@ -106,10 +106,11 @@ class Layer:
         # multiplier, which must see this product.
         if self.collector.multiplier is None and not torch.is_grad_enabled():
             return F.linear(hidden, module.weight, module.bias)
-        if isinstance(module.weight, DTensor):
+        weight = module.weight
+        if isinstance(weight, DTensor):
             assert isinstance(hidden, DTensor), "a parallel style makes its input a DTensor"
-            return self._forward_split(hidden, module.weight, module.bias)
-        return self._apply(hidden, module.weight.detach(), module.bias)
+            return self._forward_split(hidden, weight, module.bias)
+        return self._apply(hidden, weight.detach(), module.bias)
 
     def _apply(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         given = hidden, weight, bias, self._anchor
@@ -123,8 +124,7 @@ class Layer:
 
     def _needs_backward(self, hidden: Tensor, bias: Tensor | None) -> bool:
         # Asks the module: the weight that is passed on is detached.
-        trains_bias = bias is not None and bias.requires_grad
-        return hidden.requires_grad or self.module.weight.requires_grad or trains_bias
+        return hidden.requires_grad or self.module.weight.requires_grad or (bias is not None and bias.requires_grad)
 
     def multiply(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output without a history: computed, or what selective recompute has kept."""
@@ -156,7 +156,7 @@ class Layer:
         """Do nothing: a frozen weight has no W."""
 
 
-class DeferredWeight(Layer):
+class DeferredWeight(LinearLayer):
     """A linear layer and the gradient of its weight."""
 
     def __init__(self, module: nn.Linear, unit: Unit, name: str, collector: Collector, *, waits: bool) -> None:
@@ -181,8 +181,8 @@ class DeferredWeight(Layer):
 
 
 _SLOTS = itertools.count()
-_LAYERS: WeakValueDictionary[int, Layer] = WeakValueDictionary()
-"""Layer of a call by its number, because operators take numbers rather than objects."""
+_LAYERS: WeakValueDictionary[int, LinearLayer] = WeakValueDictionary()
+"""LinearLayer of a call by its number, because operators take numbers rather than objects."""
 
 
 @torch.library.custom_op("atoll::deferred_linear", mutates_args=())
@@ -230,7 +230,9 @@ class _Linear(torch.autograd.Function):
     """The operator `linear`, without the cost of calling an operator."""
 
     @staticmethod
-    def forward(ctx: Any, layer: Layer, hidden: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, layer: LinearLayer, hidden: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.layer = layer
         return layer.multiply(hidden, weight, bias)
@@ -261,26 +263,26 @@ def defer(
     *,
     waits: bool = True,
     every: bool = False,
-) -> list[Layer]:
+) -> list[LinearLayer]:
     """Defer every trained `nn.Linear` weight of a block that is in `units`; or, without `waits`, accumulate the
     gradients of large ones in I, in one operation.
 
     every: replace the forward of small and of frozen ones too, so that all ask the collector how to multiply.
     """
-    # A weight of no unit here is of a slice of the vocabulary, and the head's forward is replaced already (`Scored`).
+    # A weight of no unit here belongs to a module that is computed elsewhere, whose forward is replaced already.
     owners = {id(p): (unit, name) for unit in units for name, p in unit.parameters.items()}
 
     def is_worth(weight: Tensor) -> bool:
         return waits or every or weight.is_cuda or weight.numel() >= LEAST_ADDED
 
-    made: list[Layer] = []
+    made: list[LinearLayer] = []
     for child in module.modules():
         if type(child) is not nn.Linear or id(child.weight) not in owners:
             continue
         if is_deferrable(child) and is_worth(child.weight):
             made.append(DeferredWeight(child, *owners[id(child.weight)], collector, waits=waits))
         elif every and not child.weight.requires_grad:
-            made.append(Layer(child, collector))
+            made.append(LinearLayer(child, collector))
     return made
 
 
@@ -302,9 +304,9 @@ def compute_weights(unit: Unit, pending: list[tuple[str, Any]]) -> None:
     while pending:
         name, kept = pending.pop()
         unit.touched.add(name)
-        room = unit.room(name, "W")  # the first of a unit opens the buffer: [Note: phases] in segment.py
+        buffer = unit.room(name, "W")  # the first of a unit opens the buffer: [Note: phases] in segment.py
         if isinstance(kept, Tensor):  # from autograd, of a weight that is also used outside of its layer
-            room.add(kept)
+            buffer.add(kept)
         else:
-            room.add_product(*kept)
+            buffer.add_product(*kept)
         del kept

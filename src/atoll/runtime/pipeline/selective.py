@@ -15,18 +15,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from atoll.base._torch import version
 from atoll.base.errors import RunError
+from atoll.runtime.models.operations import PRODUCTS  # kept; attention, norms and activations are computed again
 
-PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-"""Operations whose outputs are kept. Attention, norms and activation functions are computed again."""
-
-Pair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """The contexts of the first and of the second forward."""
 
 
@@ -96,12 +93,12 @@ class Selective:
         self._is_known = False
         self.by_layers = False
 
-    def contexts(self) -> Pair:
+    def contexts(self) -> ContextPair:
         """Return the contexts in which layers keep outputs, and return them."""
         keeping = _Keeping()
         return self._with(keeping), self._with(_Returning(keeping.kept))
 
-    def contexts_of_torch(self) -> Pair:
+    def contexts_of_torch(self) -> ContextPair:
         """Return torch's contexts. The first time, products are counted: all, and those of layers."""
         if self._is_known:
             return of_torch()
@@ -131,6 +128,6 @@ class Selective:
             self._layers.multiplier = None
 
 
-def of_torch() -> Pair:
+def of_torch() -> ContextPair:
     """Return torch's contexts."""
     return create_selective_checkpoint_contexts(list(PRODUCTS))

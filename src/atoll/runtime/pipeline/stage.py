@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from atoll.plans.plan import Place
-from atoll.program import ModelShape, RankShape
 from atoll.runtime.models import Adapter, Batch
 from atoll.runtime.pipeline.block import LocalBlock
-from atoll.runtime.pipeline.deferred import Layer
-from atoll.runtime.sharding.unit import Unit, UnitSpec
-from atoll.runtime.vocabulary.ends import LookedUp, Scored
-from atoll.runtime.vocabulary.slice import VocabularySlice
+from atoll.runtime.pipeline.deferred import LinearLayer
+from atoll.runtime.sharding.unit import Unit
+
+
+class StageEntry(Protocol):
+    """A module of the first stage whose output is received, and not computed from the batch.
+
+    rows: its output for the running microbatch; set before its block runs, and cleared after it.
+    """
+
+    rows: torch.Tensor | None
+
+
+class StageExit(Protocol):
+    """A module of the last stage that is computed elsewhere: its input is the output of the stage."""
+
+    def taken(self) -> torch.Tensor:
+        """Return its input for the running microbatch, and release it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
     """Blocks `run` of the model, and the units they use in the order of the backward.
 
-    looked_up, scored: replacements of embedding and head if the vocabulary is split.
+    entry, exit: replacements of the model's first and last modules, if other ranks have a part in these.
     """
 
     index: int
@@ -30,52 +43,29 @@ class Stage:
     adapter: Adapter
     units: tuple[Unit, ...]
     blocks: tuple[LocalBlock, ...]
-    deferred: tuple[Layer, ...]
-    looked_up: LookedUp | None = None
-    scored: Scored | None = None
+    deferred: tuple[LinearLayer, ...]
+    entry: StageEntry | None = None
+    exit: StageExit | None = None
 
     def forward(self, hidden: torch.Tensor | None, batch: Batch) -> torch.Tensor:
         """Return the hidden state after the stage, usually [B, S, hidden], or the logits on the last stage.
 
-        If the vocabulary is split, stage 0 takes the looked-up embeddings, and the last stage returns the input of the
-        scores.
+        A stage with an entry is given what its entry returns, and one with an exit returns the input of that.
         """
-        if self.looked_up is not None and hidden is not None:
-            self.looked_up.rows = hidden
-            hidden = None
-        output = self.adapter.forward(self.run.start, self.run.stop, hidden, batch)
-        if self.looked_up is not None:
-            self.looked_up.rows = None
-        return output if self.scored is None else self.scored.taken()
+        if self.entry is None:
+            output = self.adapter.forward(self.run.start, self.run.stop, hidden, batch)
+        else:
+            self.entry.rows = hidden
+            output = self.adapter.forward(self.run.start, self.run.stop, None, batch)
+            self.entry.rows = None
+        return output if self.exit is None else self.exit.taken()
+
+    @property
+    def has_loss(self) -> bool:
+        """True if the loss is computed from the stage's output."""
+        return self.is_last and self.exit is None
 
     def train(self, mode: bool) -> None:
         """Set the training mode of dropout and other modules."""
         for block in self.blocks:
             block.module.train(mode)
-
-
-@dataclass(frozen=True, slots=True)
-class Sharded:
-    """This rank's part of the model.
-
-    shape: the model's, which is equal on all ranks.
-    specs: every unit of the whole model.  units: this rank's, in the model's order.  trainable: name and shape of
-    every trained parameter of the whole model.  vocabulary: this rank's slice of it, if it is split.  matrices: names
-    of those that the optimizer transforms whole.
-    """
-
-    shape: ModelShape
-    specs: tuple[UnitSpec, ...]
-    units: tuple[Unit, ...]
-    stages: tuple[Stage, ...]
-    trainable: tuple[tuple[str, tuple[int, ...]], ...]
-    vocabulary: VocabularySlice | None = None
-    matrices: frozenset[str] = frozenset()
-
-    def rank(self, place: Place, *, reads_in_place: bool) -> RankShape:
-        """Return the description of this rank, at `place`.
-
-        reads_in_place: whether the ranks of a group read each other's memory.
-        """
-        segments = {unit.spec.index: [segment.shape for segment in unit.segments] for unit in self.units}
-        return self.shape.rank(place, segments, reads_in_place=reads_in_place)

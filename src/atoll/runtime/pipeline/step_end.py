@@ -1,13 +1,13 @@
 """The end of a step: gradient norm, verdict, clipping, optimizer. `atoll.program.end` gives the order.
 
 With a post-validated step, no rank waits for the norm: the forwards of the next step fill the cool-down of this one,
-and the verdict is needed only before the next backward. If the step was wrong, all ranks bring right parameters back
-and run the forwards again.
+and the verdict is needed only before the next backward. If the step was wrong, all ranks roll back their parameter
+shards and run the forwards again.
 
 [Note: a step ahead of its verdict] Step k and the next one on two pipeline ranks, 1F1B with two microbatches. Both step
 ahead, and then the norm of all stages is above `clip`:
 
-              step k         | k + 1, on a guess            | k + 1 again, on right parameters
+              step k         | k + 1, on a guess            | k + 1 again, rolled back
     rank 0        B1 AHEAD TOTAL F0 F1 VERDICT STEP TAKE_BACK F0 F1 .  B0 .  B1 SUMS PASS AHEAD
     rank 1  B1 AHEAD TOTAL .  .  F0    VERDICT STEP TAKE_BACK .  F0 B0 F1 B1 SUMS .  JOIN AHEAD
 
@@ -17,8 +17,8 @@ ahead, and then the norm of all stages is above `clip`:
     VERDICT    waits for the sums: from here on all ranks know the same
     STEP       masters and states <- step k, clipped. If it is refused or skipped, they stay. The gradients, kept until
                now, are discarded
-    TAKE_BACK  parameters <- masters (with a codec between groups see `Segment.take_back`). F0, F1 and the message
-               between them are discarded, and the program begins again, where VERDICT finds no step to wait for
+    TAKE_BACK  rolls back: parameters <- masters (with a codec between groups see `Segment.take_back`). F0, F1 and the
+               message between them are discarded, and the program begins again; VERDICT then finds no step to wait for
 
 If the verdict is that nothing was clipped, STEP gives the masters the values that the parameters have already, and
 TAKE_BACK continues the step.
@@ -46,9 +46,10 @@ import torch
 
 from atoll.base.faults import Fault, Rollback
 from atoll.program import Do, Ending, Operation
+from atoll.runtime.pipeline.sums import SUMS_HEAD, RankSums, StepSums
 from atoll.runtime.sharding.optimizer import ShardedOptimizer
 from atoll.runtime.sharding.unit import Unit, UnitSpec
-from atoll.runtime.transport import Channel, Exchange, Later, Tag, Transport
+from atoll.runtime.transport import Later, Transport
 
 
 @dataclass(slots=True)
@@ -62,6 +63,11 @@ class LossScaler:
     scale: float = 2.0**16  # a power of two, so scaling rounds nothing; never below 1
     growth_steps: int = 2000
     good_steps: int = 0  # since the last overflow or growth
+
+    @property
+    def can_shrink(self) -> bool:
+        """True if a smaller scale could keep gradients in range."""
+        return self.scale > 1.0
 
     def update(self, *, is_finite: bool) -> None:
         """Record a step."""
@@ -99,58 +105,8 @@ class StepResult:
         return self.tokens / self.seconds
 
 
-_HEAD = 4
-"""Sums that come before those of the units: loss, idle share, counts that losses gave, and how many did."""
-
-
 @dataclass(slots=True)
-class _Sums:
-    """Values summed over ranks, always in the same order of additions: the head, then each unit's squared norm.
-
-    tokens: what the loss was divided by before its backward, on all ranks.
-
-    [Note: a loss that counts] How much a loss is a sum over may be known only when the last microbatch has run forward.
-    By then backwards have run, divided by the labels that count. So gradients are right except for one factor, which is
-    exactly 1 where no loss says otherwise, and is applied together with clipping. Pipeline ranks that do not know it
-    yet take it for 1: a step that was taken ahead with the wrong factor is taken back, as one that is clipped is.
-    """
-
-    # On the host, in float64: `_HEAD` sums, then a place for each unit of the whole model. It is zero on ranks without
-    # the unit, so adding up the stages does not round the norm of a unit that is on one of them.
-    values: torch.Tensor
-    tokens: int
-
-    @property
-    def loss(self) -> float:
-        """The mean; NaN where nothing counts."""
-        return float(self.values[0]) / self._counted if self._counted > 0 else math.nan
-
-    @property
-    def correction(self) -> float:
-        """The factor still to be applied to gradients."""
-        return self.tokens / self._counted if self._counted > 0 else math.nan
-
-    @property
-    def _counted(self) -> float:
-        return float(self.values[2]) if self.values[3] else self.tokens
-
-    @property
-    def idle(self) -> float:
-        return float(self.values[1])
-
-    @property
-    def norms(self) -> torch.Tensor:
-        """The squared norm of each unit."""
-        return self.values[_HEAD:]
-
-    @property
-    def norm(self) -> float:
-        """The norm, from the units' float64 partial sums in the model's order."""
-        return float(self.norms.sum().sqrt()) * self.correction
-
-
-@dataclass(slots=True)
-class _Unsettled:
+class _Outstanding:
     """A step until its verdict.
 
     options: of the optimizer's groups, as they were when the step began.
@@ -166,13 +122,13 @@ class _Unsettled:
     # A copy: the caller may set the next step's rates before STEP.
     options: list[dict[str, Any]]
     # Zeros until SUMS; JOIN adds to them in place.
-    sums: _Sums
+    sums: StepSums
     touched: frozenset[str] = frozenset()
     # A guess, made before SUMS, or along the chain what SUMS and JOIN decide. None: nothing is stepped ahead.
     ahead: frozenset[str] | None = None
     # None along the chain, whose sums are in messages between neighbours.
     everyone: Later | None = None
-    verdict: _Sums | None = None
+    verdict: StepSums | None = None
     is_rehearsal: bool = False
 
 
@@ -195,9 +151,10 @@ class Refused:
 class StepEnd:
     """Ends the steps of this rank.
 
-    The two tables say what an instruction of a unit, or of all, calls. SUMS is given what the row gave: `add_up`.
+    `OF_ALL` says what an instruction calls here, `unit_end.OF_UNIT` what it does to a unit. SUMS is given the losses of
+    the program: `add_up`.
 
-    was_right: whether the parameters were right up to the last verdict.
+    was_right: whether the parameters were right up to the last verdict, so that nothing has to be rolled back.
     busy: seconds that this rank computed in the last step.
     """
 
@@ -212,10 +169,9 @@ class StepEnd:
         scaler: LossScaler | None,
         is_post_validated: bool,
     ) -> None:
-        # In the model's order, the same on all ranks of a stage: what is summed over them is laid out in it.
         self._units = tuple(units)
-        self._specs = tuple(specs)  # of the whole model
-        self._optimizer = optimizer
+        self._ranks = RankSums(units, specs, transport)
+        self.optimizer = optimizer
         self._transport = transport
         self.clip = clip
         self.scaler = scaler  # None unless compute is fp16; `Engine.load` replaces it
@@ -224,16 +180,16 @@ class StepEnd:
         # None otherwise and at first. Which of both is the same on all ranks, as it follows from the verdict.
         self._usual: frozenset[str] | None = None
         # The step of the running program, from `begin` on. Here a placeholder that nothing reads.
-        self._now = _Unsettled(0, 0, 0.0, options=[], sums=_Sums(torch.zeros(_HEAD), 1))
+        self._now = _Outstanding(0, 0, 0.0, options=[], sums=StepSums(torch.zeros(SUMS_HEAD), 1))
         # The same object from SUMS to STEP: within one program, or post-validated across the beginning of the next one,
         # where `_now` already is the following step. Its gradients are held as long.
-        self._outstanding: _Unsettled | None = None
+        self._outstanding: _Outstanding | None = None
         # From STEP until the engine takes them, one or the other. RETURN asks `_result` whether there is a step.
         self._result: StepResult | None = None
         self._refused: Refused | None = None
         self._look: Callable[[], None] | None = None  # of `begin`; VERDICT calls it
-        # Written by STEP and read by TAKE_BACK: whether the parameters are right, and if not, whether the masters have
-        # moved.
+        # Written by STEP and read by TAKE_BACK: whether the parameters are right, and if not, whether the masters were
+        # stepped.
         self.was_right = True
         self._was_taken = False
         self.busy = 0.0
@@ -252,9 +208,9 @@ class StepEnd:
         """Prepare for a step's program. since: begin of the step on the monotonic clock.  look: called
         when the gradients are complete.  is_rehearsal: the step is refused whatever its result is."""
         options: list[dict[str, Any]] = []
-        self._optimizer.remember_options(options)
-        sums = _Sums(torch.zeros(_HEAD), tokens)
-        self._now = _Unsettled(step, tokens, since, options=options, sums=sums, is_rehearsal=is_rehearsal)
+        self.optimizer.remember_options(options)
+        sums = StepSums(torch.zeros(SUMS_HEAD), tokens)
+        self._now = _Outstanding(step, tokens, since, options=options, sums=sums, is_rehearsal=is_rehearsal)
         self._look = look
 
     @property
@@ -275,12 +231,12 @@ class StepEnd:
 
     def settle(self) -> None:
         """Apply the verdict if no step follows: do the work of VERDICT, STEP and TAKE_BACK, without a replay."""
-        self._wait()
-        self._conclude()
-        self.take_back()
+        self.wait()
+        self.conclude()
+        self.roll_back()
 
-    def take_back(self) -> bool:
-        """Restore right parameters if a step wrote wrong ones. Return True if it did."""
+    def roll_back(self) -> bool:
+        """Roll back the parameter shards if the step was applied before its verdict and rejected. Return True then."""
         if self.was_right:
             return False
         # All ranks of a stage get here, as the verdict is the same: the syncs that begin here match.
@@ -291,7 +247,7 @@ class StepEnd:
     def forget(self) -> None:
         """Discard the step."""
         self._outstanding = None
-        self._optimizer.forget()
+        self.optimizer.forget()
         for unit in self._units:
             unit.clear_gradients()
             unit.clear_residuals()
@@ -325,15 +281,7 @@ class StepEnd:
         assert verdict is not None, "the gradients are complete"
         return verdict.correction
 
-    # ---- gradients
-
-    def _settle(self, unit: Unit) -> None:
-        unit.settle_gradients()
-        unit.settle_parameters()  # of what the step did not use: see [Note: reading in place]
-
-    def _unscale(self, unit: Unit) -> None:
-        # In a program STEP alone changes the scale, and none is between a step's first backward and here.
-        unit.scale_gradients(1.0 / self.loss_scale)
+    # ---- sums
 
     def add_up(
         self, loss_sum: torch.Tensor | None, counts: Sequence[torch.Tensor | float], busy: Callable[[], float]
@@ -342,112 +290,50 @@ class StepEnd:
 
         counts: what losses said that they are sums over.  busy: gives the seconds that were computed.
         """
-        # One transfer of all that the host has to know, and so one wait for the device: each wait leaves it without
-        # work until the host has launched more.
-        read = self._read(
-            [*(unit.squared_norm() for unit in self._units), 0.0 if loss_sum is None else loss_sum, *counts]
-        )
-        loss, *counted = read[len(self._units) :]
-        partials = torch.zeros(len(self._specs), dtype=torch.float64)
-        for unit, norm in zip(self._units, read, strict=False):  # after the norms come the loss and the counts
-            partials[unit.spec.index] = norm
+        now = self._now
+        read = self._ranks.read(loss_sum, counts)
         self.busy = busy()  # the device has passed its events
-        idle = 1.0 - self.busy / max(time.monotonic() - self._now.begin, 1e-9)
-        head = torch.tensor([loss, idle, sum(counted), len(counted)], dtype=torch.float64)
-        # A parameter that this rank's samples did not use has a gradient if another rank's did: the flags say on how
-        # many ranks. Without them, ranks of one parameter could disagree whether the optimizer steps it.
-        names = [(unit, name) for unit in self._units for name, _ in unit.trained()]
-        flags = torch.tensor([name in unit.touched for unit, name in names], dtype=torch.float64)
-        values = self._transport.total_stage(torch.cat([head, partials, flags]))
-        flags = values[_HEAD + len(self._specs) :]
-        self._share_flags(names, flags)
-        now = self._outstanding = self._now
-        now.touched = frozenset(name for (_, name), flag in zip(names, flags.tolist(), strict=True) if flag)
-        now.sums = _Sums(values[: _HEAD + len(self._specs)], now.tokens)
+        idle = 1.0 - self.busy / max(time.monotonic() - now.begin, 1e-9)
+        now.sums, now.touched = self._ranks.add_up(read, idle, now.tokens)
+        self._outstanding = now
         self._allow()
 
-    def _read(self, values: Sequence[torch.Tensor | float]) -> list[float]:
-        """Return numbers, of which some are on the device."""
-        device = self._transport.device
-        there = [each.detach().to(device, torch.float64) for each in values if isinstance(each, torch.Tensor)]
-        read = iter(torch.stack(there).tolist() if there else ())
-        return [next(read) if isinstance(each, torch.Tensor) else float(each) for each in values]
+    def total(self) -> None:
+        """Start the sum over stages."""
+        self._now.everyone = self._ranks.begin_total(self._now.sums)
 
-    def _share_flags(self, names: Sequence[tuple[Unit, str]], flags: torch.Tensor) -> None:
-        """Mark a shared parameter as touched if any of its copies is."""
-        for unit in self._units:
-            if len(unit.owners) > 1:
-                own = [at for at, (owner, _) in enumerate(names) if owner is unit]
-                shared = flags[own]
-                # Of this channel and unit, `sum_copies` has a tag for each segment, and no segment is LAST.
-                self._transport.total_ordered(shared, unit.owners, Tag(Channel.SHARED, unit.spec.index, Tag.LAST))
-                flags[own] = shared
-
-    # ---- sums of all ranks
-
-    def _total(self) -> None:
-        """Start the sum over stages; the ranks of one stage already have the same values."""
-        now, place = self._now, self._transport.place
-        own = now.sums.values
-        if place.mesh.pipeline == 1:
-            now.everyone = Exchange([own], [])  # a stage's ranks are all ranks
-        else:
-            # The ranks of a stage have equal sums since SUMS, so one of them speaks; the same bits arrive everywhere.
-            said = own if self._transport.speaks else torch.zeros_like(own)
-            now.everyone = self._transport.total_together_later(said)
-
-    def _join(self) -> None:
-        # One message for a link and step, and the tag needs no step: the sender's next PASS is after a VERDICT that
-        # needs this JOIN.
-        place, values = self._transport.place, self._now.sums.values
-        before = torch.zeros_like(values, device=self._transport.device)
-        self._transport.receive(before, place.peers("pp")[place.pp - 1], Tag(Channel.CHAIN, place.pp - 1)).wait()
-        values += before.cpu()
+    def join(self) -> None:
+        """Add the sums of the pipeline ranks before."""
+        values = self._now.sums.values
+        values += self._ranks.before(values)
         self._allow()  # again: SUMS has allowed what this rank's sums alone allow
 
-    def _pass(self) -> None:
-        place = self._transport.place
-        passed = self._now.sums.values.to(self._transport.device, copy=True)
-        self._transport.post(passed, place.peers("pp")[place.pp + 1], Tag(Channel.CHAIN, place.pp))
+    def pass_on(self) -> None:
+        """Give the sums to the next pipeline rank."""
+        self._ranks.pass_on(self._now.sums.values)
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait for the verdict on the outstanding step."""
         step = self._outstanding
         if step is None:  # in the first step, after `settle`, and in a program that begins again
             return
         if step.everyone is None:
-            step.verdict = self._come_back(step)
+            step.verdict = self._ranks.come_back(step.sums)
         else:
-            step.verdict = _Sums(step.everyone.wait(), step.tokens)
+            step.verdict = StepSums(step.everyone.wait(), step.tokens)
         if self._look is not None:
             self._look()
-
-    def _come_back(self, step: _Unsettled) -> _Sums:
-        """Return the last rank's sums, passed back along the pipeline."""
-        place = self._transport.place
-        line = place.peers("pp")
-        sums = step.sums
-        if place.pp + 1 < len(line):
-            verdict = torch.zeros_like(sums.values, device=self._transport.device)
-            self._transport.receive(verdict, line[place.pp + 1], Tag(Channel.VERDICT, place.pp)).wait()
-            sums = _Sums(verdict.cpu(), step.tokens)
-        if place.pp > 0:
-            passed = sums.values.to(self._transport.device, copy=True)
-            self._transport.post(passed, line[place.pp - 1], Tag(Channel.VERDICT, place.pp - 1))
-        return sums
 
     # ---- steps
 
     def _allow(self) -> None:
         """Decide whether a step along the chain is taken ahead, given the sums so far; in other forms, do nothing."""
         if self._is_post_validated and self._usual is None:
-            is_taken = self._is_right(self._now.sums) and not self._now.is_rehearsal
+            is_taken = self._now.sums.is_unchanged(self.clip) and not self._now.is_rehearsal
             self._now.ahead = self._now.touched if is_taken else None
 
-    def _step_ahead(self, unit: Unit) -> None:
-        if self._now.ahead is not None:
-            self._optimizer.step_ahead(unit, self._now.ahead)
-
-    def _correct(self) -> None:
+    def correct(self) -> None:
+        """Step units ahead once more whose parameters with gradients were guessed wrong."""
         now = self._now
         assert now.ahead is not None, "a step was guessed"
         if now.ahead != now.touched:
@@ -455,39 +341,23 @@ class StepEnd:
             # them step it again. It starts where AHEAD did: stepping ahead leaves masters and states as they were.
             for unit in reversed(self._units):
                 if any((name in now.ahead) != (name in now.touched) for name, _ in unit.trained()):
-                    if self._optimizer.has_matrices(unit):
-                        self._optimizer.collect_ahead(unit, now.touched)
-                        self._optimizer.transform(unit)
-                        self._optimizer.update_ahead(unit)
-                    self._optimizer.step_ahead(unit, now.touched)
+                    if self.optimizer.has_matrices(unit):
+                        self.optimizer.collect_ahead(unit, now.touched)
+                        self.optimizer.transform(unit)
+                        self.optimizer.update_ahead(unit)
+                    self.optimizer.step_ahead(unit, now.touched)
 
-    def _collect(self, unit: Unit) -> None:
-        if self._is_taken:
-            self._optimizer.collect(unit)
-        elif self._now.ahead is not None:
-            self._optimizer.collect_ahead(unit, self._now.ahead)
-
-    def _transform(self, unit: Unit) -> None:
-        if self._is_taken or self._now.ahead is not None:
-            self._optimizer.transform(unit)
-
-    def _update(self, unit: Unit) -> None:
-        if self._is_taken:
-            self._optimizer.update(unit)
-        elif self._now.ahead is not None:
-            self._optimizer.update_ahead(unit)
-
-    def _conclude(self) -> None:
+    def conclude(self) -> None:
         """Take the step finally, or refuse it."""
         step, self._outstanding = self._outstanding, None
-        # Before the return: a program that begins again gets here without a step, and TAKE_BACK, which has brought the
+        # Before the return: a program that begins again gets here without a step, and TAKE_BACK, which has rolled the
         # parameters back, must not begin it once more.
         self.was_right = True
         if step is None:
             return
         sums = step.verdict
         assert sums is not None, "VERDICT comes before STEP"
-        is_finite = _is_finite(sums)
+        is_finite = sums.is_finite
         result = StepResult(
             step.step,
             sums.loss,
@@ -498,28 +368,31 @@ class StepEnd:
             skipped=not is_finite,
         )
         # A rehearsal never steps ahead, so the parameters are right.
-        self.was_right = step.is_rehearsal or self._is_right(sums)
-        self._usual = step.touched if self._is_post_validated and self._is_right(sums) else None
+        is_unchanged = sums.is_unchanged(self.clip)
+        self.was_right = step.is_rehearsal or is_unchanged
+        self._usual = step.touched if self._is_post_validated and is_unchanged else None
         # An overflow is of gradients: the scale multiplies the backward's start, and no loss.
-        has_overflowed = not is_finite and self._can_overflow and math.isfinite(sums.loss)
+        can_overflow = self.scaler is not None and self.scaler.can_shrink
+        has_overflowed = not is_finite and can_overflow and math.isfinite(sums.loss)
         if step.is_rehearsal or not (is_finite or has_overflowed):
             bad = tuple(at for at, norm in enumerate(sums.norms.tolist()) if not math.isfinite(norm))
             self._refused = Refused(replace(result, seconds=time.monotonic() - step.begin), bad)
             self._was_taken = False
-            self._optimizer.forget()
+            self.optimizer.forget()
             for unit in self._units:
                 unit.clear_gradients()
                 unit.clear_residuals()  # they may hold what is not finite, and would carry it into the next step
             return
-        # The optimizer writes where the way back of an earlier step may still read: p and master can be one storage.
+        # Wait for the previous step's parameter sync: it may still read what the optimizer is about to write, as p and
+        # master can be one storage.
         for unit in self._units:
             unit.settle_parameters()
         if is_finite:
-            self._optimizer.step(step.touched, self._scale(sums), step.options)
+            self.optimizer.step(step.touched, sums.factor(self.clip), step.options)
             if self._is_post_validated:  # otherwise the program has COLLECT, TRANSFORM and UPDATE after STEP
-                self._optimizer.commit()
+                self.optimizer.commit()
         else:
-            self._optimizer.forget()
+            self.optimizer.forget()
         self._was_taken = is_finite
         # Post-validated, the next backward is about to write to these buffers.
         for unit in self._units:
@@ -533,51 +406,23 @@ class StepEnd:
         self._result = replace(result, seconds=time.monotonic() - step.begin)
 
     @property
-    def _can_overflow(self) -> bool:
-        """Return True if a smaller loss scale could bring gradients back into range."""
-        return self.scaler is not None and self.scaler.scale > 1.0
-
-    def _give_back(self, unit: Unit) -> None:
-        if self._is_taken:
-            unit.sync_parameters()
+    def ahead(self) -> frozenset[str] | None:
+        """The parameters with which the running step is stepped ahead of its verdict; None if it is not."""
+        return self._now.ahead
 
     @property
-    def _is_taken(self) -> bool:
-        """Return True if the step was made for good: nothing was written where it was skipped or refused."""
+    def is_taken(self) -> bool:
+        """True if the step was made for good: nothing was written where it was skipped or refused."""
         return not self._is_post_validated and self._result is not None and not self._result.skipped
 
-    def _is_right(self, sums: _Sums) -> bool:
-        """Return True if a step is taken with its gradients unchanged."""
-        return _is_finite(sums) and self._scale(sums) == 1.0
-
-    def _scale(self, sums: _Sums) -> float:
-        """Return the factor of gradients: the correction, and clipping as in torch.nn.utils.clip_grad_norm_."""
-        return sums.correction * (1.0 if self.clip is None else min(1.0, self.clip / (sums.norm + 1e-6)))
-
-
-def _is_finite(sums: _Sums) -> bool:
-    return math.isfinite(sums.loss) and math.isfinite(sums.norm)
-
-
-OF_UNIT: Mapping[Operation, Callable[[StepEnd, Unit], None]] = {
-    Do.SYNCED: StepEnd._settle,
-    Do.UNSCALE: StepEnd._unscale,
-    Do.COPIES: lambda _, unit: unit.sum_copies(),
-    Do.AHEAD: StepEnd._step_ahead,
-    Do.COLLECT: StepEnd._collect,
-    Do.TRANSFORM: StepEnd._transform,
-    Do.UPDATE: StepEnd._update,
-    Do.RETURN: StepEnd._give_back,
-}
-"""The calls that execute the instructions of the step's end on a unit."""
 
 OF_ALL: Mapping[Operation, Callable[[StepEnd], None]] = {
     Do.QUIET: lambda end: end._transport.wait_for_readers(),
-    Do.CORRECT: StepEnd._correct,
-    Do.JOIN: StepEnd._join,
-    Do.PASS: StepEnd._pass,
-    Do.TOTAL: StepEnd._total,
-    Do.VERDICT: StepEnd._wait,
-    Do.STEP: StepEnd._conclude,
+    Do.CORRECT: StepEnd.correct,
+    Do.JOIN: StepEnd.join,
+    Do.PASS: StepEnd.pass_on,
+    Do.TOTAL: StepEnd.total,
+    Do.VERDICT: StepEnd.wait,
+    Do.STEP: StepEnd.conclude,
 }
-"""The same on all units."""
+"""The calls that execute the instructions of the step's end on all units; `unit_end` has those on one."""

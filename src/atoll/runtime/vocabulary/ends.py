@@ -27,7 +27,7 @@ class End(ABC):
         return any(module is self._module for module in block.module.modules())
 
 
-class LookedUp(End):
+class EmbeddingEntry(End):
     """Returns the looked-up rows of the running microbatch, also for a recomputed forward.
 
     rows: the looked-up rows; set before the block runs, and cleared after it.
@@ -52,7 +52,7 @@ class LookedUp(End):
         return found.view(*given.shape, -1)
 
 
-class Scored(End):
+class HeadExit(End):
     """Passes on the input of the head and keeps it, because it is the output of the stage."""
 
     def __init__(self, module: nn.Module) -> None:

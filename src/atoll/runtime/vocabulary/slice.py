@@ -42,7 +42,7 @@ from atoll.runtime.sharding.tensors import added_up, part_of
 from atoll.runtime.sharding.unit import Unit
 
 
-def vocabulary_of(adapter: Adapter, ranks: int) -> Vocabulary:
+def splittable_vocabulary(adapter: Adapter, ranks: int) -> Vocabulary:
     """Return the ends of a model whose vocabulary is split over so many ranks.
 
     Raises PlanError if the adapter does not name them, or if they cannot be split.
@@ -124,7 +124,7 @@ class VocabularyTable:
         return self.unit.parameters[self.weight_name].requires_grad
 
     def rows(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias, while the unit is whole."""
+        """Return weight and bias, while the unit is unsharded."""
         weight = local_part(self.unit.parameters[self.weight_name]).detach()
         return weight, None if self.bias_name is None else local_part(self.unit.parameters[self.bias_name]).detach()
 

@@ -68,7 +68,7 @@ class SplitVocabulary:
         self._others = [rank for rank in range(len(ranks)) if rank != self._own]
         self._row = _Row()
 
-    def begin(self, batches: Sequence[Batch], *, training: bool, keeps_logits: bool = False) -> None:
+    def begin(self, batches: Sequence[Batch], *, training: bool, keeps_logits: bool) -> None:
         """Begin a program."""
         self._row = _Row(batches, training, keeps_logits)
         self._slice.begin()
@@ -79,10 +79,10 @@ class SplitVocabulary:
 
     # ---- messages
 
-    def parcels(self, action: Action, batches: Sequence[Batch], *, training: bool, logits: bool) -> list[Parcel] | None:
+    def parcels(self, action: Action) -> list[Parcel] | None:
         """Return the messages of a vocabulary receive, in order, or None for a receive of the pipeline."""
-        microbatch, slice_ = action.microbatch or 0, self._slice
-        batch = batches[microbatch]
+        microbatch, slice_, row = action.microbatch or 0, self._slice, self._row
+        batch = row.batches[microbatch]
         rows, length = batch["input_ids"].shape
         state = Wire((rows, length, slice_.width), slice_.dtype, has_gradient=True)
 
@@ -103,15 +103,15 @@ class SplitVocabulary:
                 found = []
                 for rank in self._others:
                     tokens, width = rows * length, len(slice_.rows_of(rank))
-                    if not logits:
+                    if not row.keeps_logits:
                         sums = Wire((3, tokens), slice_.precise, has_gradient=False)
                         found.append(parcel(rank, Channel.SCORE_SUMS, sums))
-                    if training:
+                    if row.is_training:
                         rest = int(slice_.labels_in(rank, batch["labels"]).sum())
                         shape: tuple[int, ...] = (tokens + rest, slice_.width)
                     else:
                         shape = (tokens, width)
-                    if training or logits:
+                    if row.is_training or row.keeps_logits:
                         found.append(parcel(rank, Channel.SCORES, Wire(shape, slice_.dtype, has_gradient=False)))
                 return found
         return None

@@ -1,0 +1,293 @@
+"""Assembles a rank from a model, a plan and the options of an engine, and lowers its programs."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from atoll.base.errors import CostWarning, PlanError, WeightsWarning
+from atoll.base.faults import Answer, Policy
+from atoll.plans.layouts import swapped_along
+from atoll.plans.plan import Plan
+from atoll.prediction.advice import advice
+from atoll.program import Program, needed_in_a_step
+from atoll.runtime.agreement import Agreement
+from atoll.runtime.assemble.build import build_rank
+from atoll.runtime.assemble.sharded import Sharded
+from atoll.runtime.assemble.ties import untie_as_stored
+from atoll.runtime.batches import Batches, Labels
+from atoll.runtime.checkpoint import is_complete
+from atoll.runtime.lanes import Kind, Lane, lane_of, lanes_of
+from atoll.runtime.mail import Mail
+from atoll.runtime.models import Adapter, Batch, Loss, adapter_for, weights_for
+from atoll.runtime.models.sums import check_sum
+from atoll.runtime.models.weights import Weights
+from atoll.runtime.outline import Outline
+from atoll.runtime.pipeline.deferred import Collector
+from atoll.runtime.pipeline.executor import Executor
+from atoll.runtime.pipeline.step_end import LossScaler, StepEnd
+from atoll.runtime.randomness import keeping_random_state
+from atoll.runtime.sharding.coding import Moment
+from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
+from atoll.runtime.sharding.outer import OuterSteps
+from atoll.runtime.sharding.segment import Surroundings
+from atoll.runtime.sharding.tensor_parallel import tensor_parallel
+from atoll.runtime.sharding.tensors import whole_output
+from atoll.runtime.transport import Channel, Peers, Transport
+from atoll.runtime.vocabulary.split import SplitVocabulary, ways_of
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """The options of an engine, besides model and plan; see `Engine`. moment: of the running step."""
+
+    optimizer: OptimizerFactory
+    groups: GroupOptions | None
+    clip: float | None
+    seed: int
+    _: KW_ONLY
+    labels: Labels
+    loss: Loss | None
+    weights: Path | None
+    bad_steps: Policy
+    moment: Moment
+
+    def check(self, plan: Plan) -> None:
+        """Raise PlanError if a value is out of range or does not fit the plan."""
+        if self.labels not in get_args(Labels):
+            raise PlanError(f'labels = {self.labels!r}; it is "shifted" or "unshifted"')
+        if self.clip is not None and not self.clip > 0:  # NaN too
+            raise PlanError(
+                f"clip = {self.clip}; the largest gradient norm is above 0, or None to leave gradients alone"
+            )
+        if self.loss is not None and plan.vocabulary_parallel:
+            raise PlanError(
+                "vocabulary_parallel computes token cross-entropy on slices of the logits, and the engine was given "
+                "another loss; leave one of them out"
+            )
+        if plan.outer is not None and self.bad_steps.answer is Answer.ROLLBACK:
+            raise PlanError(
+                f'bad_steps = "{self.bad_steps}" would bring one island back to an earlier step than the others; with '
+                'outer steps use "stop" or "skip"'
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """What a rank consists of.
+
+    outer: with outer steps.  notes: what of the initial weights is not used, or not as their config says.
+    advice: wasteful settings of the plan.
+    """
+
+    plan: Plan
+    transport: Transport
+    agreement: Agreement
+    adapter: Adapter
+    outline: Outline
+    sharded: Sharded
+    batches: Batches
+    optimizer: ShardedOptimizer
+    end: StepEnd
+    executor: Executor
+    outer: OuterSteps | None
+    lanes: dict[Kind, Lane]
+    notes: tuple[str, ...]
+    advice: tuple[str, ...]
+
+
+def assemble(
+    model: nn.Module,
+    plan: Plan,
+    options: EngineOptions,
+    *,
+    transport: Transport,
+    device: torch.device,
+    agreement: Agreement,
+) -> Rank:
+    """Assemble this rank. Raises PlanError if model, plan and options do not match."""
+    options.check(plan)
+    place = transport.place
+    adapter, stored, notes = _adapt(model, options)
+    for note in notes if place.rank == 0 else ():
+        warnings.warn(note, WeightsWarning, stacklevel=3)
+    outline = Outline.of(adapter, plan)
+    tensor = None
+    if plan.mesh.tensor > 1:
+        tensor = tensor_parallel(adapter, plan, transport.mesh_along("tp"), apart=outline.ends)
+    _open_links(outline, transport)
+    is_alone, waits_on_host = plan.nest(place).ranks == 1, transport.waits_on_host
+    lanes = lanes_of(device, alone=is_alone, waits_on_host=waits_on_host)
+    around = Surroundings(
+        plan.sharding(place), transport, device, lanes=lanes, weights=stored, seed=options.seed, moment=options.moment
+    )
+    wasteful = advice(plan, outline.sizes)
+    for each in wasteful if place.rank == 0 else ():
+        warnings.warn(each, CostWarning, stacklevel=3)
+    collector = Collector()
+    sharded = build_rank(outline, around=around, collector=collector, seed=options.seed, tensor=tensor)
+    batches = Batches(
+        plan,
+        place,
+        device,
+        agreement=agreement,
+        vocabulary=sharded.vocabulary,
+        labels=options.labels,
+        may_copy=options.loss is not None or not _predicts_next(adapter),
+    )
+    if not sharded.trainable:
+        raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained")
+    own, end = _end(sharded, plan, options, transport)
+    executor = _executor(
+        outline,
+        sharded,
+        end,
+        collector,
+        transport=transport,
+        loss=adapter.loss if options.loss is None else _OwnLoss(options.loss, device),
+        seed=options.seed,
+        lanes=() if is_alone else tuple(lanes.values()),
+    )
+    outer = None
+    if plan.outer is not None:
+        lane = lanes["outer"] = lane_of("outer", device, waits_on_host=waits_on_host)
+        count = len(sharded.specs)
+        outer = OuterSteps(sharded.units, plan.outer, transport, lane=lane, count=count, seed=options.seed)
+    return Rank(
+        plan,
+        transport,
+        agreement,
+        adapter=adapter,
+        outline=outline,
+        sharded=sharded,
+        batches=batches,
+        optimizer=own,
+        end=end,
+        executor=executor,
+        outer=outer,
+        lanes=lanes,
+        notes=notes,
+        advice=wasteful,
+    )
+
+
+def _adapt(model: nn.Module, options: EngineOptions) -> tuple[Adapter, Weights | None, tuple[str, ...]]:
+    """Return the adapter of a model, its initial weights if they are not those of a checkpoint, and notes on them."""
+    weights = options.weights
+    untied = [] if weights is None else untie_as_stored(model, weights)
+    adapter = adapter_for(model)
+    stored = None if weights is None or is_complete(weights) else weights_for(adapter, weights)
+    if options.labels == "unshifted" and not _predicts_next(adapter):
+        raise PlanError(
+            'labels = "unshifted" applies to models that predict the next token; labels of '
+            f'{type(model).__name__} are at the positions that predict them: leave it out, or use "shifted"'
+        )
+    return adapter, stored, (*untied, *(() if stored is None else stored.notes))
+
+
+def _predicts_next(adapter: Adapter) -> bool:
+    return bool(getattr(adapter, "predicts_next", True))
+
+
+def _end(
+    sharded: Sharded, plan: Plan, options: EngineOptions, transport: Transport
+) -> tuple[ShardedOptimizer, StepEnd]:
+    """Return the optimizer of a rank, and what ends its steps."""
+    own = ShardedOptimizer(
+        sharded.units,
+        options.optimizer,
+        named_shapes=sharded.trainable,
+        options=options.groups,
+        matrices=sharded.matrices,
+    )
+    end = StepEnd(
+        sharded.units,
+        sharded.specs,
+        own,
+        transport=transport,
+        clip=options.clip,
+        scaler=LossScaler() if plan.precision.compute == "float16" else None,
+        is_post_validated=plan.post_validation,
+    )
+    return own, end
+
+
+def _executor(
+    outline: Outline, sharded: Sharded, end: StepEnd, collector: Collector, *, transport: Transport, **options: Any
+) -> Executor:
+    ranks, placement = transport.place.peers("pp"), outline.schedule.placement
+    mail = Mail(transport, lambda stage: ranks[placement.rank_of(stage)])
+    slices = sharded.vocabulary
+    return Executor(
+        outline,
+        sharded.stages,
+        sharded.units,
+        end,
+        transport=transport,
+        mail=mail,
+        collector=collector,
+        extensions=() if slices is None else (SplitVocabulary(slices, mail, placement, ranks),),
+        **options,
+    )
+
+
+def _open_links(outline: Outline, transport: Transport) -> None:
+    """Open the links that a step needs besides those of its activations; every rank opens them in this order."""
+    plan = outline.plan
+    if outline.vocabulary is not None:
+        for kind, ways in ways_of(outline.rank_of_stage, plan.mesh.pipeline):
+            transport.open_links(kind, ways)
+    if plan.post_validation:
+        transport.open_links(Channel.VERDICT, [(at + 1, at) for at in range(plan.mesh.pipeline - 1)])
+    transport.open_links(None, outline.sharing)
+    if plan.whole is not None:
+        axes = tuple(axis for axis in swapped_along(plan.layout.optimizer) if plan.outer is None or axis != "inter")
+        transport.open_swaps(*axes)
+        transport.open_swaps(*axes, "tp")
+
+
+def lower_programs(rank: Rank) -> tuple[Program, bool]:
+    """Lower the programs of a rank, equal on all ranks that share its parameters, and reserve the memory they lend.
+
+    Return the program of a training step, and whether the ranks of a group read each other's memory. The lent memory
+    depends on a program in which they do; whether they do is known afterwards.
+    """
+    plan, transport, agreement = rank.plan, rank.transport, rank.agreement
+    place, mesh = transport.place, plan.mesh
+    program = rank.executor.lower(rank.sharded.rank(place, reads_in_place=True))
+    transport.share(needed_in_a_step(program.shape, program.peaks).lent)
+    reads_in_place = agreement.total(float(transport.sees(Peers.along("intra", place)))) == mesh.world
+    if not reads_in_place:
+        program = rank.executor.lower(rank.sharded.rank(place, reads_in_place=False))
+    digests = [-1] * (mesh.pipeline * mesh.tensor)
+    digests[place.pp * mesh.tensor + place.tp] = program.digest
+    problem = PlanError(
+        "ranks that share parameters would execute different programs; build the same model with the same plan on "
+        "every rank"
+    )
+    agreement.agree_on(digests, problem)
+    return program, reads_in_place
+
+
+class _OwnLoss:
+    """A user's loss, which does not support outputs that are split over a tensor-parallel group.
+
+    The first microbatches show whether it returns a sum.
+    """
+
+    def __init__(self, loss: Loss, device: torch.device) -> None:
+        self._loss, self._device = loss, device
+        self._is_known = False
+
+    def __call__(self, outputs: Any, batch: Batch) -> Tensor | tuple[Tensor, Tensor | float]:
+        whole = whole_output(outputs)
+        found = self._loss(whole, batch)
+        if not self._is_known:
+            with keeping_random_state(self._device):
+                self._is_known = check_sum(self._loss, whole, batch, found=found)
+        return found

@@ -1,0 +1,66 @@
+"""What the end of a step does to each unit: a table from instruction to function.
+
+Until its verdict a step has written nothing that is kept, except parameters where it is post-validated: it has stepped
+them ahead, with `StepEnd.ahead`. Without post-validation the program has COLLECT, TRANSFORM, UPDATE and RETURN after
+STEP, and they do nothing if the step was skipped or refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from atoll.program import Do, Operation
+from atoll.runtime.pipeline.step_end import StepEnd
+from atoll.runtime.sharding.unit import Unit
+
+
+def _wait(end: StepEnd, unit: Unit) -> None:
+    unit.settle_gradients()
+    unit.settle_parameters()  # of what the step did not use: see [Note: reading in place]
+
+
+def _unscale(end: StepEnd, unit: Unit) -> None:
+    # In a program STEP alone changes the scale, and none is between a step's first backward and here.
+    unit.scale_gradients(1.0 / end.loss_scale)
+
+
+def _step_ahead(end: StepEnd, unit: Unit) -> None:
+    if end.ahead is not None:
+        end.optimizer.step_ahead(unit, end.ahead)
+
+
+def _collect(end: StepEnd, unit: Unit) -> None:
+    if end.is_taken:
+        end.optimizer.collect(unit)
+    elif end.ahead is not None:
+        end.optimizer.collect_ahead(unit, end.ahead)
+
+
+def _transform(end: StepEnd, unit: Unit) -> None:
+    if end.is_taken or end.ahead is not None:
+        end.optimizer.transform(unit)
+
+
+def _update(end: StepEnd, unit: Unit) -> None:
+    if end.is_taken:
+        end.optimizer.update(unit)
+    elif end.ahead is not None:
+        end.optimizer.update_ahead(unit)
+
+
+def _sync_parameters(end: StepEnd, unit: Unit) -> None:
+    if end.is_taken:
+        unit.sync_parameters()
+
+
+OF_UNIT: Mapping[Operation, Callable[[StepEnd, Unit], None]] = {
+    Do.SYNCED: _wait,
+    Do.UNSCALE: _unscale,
+    Do.COPIES: lambda _, unit: unit.sum_copies(),
+    Do.AHEAD: _step_ahead,
+    Do.COLLECT: _collect,
+    Do.TRANSFORM: _transform,
+    Do.UPDATE: _update,
+    Do.RETURN: _sync_parameters,
+}
+"""The calls that execute the instructions of the step's end on a unit."""

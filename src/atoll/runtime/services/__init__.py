@@ -1,0 +1,1 @@
+"""What an engine owns besides its step: bad steps, checkpoints, parameters, buffers, timing."""
