@@ -66,8 +66,8 @@ from atoll.runtime.sharding.matrices import MatrixUpdate
 from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
 from atoll.runtime.sharding.outer import OuterSteps
 from atoll.runtime.sharding.replicas import Holding, differences, digest_of, holdings, share, short
-from atoll.runtime.sharding.segment import Surroundings
 from atoll.runtime.sharding.state import load_state, load_values, model_pieces, save_state, stored_states
+from atoll.runtime.sharding.surroundings import Surroundings
 from atoll.runtime.sharding.tensor_parallel import tensor_parallel
 from atoll.runtime.sharding.tensors import whole_output
 from atoll.runtime.transport import Channel, Peers, connect, world_rank, world_size, world_store
@@ -951,7 +951,7 @@ class Engine:
         """Wait until nothing reads the parameters, before an agreement after which they are written."""
         with self._agreement.guard("settling parameters"):
             for unit in self.units:
-                unit.settle_parameters()
+                unit.wait_for_parameters()
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """Return the persistent buffers of this rank's blocks and of no block, by qualified name; under

@@ -29,7 +29,7 @@ def held_now(units: Iterable[Unit], states: Iterable[torch.Tensor]) -> Footprint
 
 def held_at_rest(units: Iterable[Unit], sharding: Sharding, *, states: int | None) -> Footprint:
     """Return the bytes predicted by the layouts' accounting; `states` as in `atoll.plans.layouts.footprint`."""
-    return footprint([segment.shape for unit in units for segment in unit.segments], sharding, states=states)
+    return footprint([segment.flat.shape for unit in units for segment in unit.segments], sharding, states=states)
 
 
 def shape_of(sharded: Sharded, plan: Plan, place: Place, *, reads_in_place: bool) -> RankShape:
@@ -59,7 +59,7 @@ def needed_in_a_step(
     if sharded.vocabulary is not None:
         gathered += [(table.unit,) for table in sharded.vocabulary.tables]
     return working_memory(
-        [[segment.shape for unit in units for segment in unit.segments] for units in gathered],
+        [[segment.flat.shape for unit in units for segment in unit.segments] for units in gathered],
         plan.sharding(place),
         reads_in_place=reads_in_place,
         prefetch=plan.prefetch,

@@ -172,7 +172,7 @@ class DeferredWeight(Layer):
             # In the middle of autograd's backward of the block, with x and y's gradient still at hand: phase I.
             self.unit.touched.add(self.name)
             with torch.no_grad():
-                self.unit.room(self.name, "I").add_product(hidden, gradient)
+                self.unit.gradient_buffer(self.name, "I").add_product(hidden, gradient)
             return
         if self.collector.found is None:
             raise RunError(f"the gradient of {self.name} was computed outside of a step; use engine.step")
@@ -302,9 +302,9 @@ def compute_weights(unit: Unit, pending: list[tuple[str, Any]]) -> None:
     while pending:
         name, kept = pending.pop()
         unit.touched.add(name)
-        room = unit.room(name, "W")  # the first of a unit opens the buffer: [Note: phases] in segment.py
+        buffer = unit.gradient_buffer(name, "W")  # the first of a unit opens the buffer: [Note: phases] in segment.py
         if isinstance(kept, Tensor):  # from autograd, of a weight that is also used outside of its layer
-            room.add(kept)
+            buffer.add(kept)
         else:
-            room.add_product(*kept)
+            buffer.add_product(*kept)
         del kept

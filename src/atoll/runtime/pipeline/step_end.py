@@ -17,7 +17,7 @@ ahead, and then the norm of all stages is above `clip`:
     VERDICT    waits for the sums: from here on all ranks know the same
     STEP       masters and states <- step k, clipped. If it is refused or skipped, they stay. The gradients, kept until
                now, are discarded
-    TAKE_BACK  parameters <- masters (with a codec between groups see `Segment.take_back`). F0, F1 and the message
+    TAKE_BACK  parameters <- masters (with a codec between groups see `Segment.roll_back`). F0, F1 and the message
                between them are discarded, and the program begins again, where VERDICT finds no step to wait for
 
 If the verdict is that nothing was clipped, STEP gives the masters the values that the parameters have already, and
@@ -285,7 +285,7 @@ class StepEnd:
             return False
         # All ranks of a stage get here, as the verdict is the same: the syncs that begin here match.
         for unit in self._units:
-            unit.take_back(was_taken=self._was_taken)
+            unit.roll_back(was_applied=self._was_taken)
         return True
 
     def forget(self) -> None:
@@ -303,7 +303,7 @@ class StepEnd:
             # of it is in flight.
             self.forget()
             for unit in self._units:
-                unit.take_back(was_taken=False)
+                unit.roll_back(was_applied=False)
 
     def take_refused(self) -> Refused | None:
         """Return the step that was refused last, if it has not been taken yet."""
@@ -328,8 +328,8 @@ class StepEnd:
     # ---- gradients
 
     def _settle(self, unit: Unit) -> None:
-        unit.settle_gradients()
-        unit.settle_parameters()  # of what the step did not use: see [Note: reading in place]
+        unit.wait_for_gradients()
+        unit.wait_for_parameters()  # of what the step did not use: see [Note: reading in place]
 
     def _unscale(self, unit: Unit) -> None:
         # In a program STEP alone changes the scale, and none is between a step's first backward and here.
@@ -513,7 +513,7 @@ class StepEnd:
             return
         # The optimizer writes where the way back of an earlier step may still read: p and master can be one storage.
         for unit in self._units:
-            unit.settle_parameters()
+            unit.wait_for_parameters()
         if is_finite:
             self._optimizer.step(step.touched, self._scale(sums), step.options)
             if self._is_post_validated:  # otherwise the program has COLLECT, TRANSFORM and UPDATE after STEP

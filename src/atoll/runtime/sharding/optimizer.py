@@ -100,13 +100,13 @@ class ShardedOptimizer:
         self.slices: dict[str, ParameterSlice] = {}
         for unit in units:
             for segment in unit.segments:
-                if segment.master is None:
+                if segment.shards.master is None:
                     continue
-                held = segment.range(segment.layout.optimizer)
-                for part in segment.map.slices(held):
-                    view = segment.master.narrow(0, part.offset, part.stop - part.start)
+                held = segment.flat.range(segment.flat.layout.optimizer)
+                for part in segment.flat.map.slices(held):
+                    view = segment.shards.master.narrow(0, part.offset, part.stop - part.start)
                     self.slices[part.name] = ParameterSlice.of(
-                        view, part.name, segment.boxes[part.name], start=part.start, stop=part.stop
+                        view, part.name, segment.flat.boxes[part.name], start=part.start, stop=part.stop
                     )
         grouped: dict[str, dict[str, Any]] = {}
         group_of: dict[str, int] = {}
@@ -160,7 +160,7 @@ class ShardedOptimizer:
         if self._update is not None:
             self._exchanges = {
                 unit.spec.index: tuple(
-                    Exchange(segment, self._update, group_of) for segment in unit.segments if segment.matrices
+                    Exchange(segment, self._update, group_of) for segment in unit.segments if segment.flat.matrices
                 )
                 for unit in units
             }
@@ -219,7 +219,7 @@ class ShardedOptimizer:
         """
         # Copies, since a step in floating point has no inverse. One unit at a time, so that a rank never has a second
         # copy of all masters and states.
-        masters = [segment.master for segment in unit.segments if segment.master is not None]
+        masters = [each.shards.master for each in unit.segments if each.shards.master is not None]
         kept = [master.clone() for master in masters]
         # States of matrices have not changed: `collect_ahead` has advanced clones.
         names = [name for name, _ in unit.trained() if name in self.slices and name not in self._matrices]
@@ -310,10 +310,10 @@ class ShardedOptimizer:
         found = []
         for exchange in self._exchanges[unit.spec.index]:
             segment = exchange.segment
-            held = segment.range(segment.layout.optimizer)
+            held = segment.flat.range(segment.flat.layout.optimizer)
             # In the dtype that travels, so that `collect` only cuts. Results come back into this buffer.
-            slices = torch.zeros(len(held), dtype=exchange.dtype, device=segment.around.device)
-            for part in segment.map.slices(held):
+            slices = torch.zeros(len(held), dtype=exchange.dtype, device=segment.flat.around.device)
+            for part in segment.flat.map.slices(held):
                 own = self.slices[part.name]
                 if own.grad is None:
                     continue
@@ -330,14 +330,14 @@ class ShardedOptimizer:
         assert self._update is not None, "an optimizer transforms the matrices"
         for exchange, result in zip(self._exchanges[unit.spec.index], results, strict=True):
             segment = exchange.segment
-            assert segment.master is not None, "matrices are trained"
+            assert segment.shards.master is not None, "matrices are trained"
             for piece in exchange.mine:
                 # A matrix without a gradient is not decayed either, as in one process. Its result was made of zeros.
-                matrix = segment.matrices[piece.matrix]
+                matrix = segment.flat.matrices[piece.matrix]
                 if matrix.name in touched:
                     own, options = (piece.offset, piece.numel), self._chosen[self._group_of[matrix.name]]
                     shape = matrix.rows, matrix.columns
-                    values, transformed = segment.master.narrow(0, *own), result.narrow(0, *own)
+                    values, transformed = segment.shards.master.narrow(0, *own), result.narrow(0, *own)
                     self._update.update(values, transformed, options, shape=shape)
 
     # ----
@@ -350,12 +350,13 @@ class ShardedOptimizer:
     def _present(self, unit: Unit, touched: Collection[str]) -> None:
         """Give a unit's slices their gradients."""
         for segment in unit.segments:
-            if segment.final is None or segment.master is None:
+            final, master = segment.gradients.final, segment.shards.master
+            if final is None or master is None:
                 continue
             # `final` itself if the dtypes are equal. The slices' gradients then are views of it, and a fused kernel's
             # scale is multiplied into it.
-            gradients = segment.final.to(segment.master.dtype)
-            for part in segment.map.slices(segment.range(segment.layout.optimizer)):
+            gradients = final.to(master.dtype)
+            for part in segment.flat.map.slices(segment.flat.range(segment.flat.layout.optimizer)):
                 gradient = gradients.narrow(0, part.offset, part.stop - part.start)
                 self.slices[part.name].grad = gradient if part.name in touched else None
 
