@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from atoll.base.errors import AtollError
-from atoll.runtime.launch import host_store, launch_local, leave, meet, torchrun_environment, watch_parent
+from atoll.runtime.launch import launch_local, leave, watch_parent
+from atoll.runtime.rendezvous import host_store, meet, torchrun_environment
 
 STEPS = 400
 STRIKES_IN = 4

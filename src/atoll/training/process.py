@@ -30,20 +30,22 @@ from atoll.runtime.failure import Watch
 from atoll.runtime.launch import (
     SAVED_AND_LEFT,
     Ending,
-    Rendezvous,
     become_rank,
     leave,
-    meet,
     name_process,
-    restarts,
     run_local,
     take_errand,
     template_of,
-    torchrun_environment,
     watch_parent,
 )
 from atoll.runtime.measuring.errand import run_errand
 from atoll.runtime.measuring.known import measure_here
+from atoll.runtime.rendezvous import (
+    Rendezvous,
+    meet,
+    restarts,
+    torchrun_environment,
+)
 from atoll.runtime.same import check_same, software
 from atoll.runtime.template import Template, is_template
 from atoll.runtime.verdict import LONGEST_SECONDS

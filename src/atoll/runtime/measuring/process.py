@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from atoll.base.errors import ConfigError, RunError
 from atoll.runtime.failure import Watch
-from atoll.runtime.launch import Rendezvous, launch_local, leave, meet, torchrun_environment, watch_parent
+from atoll.runtime.launch import launch_local, leave, watch_parent
+from atoll.runtime.rendezvous import Rendezvous, meet, torchrun_environment
 
 if TYPE_CHECKING:
     import torch
