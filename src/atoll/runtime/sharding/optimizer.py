@@ -7,7 +7,8 @@ exchange unit by unit, as the step's program says.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
 
@@ -77,6 +78,91 @@ def fused_by_default(options: Collection[str], groups: Iterable[Mapping[str, Any
     return {"fused": True} if on_gpu and not chosen else {}
 
 
+def slices_of(units: Iterable[Unit]) -> dict[str, ParameterSlice]:
+    """Return views of the masters by parameter: those of which this rank's shards have elements."""
+    found: dict[str, ParameterSlice] = {}
+    for unit in units:
+        for segment in unit.segments:
+            flat, master = segment.flat, segment.shards.master
+            if master is None:
+                continue
+            for part in flat.map.slices(flat.range(flat.layout.optimizer)):
+                view = master.narrow(0, part.offset, part.stop - part.start)
+                found[part.name] = ParameterSlice.of(
+                    view, part.name, flat.boxes[part.name], start=part.start, stop=part.stop
+                )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Parameter groups, as torch's optimizers take them, and the index of every parameter's group.
+
+    Groups follow from the whole model's parameters and not from this rank's slices: schedules set learning rates by the
+    index of a group, and checkpoints of any world size store the options of groups in order.
+    """
+
+    groups: list[dict[str, Any]]
+    index: Mapping[str, int]
+
+    @staticmethod
+    def of(
+        named_shapes: Iterable[tuple[str, tuple[int, ...]]],
+        slices: Mapping[str, ParameterSlice],
+        *,
+        options: GroupOptions | None,
+        matrices: Collection[str],
+    ) -> Grouping:
+        """Group the parameters by their options, in the order of the first of each group."""
+        groups: list[dict[str, Any]] = []
+        at_key: dict[str, int] = {}
+        index: dict[str, int] = {}
+        for name, shape in named_shapes:
+            chosen = dict(options(name, shape)) if options is not None else {}
+            if matrices:  # a part of the key: the optimizer tells by it which groups it leaves to the engine
+                chosen["whole"] = name in matrices
+            at = index[name] = at_key.setdefault(repr(sorted(chosen.items())), len(groups))
+            if at == len(groups):
+                groups.append({"params": [], **chosen})
+            if name in slices:
+                groups[at]["params"].append(slices[name])
+        return Grouping(groups, index)
+
+    def make(self, factory: OptimizerFactory) -> torch.optim.Optimizer:
+        """Make the optimizer of the groups. Raises PlanError for one that cannot step 1-D slices, or steps others."""
+        advice = "use an elementwise optimizer such as AdamW, SGD or Lion"
+        if not callable(factory):
+            kind = type(factory).__name__
+            raise PlanError(
+                f"optimizer is a {kind}, which steps the parameters that it was made with; the engine trains slices of "
+                f"its own and makes the optimizer with them: give a function, such as optimizer=lambda groups: "
+                f"torch.optim.{kind}(groups, lr=...)"
+            )
+        try:
+            made = factory(self.groups)
+        except ValueError as error:
+            raise PlanError(
+                f"the optimizer refuses groups of 1-D slices: {error}; one that needs whole matrices cannot step a "
+                f"sharded flat buffer, {advice}"
+            ) from error
+        kind = type(made).__name__
+        if kind in WHOLE_MATRIX:
+            other = f"atoll.{kind}, which gets them from the ranks that shard them, or " if kind == "Muon" else ""
+            raise PlanError(
+                f"{kind} needs whole matrices and cannot step the slices of a sharded flat buffer; use {other}"
+                f"{advice.removeprefix('use ')}"
+            )
+        given = {id(part) for group in self.groups for part in group["params"]}
+        taken = {id(part) for group in made.param_groups for part in group["params"]}
+        if given != taken:
+            raise PlanError(
+                f"the optimizer has {len(given & taken)} of the {len(given)} slices that it is to step, and "
+                f"{len(taken - given)} other tensors; make {kind} with the groups that the function is given, not with "
+                "model.parameters(). What is not to be trained has requires_grad = False"
+            )
+        return made
+
+
 class ShardedOptimizer:
     """Slices, their gradients, and the torch optimizer that steps them.
 
@@ -97,70 +183,22 @@ class ShardedOptimizer:
         self._device = units[0].around.device if units else torch.device("cpu")
         # The only tensors that the torch optimizer knows: views of the masters, as long-lived as these. A rank has no
         # slice of a parameter of which its shard has no element. Between steps none of them has a gradient.
-        self.slices: dict[str, ParameterSlice] = {}
-        for unit in units:
-            for segment in unit.segments:
-                if segment.shards.master is None:
-                    continue
-                held = segment.flat.range(segment.flat.layout.optimizer)
-                for part in segment.flat.map.slices(held):
-                    view = segment.shards.master.narrow(0, part.offset, part.stop - part.start)
-                    self.slices[part.name] = ParameterSlice.of(
-                        view, part.name, segment.flat.boxes[part.name], start=part.start, stop=part.stop
-                    )
-        grouped: dict[str, dict[str, Any]] = {}
-        group_of: dict[str, int] = {}
-        # Groups follow from the whole model's parameters and not from this rank's slices: schedules set learning rates
-        # by the index of a group, and checkpoints of any world size store the options of groups in order.
-        for name, shape in named_shapes:
-            chosen = dict(options(name, shape)) if options is not None else {}
-            if matrices:  # a part of the key: the optimizer tells by it which groups it leaves to the engine
-                chosen["whole"] = name in matrices
-            key = repr(sorted(chosen.items()))
-            group = grouped.setdefault(key, {"params": [], **chosen})
-            group_of[name] = list(grouped).index(key)
-            if name in self.slices:
-                group["params"].append(self.slices[name])
-        advice = "use an elementwise optimizer such as AdamW, SGD or Lion"
-        if not callable(factory):
-            kind = type(factory).__name__
-            raise PlanError(
-                f"optimizer is a {kind}, which steps the parameters that it was made with; the engine trains slices of "
-                f"its own and makes the optimizer with them: give a function, such as optimizer=lambda groups: "
-                f"torch.optim.{kind}(groups, lr=...)"
-            )
-        try:
-            self.torch = factory(list(grouped.values()))
-        except ValueError as error:
-            raise PlanError(
-                f"the optimizer refuses groups of 1-D slices: {error}; one that needs whole matrices cannot step a "
-                f"sharded flat buffer, {advice}"
-            ) from error
-        kind = type(self.torch).__name__
-        if kind in WHOLE_MATRIX:
-            other = f"atoll.{kind}, which gets them from the ranks that shard them, or " if kind == "Muon" else ""
-            raise PlanError(
-                f"{kind} needs whole matrices and cannot step the slices of a sharded flat buffer; use {other}"
-                f"{advice.removeprefix('use ')}"
-            )
-        given = {id(part) for group in grouped.values() for part in group["params"]}
-        taken = {id(part) for group in self.torch.param_groups for part in group["params"]}
-        if given != taken:
-            raise PlanError(
-                f"the optimizer has {len(given & taken)} of the {len(given)} slices that it is to step, and "
-                f"{len(taken - given)} other tensors; make {kind} with the groups that the function is given, not with "
-                "model.parameters(). What is not to be trained has requires_grad = False"
-            )
+        self.slices = slices_of(units)
+        grouping = Grouping.of(named_shapes, self.slices, options=options, matrices=matrices)
+        # Steps the slices, and stores their states. Lives as long as the engine; schedules change its groups' options.
+        self.torch = grouping.make(factory)
         # The parts of the update that torch's optimizer does not make; None for an elementwise optimizer.
         self._update = factory if isinstance(factory, MatrixUpdate) else None
         # Parameter -> index of its group, whose options schedules change: they are looked up in each step.
-        self._group_of = group_of
+        self._group_of = grouping.index
         # Unit -> one exchange for each of its segments of matrices, in their order: empty for a unit without any.
         self._exchanges: dict[int, tuple[Exchange, ...]] = {}
         if self._update is not None:
             self._exchanges = {
                 unit.spec.index: tuple(
-                    Exchange(segment, self._update, group_of) for segment in unit.segments if segment.flat.matrices
+                    Exchange(segment, self._update, grouping.index)
+                    for segment in unit.segments
+                    if segment.flat.matrices
                 )
                 for unit in units
             }
@@ -193,14 +231,13 @@ class ShardedOptimizer:
             if scale != 1.0 and not is_fused:
                 unit.scale_gradients(scale)
             self._present(unit, touched)
-        # A post-validated step is taken within the next one. A schedule may have set the next learning rate by then, so
-        # the options are those of the step's begin, and the current ones are put back.
-        now: list[dict[str, Any]] = []
-        self.remember_options(now)
-        self._use(options)
-        with scaled_gradients(self.torch, scale, device=self._device) if is_fused else nullcontext():
+        # A post-validated step is applied within the next one. A schedule may have set the next learning rate by then,
+        # so the options are those of the step's begin.
+        with (
+            self._using(options),
+            scaled_gradients(self.torch, scale, device=self._device) if is_fused else nullcontext(),
+        ):
             self.torch.step()
-        self._use(now)
         self._touched, self._chosen = frozenset(touched), options
         if scale != 1.0:  # what was transformed ahead were other gradients
             self._ahead.clear()
@@ -213,7 +250,7 @@ class ShardedOptimizer:
             own.grad = None  # may be a view of a segment's `final`, whose memory is about to be freed
 
     def step_ahead(self, unit: Unit, touched: Collection[str]) -> None:
-        """Bring a unit's step to its parameters and leave masters and states as they were.
+        """Apply a unit's step to its parameter shards and leave masters and states as they were.
 
         See [Note: the lazy commit] in pipeline/step_end.py. Matrices have been through `update_ahead`.
         """
@@ -239,7 +276,7 @@ class ShardedOptimizer:
             self._restore_state(name, state)
 
     def forget(self) -> None:
-        """The step has not been."""
+        """Discard what was computed of a step that is not applied."""
         self._directed.clear()
         self._ahead.clear()
 
@@ -360,9 +397,19 @@ class ShardedOptimizer:
                 gradient = gradients.narrow(0, part.offset, part.stop - part.start)
                 self.slices[part.name].grad = gradient if part.name in touched else None
 
-    def _use(self, options: Sequence[Mapping[str, Any]]) -> None:
-        for group, chosen in zip(self.torch.param_groups, options, strict=True):
-            group.update(chosen)
+    @contextmanager
+    def _using(self, options: Sequence[Options]) -> Iterator[None]:
+        """Context in which the groups have other options; the current ones are restored, also after an error."""
+        now: list[dict[str, Any]] = []
+        self.remember_options(now)
+        groups = self.torch.param_groups
+        try:
+            for group, chosen in zip(groups, options, strict=True):
+                group.update(chosen)
+            yield
+        finally:
+            for group, chosen in zip(groups, now, strict=True):
+                group.update(chosen)
 
     def _copy_state(self, name: str) -> dict[str, Any] | None:
         state = self.torch.state.get(self.slices[name])
