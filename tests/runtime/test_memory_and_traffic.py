@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -59,10 +60,12 @@ def shared_with_the_sync(case: Case) -> set[bool]:
 
     def watched(gradients: Gradients, wide: torch.Tensor, final: torch.Tensor | None) -> None:
         found.add(wide is gradients.shards[gradients._flat.phases[0]])
+        if wide is not gradients.shards[gradients._flat.phases[0]]:
+            wide.fill_(torch.nan)  # uninitialized: the sync has to write all of it
         sync(gradients, wide, final)
 
     with patch.object(Gradients, "_sync", watched):
-        engine.step(case.share(engine, 0))
+        assert math.isfinite(engine.step(case.share(engine, 0)).grad_norm)
         engine.close()
     return found
 

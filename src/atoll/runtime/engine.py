@@ -303,8 +303,8 @@ class Engine:
         place = self.place
         shape = shape_of(self._sharded, self.plan, place, reads_in_place=True)
         self.program = self._executor.lower(shape)
-        self.transport.share(self._needed(reads_in_place=True).lent)
-        seeing = self.agree(float(self.transport.sees(Peers.along("intra", place))))
+        self.transport.memory.share(self._needed(reads_in_place=True).lent)
+        seeing = self.agree(float(self.transport.memory.sees(Peers.along("intra", place))))
         self.reads_in_place = seeing == place.mesh.world
         if not self.reads_in_place:
             self.program = self._executor.lower(shape_of(self._sharded, self.plan, place, reads_in_place=False))

@@ -572,7 +572,7 @@ OF_UNIT: Mapping[Operation, Callable[[StepEnd, Unit], None]] = {
 """The calls that execute the instructions of the step's end on a unit."""
 
 OF_ALL: Mapping[Operation, Callable[[StepEnd], None]] = {
-    Do.QUIET: lambda end: end._transport.wait_for_readers(),
+    Do.QUIET: lambda end: end._transport.memory.wait_for_readers(),
     Do.CORRECT: StepEnd._correct,
     Do.JOIN: StepEnd._join,
     Do.PASS: StepEnd._pass,

@@ -95,5 +95,5 @@ class FlatGroup:
         numel = len(self.range(level))
         # Zeros because nothing ever writes the gaps, and gathers, codecs and comparisons of replicas read them.
         if is_read:
-            return self.around.transport.allocate(numel, dtype)
+            return self.around.transport.memory.allocate(numel, dtype)
         return torch.zeros(numel, dtype=dtype, device=self.around.device)

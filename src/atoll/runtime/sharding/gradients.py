@@ -129,7 +129,7 @@ class Gradients:
             # Lent, so that the group reads it in place; None where nothing is shared, or nothing is free in time. A
             # cast copy is sent as messages: nobody would read the lent memory, nor set the bytes that release it.
             if shard.dtype == self._sent:
-                buffer = flat.around.transport.lend(flat.map.padded, shard.dtype)
+                buffer = flat.around.transport.memory.lend(flat.map.padded, shard.dtype)
             if buffer is None:
                 buffer = torch.empty(flat.map.padded, dtype=shard.dtype, device=shard.device)
             self.unsharded[phase] = buffer
@@ -187,11 +187,10 @@ class Gradients:
         self._reductions[phase] += 1
         for move in flat.sharding.real(REDUCE_GRADIENT[level]):
             self._move(flat.part(total, Level.N, move.coarse), move, Purpose.REDUCE, phase=phase, what=what)
-        # Both calls below may use the shard of a phase: its jobs run one behind the other.
         GradientBuffer(self.shards[phase], is_empty=phase not in self._filled).add(flat.part(total, Level.N, level))
         self._filled.add(phase)
         # Lent memory is free once every rank of the group has read it; any other is freed when `reducing` drops it.
-        flat.around.transport.give_back(unsharded)
+        flat.around.transport.memory.give_back(unsharded)
 
     # ---- the step's end
 
@@ -289,9 +288,10 @@ class Gradients:
         self._filled.clear()
         self._reductions.clear()
         self._free_shards()
+        memory = self._flat.around.transport.memory
         for phase, buffer in self.unsharded.items():
             del self._views[phase]
-            self._flat.around.transport.give_back(buffer, was_read=False)  # no reduction has told a peer its place
+            memory.give_back(buffer, was_read=False)  # no reduction has told a peer its place
         self.unsharded.clear()
         for written in self._written.values():
             written.clear()

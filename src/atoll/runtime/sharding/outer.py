@@ -272,7 +272,7 @@ class OuterSteps:
                 anchor.step()
             unit.wait_for_parameters()
         if own:
-            self._transport.wait_for_readers()  # see [Note: what an arrival writes]
+            self._transport.memory.wait_for_readers()  # see [Note: what an arrival writes]
         for unit, anchors in own:
             for anchor in anchors:
                 anchor.apply(share=self.outer.own_share)
@@ -299,7 +299,7 @@ class OuterSteps:
         units = [unit for own in self._fragments.values() for unit, _ in own]
         for unit in units:
             unit.wait_for_parameters()
-        self._transport.wait_for_readers()  # see [Note: what an arrival writes]
+        self._transport.memory.wait_for_readers()  # see [Note: what an arrival writes]
         for at, anchor in enumerate(self._anchors()):
             write(at, anchor)
         for unit in units:

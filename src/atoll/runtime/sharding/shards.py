@@ -73,7 +73,7 @@ class ParameterShards:
         p, os = flat.layout.parameters, flat.layout.optimizer
         master_dtype = dtype_of(sharding.precision.master)
         # What the other ranks of the group read in place, before a gather or within a sync. All of it is allocated
-        # here: `Transport.share` maps the memory once, and none that is allocated later.
+        # here: `GroupMemory.share` maps the memory once, and none that is allocated later.
         #     p at I, or at G of one group    each gather reads the stored shard
         #     p at G of several groups        each gather reads what its move along inter has staged
         #     p at N, os finer                the sync after a step reads each rank's part

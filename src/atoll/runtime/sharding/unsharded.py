@@ -108,7 +108,7 @@ class UnshardedParameters:
     def _stages(self) -> bool:
         """True if the first of a gather's two moves writes to memory that the other ranks then read in place."""
         moves, around = self._moves, self._flat.around
-        return len(moves) > 1 and around.transport.sees(around.peers(moves[1].axis))
+        return len(moves) > 1 and around.transport.memory.sees(around.peers(moves[1].axis))
 
     def begin_gather(self) -> None:
         """Begin to gather the parameters; `gather` waits for it."""
@@ -139,7 +139,7 @@ class UnshardedParameters:
             # The peers read this rank's staged shard in place. It is lent again once all of them have set their byte.
             if self._staged is not None:
                 self._fill(GATHER_PARAMETER[Level.I], self._staged)
-                self._flat.around.transport.give_back(self._staged)
+                self._flat.around.transport.memory.give_back(self._staged)
                 self._staged = None
         # Not before the copy is complete: until now a read has shown NaN.
         for name, local in self._local.items():
@@ -164,7 +164,7 @@ class UnshardedParameters:
             if self._staged is None:
                 self.buffer.untyped_storage().resize_(0)
             else:  # the second move, which tells the peers where to read, has not begun: none of them will set its byte
-                self._flat.around.transport.give_back(self._staged, was_read=False)
+                self._flat.around.transport.memory.give_back(self._staged, was_read=False)
                 self._staged = None
             self.state = GatherState.SHARDED
         self.free()
@@ -179,7 +179,7 @@ class UnshardedParameters:
         own = self._shards.gathered_from
         if self._stages:
             transport = self._flat.around.transport
-            self._staged = transport.lend(len(self._flat.range(Level.I)), self._flat.compute)
+            self._staged = transport.memory.lend(len(self._flat.range(Level.I)), self._flat.compute)
         if self._staged is not None:
             self._move(self._staged, self._moves[0], own=own)
         else:  # one move; or both, if nothing could be lent since others still read what was lent before
