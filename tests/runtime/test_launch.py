@@ -317,10 +317,11 @@ def test_a_rank_ends_with_the_agent_of_torchrun_and_is_left_to_other_launchers(
 LEAVE = """
 import sys
 from atoll.runtime.failure import Watch
-from atoll.runtime.launch import leave
+from atoll.runtime.launch import exit_with_error
 from atoll.runtime.rendezvous import torchrun_environment
 from atoll.runtime.monitor import Address
-leave(RuntimeError("Connection closed by peer"), Watch(Address.parse(sys.argv[1]), 0, 2), torchrun_environment())
+watch = Watch(Address.parse(sys.argv[1]), 0, 2)
+exit_with_error(RuntimeError("Connection closed by peer"), watch, torchrun_environment())
 """
 
 

@@ -225,7 +225,7 @@ def _ranks_of_machine(world: int) -> int:
     return world if os.environ.get("MASTER_ADDR", LOOPBACK) in (LOOPBACK, "localhost", "::1") else 1
 
 
-def leave(error: Exception, watch: Watch | None, rendezvous: Rendezvous) -> NoReturn:
+def exit_with_error(error: Exception, watch: Watch | None, rendezvous: Rendezvous) -> NoReturn:
     """End this process with the first error of any rank; see [Note: one error].
 
     Exits immediately: with failed peers, closing gloo's connections in order can take minutes.

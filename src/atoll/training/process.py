@@ -31,7 +31,7 @@ from atoll.runtime.launch import (
     SAVED_AND_LEFT,
     Ending,
     become_rank,
-    leave,
+    exit_with_error,
     name_process,
     run_local,
     take_errand,
@@ -207,7 +207,7 @@ def _is_own_command() -> bool:
 
 
 def run_rank(request: Request, rendezvous: Rendezvous) -> int:
-    """Run one rank from start to end and return its exit code. Errors end the process, see `leave`."""
+    """Run one rank from start to end and return its exit code. Errors end the process, see `exit_with_error`."""
     watch_parent()
     name_process(rendezvous.rank)
     stop = StopRequest().listen()
@@ -221,7 +221,7 @@ def run_rank(request: Request, rendezvous: Rendezvous) -> int:
         ending = _train(request, config, plan, rendezvous=rendezvous, store=store, stop=stop)
         watch.stop()
     except Exception as error:
-        leave(error, watch, rendezvous)
+        exit_with_error(error, watch, rendezvous)
     return 0 if ending.stopped is None else exit_code(ending.stopped)
 
 

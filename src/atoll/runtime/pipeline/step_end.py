@@ -511,7 +511,7 @@ class StepEnd:
                 unit.clear_gradients()
                 unit.clear_residuals()  # they may hold what is not finite, and would carry it into the next step
             return
-        # The optimizer writes where the way back of an earlier step may still read: p and master can be one storage.
+        # The optimizer writes where the previous parameter sync may still read: p and master can be one storage.
         for unit in self._units:
             unit.wait_for_parameters()
         if is_finite:

@@ -64,9 +64,6 @@ _HALF_A_BIT = 2.0**-25
 # The sum that an owner sends back takes the same path, with the residual's own block. So do outer gradients, with scale
 # 1, from one outer step of their fragment to the next.
 
-Encoded = tuple[torch.Tensor | None, torch.Tensor]
-"""Scales, [rows, 1] in float32, and payload, [rows, bytes]."""
-
 
 @dataclass(slots=True)
 class Moment:
@@ -248,7 +245,7 @@ def _compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
 # ---- moves
 
 
-Draw = Callable[[int], torch.Tensor | None]
+NoiseFor = Callable[[int], torch.Tensor | None]
 """Position of the receiver along the axis -> the random numbers of the message to it."""
 
 
@@ -259,7 +256,7 @@ def reduce(
     tag: Tag,
     *,
     transport: Transport,
-    noise: Draw,
+    noise: NoiseFor,
     residual: torch.Tensor | None = None,
     scale: float = 1.0,
 ) -> None:

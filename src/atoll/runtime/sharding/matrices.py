@@ -6,7 +6,7 @@
                 optimizer keeps any of whole matrices; slices of the result travel back
     update      of each slice, elementwise: weight decay, and the slice of the result
 
-An optimizer is a `MatrixUpdate`: what is elementwise, and the transform. `Exchange` is one segment's way.
+An optimizer is a `MatrixUpdate`: what is elementwise, and the transform. `MatrixExchange` is one segment's way.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Batch:
             self.kept[name][rows] = values[rows]
 
 
-class Exchange:
+class MatrixExchange:
     """The way of a segment's matrices to their owners and back.
 
     groups: index of the parameter group of each parameter. Matrices of one shape and group are transformed together.

@@ -18,7 +18,7 @@ from torch import nn
 from atoll.base._torch import scaled_gradients, takes_scale
 from atoll.base.errors import CheckpointError, PlanError
 from atoll.plans.layouts import Box, Matrix
-from atoll.runtime.sharding.matrices import Exchange, MatrixUpdate, Options
+from atoll.runtime.sharding.matrices import MatrixExchange, MatrixUpdate, Options
 from atoll.runtime.sharding.unit import Unit
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -192,11 +192,11 @@ class ShardedOptimizer:
         # Parameter -> index of its group, whose options schedules change: they are looked up in each step.
         self._group_of = grouping.index
         # Unit -> one exchange for each of its segments of matrices, in their order: empty for a unit without any.
-        self._exchanges: dict[int, tuple[Exchange, ...]] = {}
+        self._exchanges: dict[int, tuple[MatrixExchange, ...]] = {}
         if self._update is not None:
             self._exchanges = {
                 unit.spec.index: tuple(
-                    Exchange(segment, self._update, grouping.index)
+                    MatrixExchange(segment, self._update, grouping.index)
                     for segment in unit.segments
                     if segment.flat.matrices
                 )

@@ -43,7 +43,7 @@ from atoll.runtime.transport import Channel, Peers, Tag, Transport
 class _Anchor:
     """The anchor of a segment, with its outer momentum and its residual.
 
-    residual: what encoded outer gradients lacked; None without error feedback.
+    residual: what encoding outer gradients lost; None without error feedback.
     flow: the outer gradient in flight, with the job that averages it: both are kept until the job has been waited for,
     whose stream works on it ([Note: streams and memory] in runtime/lanes.py).
     """

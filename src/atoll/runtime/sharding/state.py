@@ -17,7 +17,7 @@ in state.json. So any run can load the checkpoint, also one without islands, whi
 
 outer.momentum.<parameter>           of the outer optimizer
 islands.<i>.model.<parameter>        master weights of an island
-islands.<i>.outer.residual.<parameter>   what encoded outer gradients of an island lacked
+islands.<i>.outer.residual.<parameter>   what encoding an island's outer gradients lost
 islands.<i>.optim. ...               of an island but the first
 islands.<i>.scaler                   fields of its loss scaler in the order of `SCALER`; of an island but the first
 """
