@@ -23,9 +23,9 @@ from atoll import Engine, Layout, MeshShape, Outer, Plan
 from atoll.base.errors import AtollError
 from atoll.plans import schedules
 from atoll.runtime.assemble.describe import describe_rank
-from atoll.runtime.launch import host_monitor, torchrun_environment
 from atoll.runtime.models import SequentialAdapter, adapter_for
 from atoll.runtime.models.weights import weights_for
+from atoll.runtime.rendezvous import host_monitor, torchrun_environment
 from atoll.testing import run_ranks
 from atoll.testing.tiny import TinyConfig
 from atoll.training.config import Config, Train, from_dict

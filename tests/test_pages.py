@@ -217,8 +217,8 @@ ONLY_READ: Mapping[str, str] = {
 """Commands that do not run here, by how they begin, each with the reason."""
 
 VARIABLES: Mapping[str, str] = {
-    "ATOLL_SECRET": "atoll.runtime.launch",
-    "MASTER_ADDR": "atoll.runtime.launch",
+    "ATOLL_SECRET": "atoll.runtime.rendezvous",
+    "MASTER_ADDR": "atoll.runtime.rendezvous",
     "NCCL_SOCKET_IFNAME": "",  # NCCL itself, a library without a source here
     "PYTHONPATH": "",  # Python
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "torch.distributed.elastic.rendezvous.dynamic_rendezvous",

@@ -38,7 +38,8 @@ COMMUNICATION = re.compile(
 )
 
 ENVIRONMENT_READERS = {
-    "runtime/launch.py",  # who this process is among the ranks
+    "runtime/launch.py",  # what local ranks inherit, and the cores of the machine
+    "runtime/rendezvous.py",  # who this process is among the ranks
     "runtime/places.py",  # where the user keeps caches
     "runtime/template.py",  # whether this process is one, and what its forks are told
     "testing/progress.py",  # what a command that is run inherits

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atoll.runtime.models import Adapter, SequentialAdapter, adapter_for, initialise_model
-from atoll.runtime.sharding.room import Room
+from atoll.runtime.sharding.gradient_buffer import GradientBuffer
 
 OPERATION_SECONDS = 0.020
 
@@ -203,23 +203,23 @@ class _PauseWeight(torch.autograd.Function):
 @contextmanager
 def pausing_weights(work: Work, device: Device) -> Iterator[None]:
     """Let Atoll's W sleep: it computes weight gradients itself, outside of autograd, in one function."""
-    add_product = Room.add_product
+    add_product = GradientBuffer.add_product
     before = 0.0
 
-    def paused(room: Room, hidden: Tensor, gradient: Tensor) -> None:
+    def paused(buffer: GradientBuffer, hidden: Tensor, gradient: Tensor) -> None:
         nonlocal before
         begin = time.monotonic()
-        add_product(room, hidden, gradient)
+        add_product(buffer, hidden, gradient)
         before += time.monotonic() - begin
-        if room.view.shape == (work.width, work.width):  # a layer's; the head's comes before and is part of it
+        if buffer.view.shape == (work.width, work.width):  # a layer's; the head's comes before and is part of it
             device.pause("W", before)
             before = 0.0
 
-    Room.add_product = paused  # type: ignore[method-assign]
+    GradientBuffer.add_product = paused  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Room.add_product = add_product  # type: ignore[method-assign]
+        GradientBuffer.add_product = add_product  # type: ignore[method-assign]
 
 
 def gradients_of_one_process(work: Work, *, stages: int) -> dict[str, Tensor]:

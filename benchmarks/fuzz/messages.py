@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from atoll.runtime.launch import restarts, torchrun_environment
 from atoll.runtime.monitor import Address, Monitor, read_words
+from atoll.runtime.rendezvous import restarts, torchrun_environment
 from benchmarks.fuzz.reading import Made, Parser, of_text
 
 

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from atoll.base.errors import AtollError
-from atoll.runtime.launch import host_store, launch_local, leave, meet, torchrun_environment, watch_parent
+from atoll.runtime.launch import exit_with_error, launch_local, watch_parent
+from atoll.runtime.rendezvous import host_store, meet, torchrun_environment
 
 STEPS = 400
 STRIKES_IN = 4
@@ -116,7 +117,7 @@ def _rank(spec: Spec) -> int:
         _train(spec, rendezvous.rank, rendezvous.world, store=store)
         watch.stop()
     except Exception as error:
-        leave(error, watch, rendezvous)
+        exit_with_error(error, watch, rendezvous)
     return 0
 
 

@@ -148,7 +148,7 @@ class Atoll:
 
         def drain() -> None:
             for unit in engine.units:
-                unit.settle_parameters()
+                unit.wait_for_parameters()
 
         return Contender(
             step,

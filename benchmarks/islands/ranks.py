@@ -27,7 +27,8 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, TypeVar
 
-from atoll.runtime.launch import LIFELINE, LOOPBACK, watch_parent
+from atoll.runtime.launch import LIFELINE, watch_parent
+from atoll.runtime.rendezvous import LOOPBACK
 from benchmarks.islands.network import INTERFACE, Islands
 
 Answer = TypeVar("Answer")

@@ -64,22 +64,22 @@ TURNS = 4
 
 def prepare_groups(engine: Any) -> None:
     """All ranks: open the groups that an engine's units need."""
-    from atoll.runtime.sharding.segment import _CHANNEL, _Purpose
+    from atoll.runtime.sharding.collectives import CHANNELS, Purpose
 
     layout = engine.plan.layout
     p, g, os = layout.parameters, layout.gradients, layout.optimizer
     moved = {
-        _Purpose.GATHER: GATHER_PARAMETER[p],
-        _Purpose.REDUCE: REDUCE_GRADIENT[g],
-        _Purpose.SYNC_GRADIENT: SYNC_GRADIENT[g, os],
-        _Purpose.SYNC_PARAMETER: SYNC_PARAMETER[os, p],
+        Purpose.GATHER: GATHER_PARAMETER[p],
+        Purpose.REDUCE: REDUCE_GRADIENT[g],
+        Purpose.SYNC_GRADIENT: SYNC_GRADIENT[g, os],
+        Purpose.SYNC_PARAMETER: SYNC_PARAMETER[os, p],
     }
     mesh: MeshShape = engine.plan.mesh
     segments = max(len(unit.segments) for unit in engine.units)
     groups: dict[tuple[Channel, int, int], dist.ProcessGroup] = {}
     for purpose, moves in moved.items():
         for move, segment, turn in product(moves, range(segments), range(TURNS)):
-            key = (_CHANNEL[move.kind, move.axis], segment * len(_Purpose) + purpose, turn)
+            key = (CHANNELS[move.kind, move.axis], segment * len(Purpose) + purpose, turn)
             for ranks in sorted({mesh.place(rank).peers(move.axis.value) for rank in range(mesh.world)}):
                 if len(ranks) > 1:
                     group = kept_group((key, ranks))

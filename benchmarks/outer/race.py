@@ -70,7 +70,7 @@ def take(rank: Rank, name: str, steps: int) -> Seen:
     if engine.outer is not None:
         engine.outer.settle()
     for unit in engine.units:
-        unit.settle_parameters()
+        unit.wait_for_parameters()
     finish = time.monotonic()
     dist.barrier()
     link = bytes_sent(INTERFACE) - link if rank.speaks else 0

@@ -113,11 +113,16 @@ class Count:
         own: defaultdict[str, list[torch.Tensor | None]] = defaultdict(list)
         for unit in self.engine.units:
             for segment in unit.segments:
-                own["parameters"].append(segment.rest)
-                own["optimizer"].append(segment.master)
-                own["gathered"] += [segment.whole, segment._staged]
-                own["gradients"] += segment.gradients.values()
-                own["buffers"] += [*segment.flows.values(), *(flow for _, flow in segment._reducing), segment.final]
+                shards, gradients = segment.shards, segment.gradients
+                own["parameters"].append(shards.parameter)
+                own["optimizer"].append(shards.master)
+                own["gathered"] += [segment.unsharded.buffer, segment.unsharded._staged]
+                own["gradients"] += gradients.shards.values()
+                own["buffers"] += [
+                    *gradients.unsharded.values(),
+                    *(buffer for _, buffer in gradients.reducing),
+                    gradients.final,
+                ]
         own["optimizer"] += self.engine._optimizer.state_tensors()
         own["pending"] += self._pending()
         seen: set[Key] = set()

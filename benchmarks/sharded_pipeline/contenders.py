@@ -83,7 +83,7 @@ def atoll_contender(work: Work, device: Device, setting: Ours) -> Contender:
     def drain() -> None:
         engine.settle()
         for unit in engine.units:
-            unit.settle_parameters()
+            unit.wait_for_parameters()
 
     return Contender(engine.submit, gradients, drain, engine.close, engine)
 

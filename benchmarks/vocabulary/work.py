@@ -23,7 +23,7 @@ from atoll.plans.plan import MeshShape, Plan
 from atoll.plans.stages import BlockWeight, layers_of, split_blocks
 from atoll.runtime.engine import Engine
 from atoll.runtime.models import SequentialAdapter, Vocabulary
-from atoll.runtime.sharding.room import Room
+from atoll.runtime.sharding.gradient_buffer import GradientBuffer
 from atoll.runtime.vocabulary.slice import VocabularySlice
 
 
@@ -175,16 +175,16 @@ def layers_per_stage(work: Work, placement: Placement, *, by_cost: bool) -> tupl
 @contextmanager
 def sleeping(work: Work, device: Device) -> Iterator[None]:
     """Let W, S and T sleep."""
-    add_product, score, learn = Room.add_product, VocabularySlice.score, VocabularySlice.learn_score
+    add_product, score, learn = GradientBuffer.add_product, VocabularySlice.score, VocabularySlice.learn_score
     is_learning = False
 
-    def paused(room: Room, hidden: Tensor, gradient: Tensor) -> None:
+    def paused(buffer: GradientBuffer, hidden: Tensor, gradient: Tensor) -> None:
         if is_learning:  # a part of T
-            add_product(room, hidden, gradient)
+            add_product(buffer, hidden, gradient)
             return
         device.begin()
-        add_product(room, hidden, gradient)
-        device.end(work.layer if room.view.shape[0] == work.width else work.head)
+        add_product(buffer, hidden, gradient)
+        device.end(work.layer if buffer.view.shape[0] == work.width else work.head)
 
     def scoring(self: VocabularySlice, *args: Any, **options: Any) -> Any:
         device.begin()
@@ -200,10 +200,10 @@ def sleeping(work: Work, device: Device) -> Iterator[None]:
         is_learning = False
         device.end(work.head / work.ranks)
 
-    Room.add_product = paused  # type: ignore[method-assign]
+    GradientBuffer.add_product = paused  # type: ignore[method-assign]
     VocabularySlice.score, VocabularySlice.learn_score = scoring, learning  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        Room.add_product = add_product  # type: ignore[method-assign]
+        GradientBuffer.add_product = add_product  # type: ignore[method-assign]
         VocabularySlice.score, VocabularySlice.learn_score = score, learn  # type: ignore[method-assign]

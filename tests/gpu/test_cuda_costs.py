@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from atoll.runtime.sharding.room import Room
-from atoll.runtime.sharding.segment import sum_of_squares
+from atoll.runtime.sharding.gradient_buffer import GradientBuffer
+from atoll.runtime.sharding.norm import sum_of_squares
 from atoll.testing.parity import Case
 from atoll.testing.tiny import TinyConfig
 from tests.gpu import decoders
@@ -22,11 +22,11 @@ def test_weight_gradients_add_up_in_fp32(device: str) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, gradient = (torch.randn(rows, width, generator=generator).to(device, torch.bfloat16) for _ in range(2))
     view = torch.full((width, width), torch.nan, device=device)
-    Room(view, is_empty=True).add_product(hidden, gradient)  # cuBLAS takes its workspace
+    GradientBuffer(view, is_empty=True).add_product(hidden, gradient)  # cuBLAS takes its workspace
     before, peak = held(device), Peak(device)
     peak.begin()
     for is_empty in (True, False, False):
-        Room(view, is_empty=is_empty).add_product(hidden, gradient)
+        GradientBuffer(view, is_empty=is_empty).add_product(hidden, gradient)
     reached = peak.end() - before
     wanted = 3 * (gradient.double().t() @ hidden.double())
     worst = float(((view - wanted).abs() / wanted.abs().clamp(min=1.0)).max())

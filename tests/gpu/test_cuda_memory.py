@@ -67,8 +67,8 @@ def test_forward_and_backward_add_a_few_units_to_the_footprint(
     engine.step(batch)
     (reached,) = peaks
     footprint = engine.footprint().total
-    largest = max(sum(segment.map.padded for segment in unit.segments) for unit in engine.units)
-    everything = sum(segment.map.padded for unit in engine.units for segment in unit.segments)
+    largest = max(sum(segment.flat.map.padded for segment in unit.segments) for unit in engine.units)
+    everything = sum(segment.flat.map.padded for unit in engine.units for segment in unit.segments)
     if device == "cuda":
         whole_step = peak.end() - before
     else:

@@ -18,7 +18,7 @@ from atoll.base.faults import Policy
 from atoll.plans.layouts import CODES, Codec, Codecs, Footprint, Level
 from atoll.program.traffic import sent_by
 from atoll.runtime.checkpoint import folders
-from atoll.runtime.sharding.segment import Segment
+from atoll.runtime.sharding.shards import ParameterShards
 from atoll.testing import run_ranks
 from atoll.testing.buffers import buffers_of
 from atoll.testing.parity import (
@@ -186,8 +186,8 @@ def residuals(engine: Any) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for unit in engine.units:
         for segment in unit.segments:
-            for residual in segment.residuals.values():
-                for part in segment.map.slices(segment.range(Level.I)):
+            for residual in segment.gradients.residuals.values():
+                for part in segment.flat.map.slices(segment.flat.range(Level.I)):
                     whole = found.setdefault(part.name, torch.zeros(part.shape, dtype=residual.dtype))
                     whole.view(-1)[part.start : part.stop] += residual[part.offset :][: part.stop - part.start]
     return found
@@ -221,13 +221,13 @@ def load(case: Case, folder: str, steps: int) -> tuple[History, dict[str, Tensor
 
 def save_early(case: Case, folder: str, steps: int) -> tuple[History, dict[str, Tensor]]:
     """Save while the differences of the last step are still being sent."""
-    follow = Segment._follow
+    sync = ParameterShards._all_gather_differences
 
-    def late(segment: Segment) -> None:
+    def late(shards: ParameterShards) -> None:
         time.sleep(0.1)
-        follow(segment)
+        sync(shards)
 
-    with patch.object(Segment, "_follow", late):
+    with patch.object(ParameterShards, "_all_gather_differences", late):
         return save(case, folder, steps)
 
 
@@ -383,7 +383,7 @@ def save_as_before(case: Case, folder: str, steps: int) -> None:
         engine.step(case.share(engine, step))
     for unit in engine.units:
         for segment in unit.segments:
-            for residual in segment.residuals.values():
+            for residual in segment.gradients.residuals.values():
                 residual.mul_(engine._end.loss_scale)
     with patch.object(folders, "FORMAT_VERSION", 2):
         engine.save(folder)

@@ -25,7 +25,7 @@ from atoll.runtime.engine import Engine
 from atoll.runtime.lanes import AT_ONCE, lanes_of
 from atoll.runtime.models import Decoder, DecoderConfig
 from atoll.runtime.pipeline.deferred import Collector, compute_weights, defer
-from atoll.runtime.sharding.segment import Surroundings
+from atoll.runtime.sharding.surroundings import Surroundings
 from atoll.runtime.sharding.unit import Unit, UnitSpec
 from atoll.runtime.transport import connect
 from atoll.testing import run_ranks
@@ -163,7 +163,7 @@ def test_weights_come_out_as_autograd_gives_them() -> None:
         compute_weights(unit, pending)
         assert pending == []
         for name in parameters:
-            got = unit.room(name, "W").view if name in linears else parameters[name].grad
+            got = unit.gradient_buffer(name, "W").view if name in linears else parameters[name].grad
             assert got is not None
             assert torch.allclose(got, wanted[name], rtol=0, atol=1e-12), name
         for layer in layers:
@@ -179,25 +179,25 @@ def whole_gradients_in_flight(case: Case) -> tuple[int, int]:
 
     def count() -> None:
         nonlocal most
-        held = [flow for segment in segments for flow in segment.flows.values()]
-        held += [flow for segment in segments for _, flow in segment._reducing]
+        held = [flow for segment in segments for flow in segment.gradients.unsharded.values()]
+        held += [flow for segment in segments for _, flow in segment.gradients.reducing]
         most = max(most, sum(flow.nbytes for flow in held))
 
     for segment in segments:
-        reduce = segment.reduce_gradients
+        reduce = segment.gradients.begin_reduction
 
         def watched(phase: Any, reduce: Any = reduce) -> None:
             count()
             reduce(phase)
 
-        segment.reduce_gradients = watched  # type: ignore[method-assign]
+        segment.gradients.begin_reduction = watched  # type: ignore[method-assign]
     engine.step(case.share(engine, 0))
     engine.close()
     largest = max(
         sum(
-            segment.map.padded * segment.gradients[phase].itemsize
+            segment.flat.map.padded * segment.gradients.shards[phase].itemsize
             for segment in unit.segments
-            for phase in segment.phases
+            for phase in segment.flat.phases
         )
         for unit in engine.units
     )

@@ -14,9 +14,9 @@ from atoll.plans.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
 from atoll.runtime.models import Decoder, DecoderConfig
 from atoll.runtime.models.batch import as_tensors, on_device
+from atoll.runtime.sharding.gradient_buffer import GradientBuffer
+from atoll.runtime.sharding.norm import _AT_A_TIME, _sum_by_rows
 from atoll.runtime.sharding.optimizer import fused_by_default
-from atoll.runtime.sharding.room import Room
-from atoll.runtime.sharding.segment import _AT_A_TIME, _sum_by_rows
 
 SIZES = DecoderConfig(vocabulary=32, layers=1, hidden=16, heads=2, kv_heads=2, ffn=32)
 
@@ -97,10 +97,10 @@ def test_a_product_is_written_and_then_added(dtype: torch.dtype) -> None:
     hidden, gradient = torch.randn(2, 3, 8, generator=generator), torch.randn(2, 3, 4, generator=generator)
     hidden, gradient = hidden.to(dtype), gradient.to(dtype)
     view = torch.full((4, 8), torch.nan)
-    Room(view, is_empty=True).add_product(hidden, gradient)
+    GradientBuffer(view, is_empty=True).add_product(hidden, gradient)
     product = gradient.reshape(6, 4).float().t() @ hidden.reshape(6, 8).float()
     torch.testing.assert_close(view, product, rtol=1e-2, atol=1e-2)
-    Room(view, is_empty=False).add_product(hidden, gradient)
+    GradientBuffer(view, is_empty=False).add_product(hidden, gradient)
     torch.testing.assert_close(view, 2 * product, rtol=1e-2, atol=1e-2)
 
 

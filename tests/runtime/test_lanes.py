@@ -16,7 +16,9 @@ from atoll.base.errors import RankError
 from atoll.plans.layouts import Codec, Codecs
 from atoll.runtime.lanes import AT_ONCE, KINDS, Job, Kind, Threads, lane_of, lanes_of
 from atoll.runtime.pipeline.clock import clock_of
-from atoll.runtime.sharding.segment import Segment
+from atoll.runtime.sharding.collectives import Collectives
+from atoll.runtime.sharding.gradients import Gradients
+from atoll.runtime.sharding.unsharded import UnshardedParameters
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, train
 from atoll.testing.tiny import TinyConfig
@@ -78,22 +80,22 @@ def fail_in_a_gather(case: Case) -> str:
     engine = case.engine()
     engine.step(case.share(engine, 0))
     if engine.place.rank == 1:
-        fill = Segment._fill
+        fill = UnshardedParameters._fill
         count = 0
 
-        def broken(segment: Segment, *args: object) -> None:
+        def broken(copy: UnshardedParameters, *args: object) -> None:
             nonlocal count
             count += 1
             if count == 4:
                 raise RuntimeError("no bytes left")
-            fill(segment, *args)  # type: ignore[arg-type]
+            fill(copy, *args)  # type: ignore[arg-type]
 
-        Segment._fill = broken  # type: ignore[method-assign]
+        UnshardedParameters._fill = broken  # type: ignore[method-assign]
     try:
         engine.step(case.share(engine, 1))
     finally:
         if engine.place.rank == 1:
-            Segment._fill = fill  # type: ignore[method-assign]
+            UnshardedParameters._fill = fill  # type: ignore[method-assign]
     return "went on"
 
 
@@ -122,7 +124,7 @@ def train_and_watch_jobs(case: Case) -> tuple[int, list[str]]:
     """Train, and look for memory that jobs leave behind: storages resized by a lane's thread, and gradients for the
     optimizer in memory that is neither where gradients rest nor given to the job. Returns how many jobs were watched,
     and what was found."""
-    start, resize = Segment.start, torch.UntypedStorage.resize_
+    start, resize = Collectives.start, torch.UntypedStorage.resize_
     found: list[str] = []
     jobs = 0
 
@@ -132,21 +134,24 @@ def train_and_watch_jobs(case: Case) -> tuple[int, list[str]]:
             found.append(f"{thread.name} resized a storage to {nbytes} bytes")
         return resize(storage, nbytes)
 
-    def watched(segment: Segment, kind: Kind, work: Callable[[], None], *, after: Job | None) -> Job:
+    def watched(collectives: Collectives, kind: Kind, work: Callable[[], None], *, after: Job | None) -> Job:
         given = [each for each in getattr(work, "args", ()) if isinstance(each, torch.Tensor)]
+        owner = getattr(getattr(work, "func", work), "__self__", None)
 
         def watching() -> None:
             nonlocal jobs
             work()
             jobs += 1
-            known = {each.untyped_storage().data_ptr() for each in (*given, *segment.gradients.values())}
-            final = segment.final if kind == "sync" else None
+            if not isinstance(owner, Gradients):
+                return
+            known = {each.untyped_storage().data_ptr() for each in (*given, *owner.shards.values())}
+            final = owner.final if kind == "sync" else None
             if final is not None and final.numel() and final.untyped_storage().data_ptr() not in known:
-                found.append(f"the sync of unit {segment.tag[0]} left memory of its own")
+                found.append(f"the sync of unit {owner._flat.tag[0]} left memory of its own")
 
-        return start(segment, kind, watching, after=after)
+        return start(collectives, kind, watching, after=after)
 
-    with patch.object(Segment, "start", watched), patch.object(torch.UntypedStorage, "resize_", resized):
+    with patch.object(Collectives, "start", watched), patch.object(torch.UntypedStorage, "resize_", resized):
         train(case)
     return jobs, found
 

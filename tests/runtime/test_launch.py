@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from atoll.base.errors import ConfigError, RankError, UserError
-from atoll.runtime.launch import Rendezvous, interface_of, launch_local, torchrun_environment
+from atoll.runtime.launch import launch_local
 from atoll.runtime.monitor import Monitor
+from atoll.runtime.rendezvous import Rendezvous, interface_of, torchrun_environment
 from atoll.testing.clock import Clock
 from atoll.testing.progress import finish, run, wait_until
 
@@ -172,7 +173,7 @@ if os.environ["RANK"] == "1":
     while not ready.exists():
         time.sleep(0.02)
     os.kill(os.getpid(), 9)
-from atoll.runtime.launch import meet, torchrun_environment
+from atoll.runtime.rendezvous import meet, torchrun_environment
 _, watch = meet(torchrun_environment(), 3600)
 ready.touch()
 error = watch.first(wait=3600)
@@ -214,7 +215,7 @@ def test_the_monitor_listens_on_the_loopback_address_only() -> None:
 
 MEET = """
 import os
-from atoll.runtime.launch import meet, torchrun_environment
+from atoll.runtime.rendezvous import meet, torchrun_environment
 _, watch = meet(torchrun_environment(), 3600)
 print(os.environ["GLOO_SOCKET_IFNAME"])
 watch.stop()
@@ -316,9 +317,11 @@ def test_a_rank_ends_with_the_agent_of_torchrun_and_is_left_to_other_launchers(
 LEAVE = """
 import sys
 from atoll.runtime.failure import Watch
-from atoll.runtime.launch import leave, torchrun_environment
+from atoll.runtime.launch import exit_with_error
+from atoll.runtime.rendezvous import torchrun_environment
 from atoll.runtime.monitor import Address
-leave(RuntimeError("Connection closed by peer"), Watch(Address.parse(sys.argv[1]), 0, 2), torchrun_environment())
+watch = Watch(Address.parse(sys.argv[1]), 0, 2)
+exit_with_error(RuntimeError("Connection closed by peer"), watch, torchrun_environment())
 """
 
 

@@ -97,7 +97,7 @@ def train(layout: str, mesh: MeshShape) -> Seen:
 
 def settle(engine: Engine) -> None:
     for unit in engine.units:
-        unit.settle_parameters()
+        unit.wait_for_parameters()
 
 
 @pytest.mark.parametrize("mesh", [MeshShape(inter=2, intra=2), MeshShape(pipeline=2, intra=2)])

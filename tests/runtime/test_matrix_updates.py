@@ -388,7 +388,7 @@ def test_bytes_at_rest_equal_the_footprint(layout: str, post_validation: bool) -
 def saved(case: Case, folder: Path) -> int:
     engine = case.engine()
     engine.save(folder)
-    own = [segment.shape for unit in engine.units for segment in unit.segments]
+    own = [segment.flat.shape for unit in engine.units for segment in unit.segments]
     found = saved_besides(own, engine.plan.sharding(engine.place))
     engine.close()
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -10,7 +11,7 @@ import torch
 
 from atoll.plans.layouts import ALL, EFFECTIVE, Footprint, Layout, traffic
 from atoll.plans.layouts.flat import aligned
-from atoll.runtime.sharding.segment import Segment
+from atoll.runtime.sharding.gradients import Gradients
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case
 from atoll.testing.tiny import TinyConfig
@@ -55,14 +56,16 @@ def test_bytes_at_rest_equal_the_footprint(layout: str, precision: str) -> None:
 
 def shared_with_the_sync(case: Case) -> set[bool]:
     """Return whether the sync of gradients uses the storage of the accumulated gradients."""
-    engine, found, sync = case.engine(), set[bool](), Segment._sync
+    engine, found, sync = case.engine(), set[bool](), Gradients._sync
 
-    def watched(segment: Segment, buffer: torch.Tensor, final: torch.Tensor | None) -> None:
-        found.add(buffer is segment.gradients[segment.phases[0]])
-        sync(segment, buffer, final)
+    def watched(gradients: Gradients, wide: torch.Tensor, final: torch.Tensor | None) -> None:
+        found.add(wide is gradients.shards[gradients._flat.phases[0]])
+        if wide is not gradients.shards[gradients._flat.phases[0]]:
+            wide.fill_(torch.nan)  # uninitialized: the sync has to write all of it
+        sync(gradients, wide, final)
 
-    with patch.object(Segment, "_sync", watched):
-        engine.step(case.share(engine, 0))
+    with patch.object(Gradients, "_sync", watched):
+        assert math.isfinite(engine.step(case.share(engine, 0)).grad_norm)
         engine.close()
     return found
 
@@ -146,13 +149,13 @@ def sent_in_two_steps(case: Case) -> tuple[dict[str, int], int, int]:
     engine = case.engine()
     engine.step(case.share(engine, 0))
     for unit in engine.units:
-        unit.settle_parameters()
+        unit.wait_for_parameters()
     before = dict(engine.transport.sent)
     engine.step(case.share(engine, 1))
     engine.close()
     sent = {axis: engine.transport.sent[axis] - before.get(axis, 0) for axis in ("inter", "intra")}
     segments = [segment for unit in engine.units for segment in unit.segments]
-    sizes = [(segment.map.padded * 8, segment.trainable) for segment in segments]
+    sizes = [(segment.flat.map.padded * 8, segment.flat.trainable) for segment in segments]
     return sent, sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)
 
 
@@ -198,12 +201,12 @@ def live_storage_during_backward(case: Case) -> tuple[int, int]:
     most = 0
 
     def whole() -> int:
-        segments = [segment for unit in engine.units for segment in unit.segments if not segment.permanent]
-        return sum(segment.whole.untyped_storage().nbytes() for segment in segments)
+        segments = [segment for unit in engine.units for segment in unit.segments if not segment.unsharded.is_permanent]
+        return sum(segment.unsharded.buffer.untyped_storage().nbytes() for segment in segments)
 
     for unit in engine.units:
         for segment in unit.segments:
-            gather = segment.gather
+            gather = segment.unsharded.gather
 
             def watched(gather: object = gather) -> None:
                 nonlocal most
@@ -211,7 +214,7 @@ def live_storage_during_backward(case: Case) -> tuple[int, int]:
                 gather()
                 most = max(most, whole())
 
-            segment.gather = watched  # type: ignore[method-assign]
+            segment.unsharded.gather = watched  # type: ignore[method-assign]
     engine.step(case.share(engine, 0))
     engine.close()
     return most, whole()

@@ -21,7 +21,7 @@ from atoll.program import Do
 from atoll.runtime.engine import Engine
 from atoll.runtime.models import Adapter
 from atoll.runtime.models.adapter import SequentialAdapter
-from atoll.runtime.sharding.segment import Segment, State
+from atoll.runtime.sharding.unsharded import GatherState, UnshardedParameters
 from atoll.runtime.transport import GlooTransport
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, train
@@ -161,7 +161,9 @@ def wind(layout: str, mesh: MeshShape, prefetch: int | None, in_place: bool) -> 
         model.skipped = {4}
         losses.append(engine.evaluate(batch).loss)
         segments = [segment for unit in engine.units for segment in unit.segments]
-        assert all(segment.state is State.FREED and not segment._reducing for segment in segments)
+        assert all(
+            segment.unsharded.state is GatherState.SHARDED and not segment.gradients.reducing for segment in segments
+        )
     engine.close()
     return losses
 
@@ -200,11 +202,11 @@ def syncs_begun(case: Case) -> list[bool]:
 
     def look() -> None:
         found.extend(
-            segment._syncing_gradients is not None
+            segment.gradients.syncing is not None
             for unit in engine.units
             if not unit.spec.is_shared
             for segment in unit.segments
-            if segment.trainable
+            if segment.flat.trainable
         )
         score.calls[drain]()
 
@@ -230,21 +232,21 @@ def live_in_a_step(case: Case) -> tuple[int, int, int]:
     most = 0
 
     def whole() -> int:
-        segments = [segment for unit in engine.units for segment in unit.segments if not segment.permanent]
-        return sum(segment.whole.untyped_storage().nbytes() for segment in segments)
+        segments = [segment for unit in engine.units for segment in unit.segments if not segment.unsharded.is_permanent]
+        return sum(segment.unsharded.buffer.untyped_storage().nbytes() for segment in segments)
 
-    gather = Segment.gather
+    gather = UnshardedParameters.gather
 
-    def watched(segment: Segment) -> None:
+    def watched(segment: UnshardedParameters) -> None:
         nonlocal most
         gather(segment)
         most = max(most, whole())
 
-    Segment.gather = watched  # type: ignore[method-assign]
+    UnshardedParameters.gather = watched  # type: ignore[method-assign]
     try:
         engine.step(case.share(engine, 0))
     finally:
-        Segment.gather = gather  # type: ignore[method-assign]
+        UnshardedParameters.gather = gather  # type: ignore[method-assign]
     engine.close()
     return most, whole(), engine.program.shape.limit
 

@@ -334,7 +334,7 @@ def stepped_on_arrival(case: Case) -> list[int]:
     engine = case.engine()
     waiting = 0
     early: list[int] = []
-    settle, step_ahead = Unit.settle_gradients, engine._optimizer.step_ahead
+    settle, step_ahead = Unit.wait_for_gradients, engine._optimizer.step_ahead
 
     def settled(unit: Unit) -> None:
         nonlocal waiting
@@ -346,7 +346,7 @@ def stepped_on_arrival(case: Case) -> list[int]:
         step_ahead(unit, touched)
 
     for unit in engine.units:
-        unit.settle_gradients = partial(settled, unit)  # type: ignore[method-assign]
+        unit.wait_for_gradients = partial(settled, unit)  # type: ignore[method-assign]
     engine._optimizer.step_ahead = counted  # type: ignore[method-assign]
     for step in range(case.steps):
         early.append(0)

@@ -46,10 +46,10 @@ def compare(case: Case, flipped: int, unit: int, what: str) -> str:
 def _flip(engine: object, unit: int, what: str) -> None:
     """The lowest bit of the last element: no norm or loss would show it."""
     own = next(each for each in engine.units if each.spec.index == unit)  # type: ignore[attr-defined]
-    segment = next(each for each in own.segments if each.trainable)
-    held = {"master": segment.master, "rest": segment.rest}.get(what)
+    segment = next(each for each in own.segments if each.flat.trainable)
+    held = {"master": segment.shards.master, "parameter": segment.shards.parameter}.get(what)
     if held is None:
-        name = next(iter(segment.parameters))
+        name = next(iter(segment.flat.parameters))
         held = engine._optimizer.states()[name]["exp_avg_sq"]  # type: ignore[attr-defined]
     held.detach().view(torch.uint8)[-held.itemsize] ^= 1
 
@@ -67,9 +67,9 @@ def test_replicas_are_equal_to_the_last_bit(name: str) -> None:
     [
         ("NNN", "master", "rank 2 holds other master weights of 3 than ranks 0, 1, 3"),
         ("NNN", "state", "rank 2 holds other optimizer state of 3 than ranks 0, 1, 3"),
-        ("NNG", "rest", "rank 2 holds other parameters of 3 than ranks 0, 1, 3"),
+        ("NNG", "parameter", "rank 2 holds other parameters of 3 than ranks 0, 1, 3"),
         ("III", "master", "ranks 0, 2 hold different master weights of 3, and none is in the majority"),
-        ("IIG", "rest", "ranks 0, 2 hold different parameters of 3, and none is in the majority"),
+        ("IIG", "parameter", "ranks 0, 2 hold different parameters of 3, and none is in the majority"),
     ],
 )
 def test_a_flipped_bit_names_rank_and_block(layout: str, what: str, said: str) -> None:

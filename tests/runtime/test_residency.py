@@ -19,7 +19,8 @@ from torch.nn import functional
 from atoll.plans.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, counts, held_stages
 from atoll.plans.layouts import Level
 from atoll.program import Do
-from atoll.runtime.sharding.segment import Segment, State
+from atoll.runtime.sharding.gradients import Gradients
+from atoll.runtime.sharding.unsharded import GatherState, UnshardedParameters
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_parity
 from atoll.testing.tiny import TinyConfig
@@ -61,36 +62,38 @@ def counted(case: Case) -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int
     gathers: Counter[int] = Counter()
     reductions: Counter[tuple[int, int]] = Counter()
     most = 0
-    bring, reduce, gather = Segment._bring, Segment._reduce, Segment.gather
+    bring, reduce = UnshardedParameters._all_gather, Gradients._reduce
+    gather = UnshardedParameters.gather
 
     def whole() -> int:
-        segments = [segment for unit in engine.units for segment in unit.segments if not segment.permanent]
-        return sum(segment.whole.untyped_storage().nbytes() for segment in segments)
+        segments = [segment for unit in engine.units for segment in unit.segments if not segment.unsharded.is_permanent]
+        return sum(segment.unsharded.buffer.untyped_storage().nbytes() for segment in segments)
 
-    def bringing(segment: Segment, *args: Any) -> None:
-        gathers[segment.tag[0]] += 1
-        bring(segment, *args)
+    def bringing(copy: UnshardedParameters, *args: Any) -> None:
+        gathers[copy._flat.tag[0]] += 1
+        bring(copy, *args)
 
-    def reducing(segment: Segment, *args: Any) -> None:
-        reductions[segment.tag] += segment.phases[-1] == args[0]
-        reduce(segment, *args)
+    def reducing(gradients: Gradients, *args: Any) -> None:
+        flat = gradients._flat
+        reductions[flat.tag] += flat.phases[-1] == args[0]
+        reduce(gradients, *args)
 
-    def gathering(segment: Segment) -> None:
+    def gathering(copy: UnshardedParameters) -> None:
         nonlocal most
-        gather(segment)
+        gather(copy)
         most = max(most, whole())
 
     with (
-        patch.object(Segment, "_bring", bringing),
-        patch.object(Segment, "_reduce", reducing),
-        patch.object(Segment, "gather", gathering),
+        patch.object(UnshardedParameters, "_all_gather", bringing),
+        patch.object(Gradients, "_reduce", reducing),
+        patch.object(UnshardedParameters, "gather", gathering),
     ):
         engine.step(case.share(engine, 0))
     done = {}
     for stage in engine._sharded.stages:
-        trained = [segment for unit in stage.units for segment in unit.segments if segment.trainable]
+        trained = [segment for unit in stage.units for segment in unit.segments if segment.flat.trainable]
         brought = {gathers[unit.spec.index] // len(unit.segments) for unit in stage.units}
-        reduced = {reductions[segment.tag] for segment in trained}
+        reduced = {reductions[segment.flat.tag] for segment in trained}
         assert case.prefetch != 0 or len(brought) == 1, "the units of a stage travel together"
         for unit in stage.units:
             begun = (each.of for each in engine.program.instructions if each.do in (Do.GATHER, Do.FETCH))
@@ -100,8 +103,8 @@ def counted(case: Case) -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int
     if case.layout[1] == Level.N.name:
         said = {stage: (count, 0) for stage, (count, _) in said.items()}
     foretold = engine.working_memory().live
-    segments = [segment for unit in engine.units for segment in unit.segments if not segment.permanent]
-    assert all(segment.state is State.FREED for segment in segments)
+    segments = [segment for unit in engine.units for segment in unit.segments if not segment.unsharded.is_permanent]
+    assert all(segment.unsharded.state is GatherState.SHARDED for segment in segments)
     engine.close()
     return done, said, most, foretold
 
@@ -223,35 +226,35 @@ class Peaks:
 def peaks(case: Case) -> Peaks:
     """Of whole parameters and whole gradients that are not reduced yet, in a step."""
     engine = case.engine()
-    segments = [segment for unit in engine.units for segment in unit.segments if not segment.permanent]
+    segments = [segment for unit in engine.units for segment in unit.segments if not segment.unsharded.is_permanent]
     most, made, unreduced = 0, 0, 0
     lock = Lock()
-    make_room, open_flow, reduce = Segment._make_room, Segment._open_flow, Segment._reduce
+    allocate, open_buffer, reduce = UnshardedParameters._allocate, Gradients._open, Gradients._reduce
 
-    def making_room(segment: Segment) -> None:
+    def allocating(copy: UnshardedParameters) -> None:
         nonlocal most
-        make_room(segment)
-        most = max(most, sum(segment.whole.untyped_storage().nbytes() for segment in segments))
+        allocate(copy)
+        most = max(most, sum(segment.unsharded.buffer.untyped_storage().nbytes() for segment in segments))
 
-    def making(segment: Segment, phase: Any) -> None:
+    def opening(gradients: Gradients, phase: Any) -> None:
         nonlocal made, unreduced
-        is_new = phase not in segment._flow_views
-        open_flow(segment, phase)
+        is_new = phase not in gradients._views
+        open_buffer(gradients, phase)
         with lock:
-            made += segment.flows[phase].nbytes if is_new else 0
+            made += gradients.unsharded[phase].nbytes if is_new else 0
             unreduced = max(unreduced, made)
 
-    def reducing(segment: Segment, phase: Any, flow: Tensor) -> None:
+    def reducing(gradients: Gradients, phase: Any, flow: Tensor) -> None:
         nonlocal made
         nbytes = flow.nbytes
-        reduce(segment, phase, flow)
+        reduce(gradients, phase, flow)
         with lock:
             made -= nbytes
 
     with (
-        patch.object(Segment, "_make_room", making_room),
-        patch.object(Segment, "_open_flow", making),
-        patch.object(Segment, "_reduce", reducing),
+        patch.object(UnshardedParameters, "_allocate", allocating),
+        patch.object(Gradients, "_open", opening),
+        patch.object(Gradients, "_reduce", reducing),
     ):
         engine.step(case.share(engine, 0))
     need = engine.working_memory()

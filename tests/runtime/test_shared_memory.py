@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from atoll.runtime.transport import GlooTransport, Peers, Tag, shared_memory
+from atoll.runtime.transport.host_memory import HostMemory
 from atoll.runtime.transport.shared_memory import Arena, SharedMemory
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, train
@@ -93,17 +94,17 @@ def test_what_is_larger_than_the_arena_finds_no_room(memory: SharedMemory) -> No
 
 def trained_with(case: Case, nbytes: int) -> tuple[list[float], bool, int]:
     """Train with an arena of at most `nbytes`; also whether memory was shared, and the bytes sent in the group."""
-    share, close = GlooTransport.share, GlooTransport.close
+    share, close = HostMemory.share, GlooTransport.close
     found: list[tuple[bool, int]] = []
 
-    def less(transport: GlooTransport, wanted: int) -> None:
-        share(transport, min(wanted, nbytes))
+    def less(memory: HostMemory, wanted: int) -> None:
+        share(memory, min(wanted, nbytes))
 
     def look(transport: GlooTransport) -> None:
-        found.append((bool(transport._others), transport.sent["intra"]))
+        found.append((bool(transport.memory.others), transport.sent["intra"]))
         close(transport)
 
-    with patch.object(GlooTransport, "share", less), patch.object(GlooTransport, "close", look):
+    with patch.object(HostMemory, "share", less), patch.object(GlooTransport, "close", look):
         losses = train(case).losses
     return losses, *found[0]
 

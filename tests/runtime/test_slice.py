@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from atoll.plans.layouts.flat import Box
 from atoll.runtime.models import Vocabulary
-from atoll.runtime.sharding.room import Room
+from atoll.runtime.sharding.gradient_buffer import GradientBuffer
 from atoll.runtime.vocabulary.slice import VocabularySlice, VocabularyTable
 
 SIZE, WIDTH, PADDING = 13, 5, 2
@@ -33,12 +33,12 @@ class Rows:
     def trainable(self) -> bool:
         return any(parameter.requires_grad for parameter in self.parameters.values())
 
-    def room(self, name: str, phase: str) -> Room:
+    def gradient_buffer(self, name: str, phase: str) -> GradientBuffer:
         assert phase == "W"
         is_empty = name not in self.gradients
         if is_empty:
             self.gradients[name] = torch.full_like(self.parameters[name], torch.nan)
-        return Room(self.gradients[name], is_empty)
+        return GradientBuffer(self.gradients[name], is_empty)
 
 
 def rows_of(box: Box, **named: Tensor | None) -> Any:

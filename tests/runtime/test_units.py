@@ -11,8 +11,9 @@ import torch
 
 from atoll.program import groups_of
 from atoll.runtime.models import adapter_for
-from atoll.runtime.sharding.segment import Segment, State, sum_of_squares
+from atoll.runtime.sharding.norm import sum_of_squares
 from atoll.runtime.sharding.unit import unit_specs
+from atoll.runtime.sharding.unsharded import GatherState, UnshardedParameters
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_parity
 from atoll.testing.tiny import TinyConfig, tiny_model
@@ -59,26 +60,29 @@ def watched(case: Case) -> tuple[int, int, int]:
     engine = case.engine()
     engine.step(case.share(engine, 0))
     gathers = most = 0
-    bring, gather = Segment._bring, Segment.gather
+    bring, gather = UnshardedParameters._all_gather, UnshardedParameters.gather
 
     def whole() -> int:
         return sum(
             len(unit.spec.blocks)
             for unit in engine.units
-            if all(segment.state is State.WHOLE for segment in unit.segments)
+            if all(segment.unsharded.state is GatherState.UNSHARDED for segment in unit.segments)
         )
 
-    def bringing(segment: Segment, *args: Any) -> None:
+    def bringing(copy: UnshardedParameters, *args: Any) -> None:
         nonlocal gathers
         gathers += 1
-        bring(segment, *args)
+        bring(copy, *args)
 
-    def gathering(segment: Segment) -> None:
+    def gathering(copy: UnshardedParameters) -> None:
         nonlocal most
-        gather(segment)
+        gather(copy)
         most = max(most, whole())
 
-    with patch.object(Segment, "_bring", bringing), patch.object(Segment, "gather", gathering):
+    with (
+        patch.object(UnshardedParameters, "_all_gather", bringing),
+        patch.object(UnshardedParameters, "gather", gathering),
+    ):
         engine.step(case.share(engine, 1))
     left = whole()
     engine.close()

@@ -167,7 +167,8 @@ def exchange() -> None:
 
     from atoll.plans.plan import MeshShape
     from atoll.runtime import transport
-    from atoll.runtime.launch import meet, torchrun_environment, watch_parent
+    from atoll.runtime.launch import watch_parent
+    from atoll.runtime.rendezvous import meet, torchrun_environment
 
     watch_parent()
     here = torchrun_environment()

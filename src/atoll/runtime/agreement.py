@@ -17,7 +17,7 @@ from torch.distributed import Store
 
 from atoll.base.errors import AtollError, DamageError, RankError, RunError
 from atoll.runtime.failure import CAUSE_SECONDS, UNKNOWN, Doing, Pace, Watch
-from atoll.runtime.launch import host_of_ranks, watch_by
+from atoll.runtime.rendezvous import host_of_ranks, watch_by
 from atoll.runtime.transport import Later, Transport, world_store
 from atoll.runtime.verdict import named
 

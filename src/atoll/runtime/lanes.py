@@ -52,7 +52,7 @@ KINDS: tuple[Kind, ...] = ("reduce", "sync", "gather")
 """Those of a step. Outer gradients overlap with several steps, on a lane that waits for no other."""
 
 
-class Recorder(Protocol):
+class TransferRecorder(Protocol):
     """Records when transfers end."""
 
     def now(self) -> float:
@@ -80,7 +80,7 @@ class Lane(ABC):
         self._kind = kind
         # Set by the executor at the begin of each program. None where nobody records: on the lane of outer gradients,
         # which belong to no program, and on the lanes of a rank that shares its parameters with no other.
-        self.clock: Recorder | None = None
+        self.clock: TransferRecorder | None = None
 
     def start(self, work: Callable[[], None], *, unit: int, after: Job | None = None) -> Job:
         """Start `work` on a unit after another job, or queue it."""

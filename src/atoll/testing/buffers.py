@@ -39,21 +39,22 @@ def buffers_of(recipe: Recipe, engine: Engine) -> Iterator[Buffer]:
     reductions = _reductions(engine, uses)
     for unit in engine.units:
         for part, segment in enumerate(unit.segments):
-            if segment.spread is not Spread.SPLIT and engine.place.tp:
+            flat = segment.flat
+            if flat.spread is not Spread.SPLIT and engine.place.tp:
                 continue
-            assert engine.place.mesh.tensor == 1 or segment.spread is not Spread.SUMMED, "the reference sums no parts"
-            own = [use for use in uses if use.unit == unit.spec.index and use.first in segment.parameters]
+            assert engine.place.mesh.tensor == 1 or flat.spread is not Spread.SUMMED, "the reference sums no parts"
+            own = [use for use in uses if use.unit == unit.spec.index and use.first in flat.parameters]
             streams = tuple(
                 Stream(
                     phase,
                     tuple((use.name, use.first) for use in own if use.phase == phase),
                     tuple(reductions.get((unit.spec.index, phase), ())),
                 )
-                for phase in segment.phases
+                for phase in flat.phases
             )
-            boxes = segment.boxes
-            parts = (Part(e.name, e.offset, boxes[e.name].offsets, boxes[e.name].sizes) for e in segment.map.entries)
-            yield Buffer(unit.spec.index, part, segment.map.padded, tuple(parts), streams)
+            boxes = flat.boxes
+            parts = (Part(e.name, e.offset, boxes[e.name].offsets, boxes[e.name].sizes) for e in flat.map.entries)
+            yield Buffer(unit.spec.index, part, flat.map.padded, tuple(parts), streams)
 
 
 def _uses(unit: Unit, engine: Engine, firsts: dict[str, str]) -> Iterator[_Use]:

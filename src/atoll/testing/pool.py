@@ -50,7 +50,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from atoll.base.errors import RankError
-from atoll.runtime.launch import LOOPBACK, host_store
+from atoll.runtime.rendezvous import LOOPBACK, host_store
 from atoll.runtime.template import Fork, Template
 from atoll.testing.progress import LOOK_SECONDS, Progress
 from atoll.testing.template import start_process, start_template

@@ -18,7 +18,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-from atoll.runtime.launch import LOOPBACK, watch_parent
+from atoll.runtime.launch import watch_parent
+from atoll.runtime.rendezvous import LOOPBACK
 
 GROUP_LIMIT = timedelta(days=1)
 """Ranks wait for each other without a limit: the parent sees that none makes progress."""

@@ -17,7 +17,7 @@ from atoll.base.toml import value_to_toml
 from atoll.plans.layouts import Layout
 from atoll.prediction.cost import Cluster, Transformer, Workload
 from atoll.prediction.planner import EFFORT, Answer, Candidate, Goal, Order, Search, Space, settings
-from atoll.runtime.launch import torchrun_environment
+from atoll.runtime.rendezvous import torchrun_environment
 from atoll.training.config import Config, load
 from atoll.training.config.worlds import check_world, fit
 from atoll.training.here import measured_cluster

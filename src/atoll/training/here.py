@@ -10,10 +10,10 @@ from __future__ import annotations
 from atoll.base.errors import ConfigError, RunError
 from atoll.plans.layouts import Precision
 from atoll.prediction.cost import Cluster
-from atoll.runtime.launch import restarts
 from atoll.runtime.measuring.host import graphics_names
 from atoll.runtime.measuring.known import Machine
 from atoll.runtime.places import measures
+from atoll.runtime.rendezvous import restarts
 from atoll.training.config import Config
 
 

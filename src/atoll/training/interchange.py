@@ -26,17 +26,10 @@ from atoll.runtime.checkpoint import Piece
 from atoll.runtime.checkpoint.meeting import listing
 from atoll.runtime.models import adapter_for, initial_values, shared_parameters
 from atoll.runtime.models.buffers import kept_in_fp32, persistent_buffers
-from atoll.runtime.models.weights import (
-    INDEX,
-    SINGLE,
-    has_weights,
-    plain_name,
-    saved,
-    saved_together,
-    tied_names,
-    untie_parameter,
-    weights_for,
-)
+from atoll.runtime.models.conversion import plain_name, saved, saved_together
+from atoll.runtime.models.safetensors_folder import INDEX, SINGLE, has_weights
+from atoll.runtime.models.tied import tied_names, untie_parameter
+from atoll.runtime.models.weights import weights_for
 from atoll.training.config import Config, from_dict
 from atoll.training.data.tokenizer import FileTokenizer
 from atoll.training.folder import RunFolder

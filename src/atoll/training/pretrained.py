@@ -14,8 +14,8 @@ from torch import nn
 
 from atoll.base.documents import read_json
 from atoll.base.errors import ConfigError
+from atoll.runtime.models.safetensors_folder import has_weights
 from atoll.runtime.models.text_part import parts_besides, text_part_of
-from atoll.runtime.models.weights import has_weights
 from atoll.training.config import Config
 from atoll.training.sources import FAMILY, check_folder, package
 

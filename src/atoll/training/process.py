@@ -30,20 +30,22 @@ from atoll.runtime.failure import Watch
 from atoll.runtime.launch import (
     SAVED_AND_LEFT,
     Ending,
-    Rendezvous,
     become_rank,
-    leave,
-    meet,
+    exit_with_error,
     name_process,
-    restarts,
     run_local,
     take_errand,
     template_of,
-    torchrun_environment,
     watch_parent,
 )
 from atoll.runtime.measuring.errand import run_errand
 from atoll.runtime.measuring.known import measure_here
+from atoll.runtime.rendezvous import (
+    Rendezvous,
+    meet,
+    restarts,
+    torchrun_environment,
+)
 from atoll.runtime.same import check_same, software
 from atoll.runtime.template import Template, is_template
 from atoll.runtime.verdict import LONGEST_SECONDS
@@ -205,7 +207,7 @@ def _is_own_command() -> bool:
 
 
 def run_rank(request: Request, rendezvous: Rendezvous) -> int:
-    """Run one rank from start to end and return its exit code. Errors end the process, see `leave`."""
+    """Run one rank from start to end and return its exit code. Errors end the process, see `exit_with_error`."""
     watch_parent()
     name_process(rendezvous.rank)
     stop = StopRequest().listen()
@@ -219,7 +221,7 @@ def run_rank(request: Request, rendezvous: Rendezvous) -> int:
         ending = _train(request, config, plan, rendezvous=rendezvous, store=store, stop=stop)
         watch.stop()
     except Exception as error:
-        leave(error, watch, rendezvous)
+        exit_with_error(error, watch, rendezvous)
     return 0 if ending.stopped is None else exit_code(ending.stopped)
 
 

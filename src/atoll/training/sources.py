@@ -60,7 +60,7 @@ def _check_tokenizer(config: Config) -> None:
     is_made = name == "bytes" or name.startswith("bpe-")
     if not is_made or not own.is_file() or config.model.weights is not None:
         return
-    from atoll.runtime.models.weights import has_weights
+    from atoll.runtime.models.safetensors_folder import has_weights
 
     if has_weights(own.parent):
         raise ConfigError(

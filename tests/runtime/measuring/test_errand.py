@@ -11,9 +11,9 @@ import torch
 
 from atoll.prediction.cost import Cluster
 from atoll.runtime import transport
-from atoll.runtime.launch import Rendezvous
 from atoll.runtime.measuring import errand, measure
 from atoll.runtime.measuring.errand import Errand
+from atoll.runtime.rendezvous import Rendezvous
 
 CLUSTER = Cluster.of(
     {"node": {"devices": 1}, "device": {"memory": 1 << 30, "bandwidth": 1e10, "rates": {"float32": 2e10}}}

@@ -12,7 +12,9 @@ import torch
 
 from atoll.base.errors import PlanError
 from atoll.runtime.models.adapter import SequentialAdapter
-from atoll.runtime.models.weights import INDEX, SINGLE, Weights, saved, tensors_of, weights_for
+from atoll.runtime.models.conversion import saved, tensors_of
+from atoll.runtime.models.safetensors_folder import INDEX, SINGLE
+from atoll.runtime.models.weights import Weights, weights_for
 
 save_file = pytest.importorskip("safetensors.torch").save_file
 

@@ -19,9 +19,9 @@ from atoll.runtime.pipeline.block import LocalBlock
 from atoll.runtime.pipeline.deferred import Collector, LinearLayer, defer, is_deferrable
 from atoll.runtime.pipeline.selective import Selective
 from atoll.runtime.pipeline.stage import Stage
-from atoll.runtime.sharding.segment import Surroundings, dtype_of
+from atoll.runtime.sharding.surroundings import Surroundings
 from atoll.runtime.sharding.tensor_parallel import TensorParallel
-from atoll.runtime.sharding.tensors import Spread
+from atoll.runtime.sharding.tensors import Spread, dtype_of
 from atoll.runtime.sharding.unit import Unit, UnitSpec, unit_specs
 from atoll.runtime.vocabulary.ends import EmbeddingEntry, HeadExit
 from atoll.runtime.vocabulary.slice import VocabularySlice, VocabularyTable, as_slice, block_of, names_of
@@ -47,10 +47,10 @@ def build_rank(
     units = _units(model, around, seed=seed, tensor=tensor, sliced=sliced)
     stages = tuple(_stage(model, stage, units, around=around, collector=collector) for stage in model.mine)
     ordered = tuple(units[index] for index in sorted(units))
-    shapes = [(len(unit.owners) > 1, [segment.shape for segment in unit.segments]) for unit in ordered]
+    shapes = [(len(unit.owners) > 1, [segment.flat.shape for segment in unit.segments]) for unit in ordered]
     for unit, dealt in zip(ordered, around.sharding.dealt(shapes), strict=True):
         for segment, shape in zip(unit.segments, dealt, strict=True):
-            segment.matrix_owners = shape.owners
+            segment.flat.matrix_owners = shape.owners
     return Sharded(
         model.shape,
         model.specs,

@@ -19,7 +19,7 @@ from atoll.runtime.assemble.build import build_rank
 from atoll.runtime.models import adapter_for
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.deferred import Collector
-from atoll.runtime.sharding.segment import Surroundings
+from atoll.runtime.sharding.surroundings import Surroundings
 from atoll.runtime.sharding.tensor_parallel import tensor_parallel
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Later, Message, Peers, Tag, Transport
@@ -79,7 +79,7 @@ def describe_rank(
 def _outgoing(units: Iterable[Unit]) -> dict[int, tuple[int, ...]]:
     """Return the trained elements of units at level G, by segment."""
     return {
-        unit.spec.index: tuple(len(segment.range(Level.G)) for segment in unit.segments if segment.trainable)
+        unit.spec.index: tuple(len(segment.flat.range(Level.G)) for segment in unit.segments if segment.flat.trainable)
         for unit in units
     }
 

@@ -35,7 +35,7 @@ from atoll.runtime.randomness import keeping_random_state
 from atoll.runtime.sharding.coding import Moment
 from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
 from atoll.runtime.sharding.outer import OuterSteps
-from atoll.runtime.sharding.segment import Surroundings
+from atoll.runtime.sharding.surroundings import Surroundings
 from atoll.runtime.sharding.tensor_parallel import tensor_parallel
 from atoll.runtime.sharding.tensors import whole_output
 from atoll.runtime.transport import Channel, Peers, Transport
@@ -260,8 +260,8 @@ def lower_programs(rank: Rank) -> tuple[Program, bool]:
     plan, transport, agreement = rank.plan, rank.transport, rank.agreement
     place, mesh = transport.place, plan.mesh
     program = rank.executor.lower(rank.sharded.rank(place, reads_in_place=True))
-    transport.share(needed_in_a_step(program.shape, program.peaks).lent)
-    reads_in_place = agreement.total(float(transport.sees(Peers.along("intra", place)))) == mesh.world
+    transport.memory.share(needed_in_a_step(program.shape, program.peaks).lent)
+    reads_in_place = agreement.total(float(transport.memory.sees(Peers.along("intra", place)))) == mesh.world
     if not reads_in_place:
         program = rank.executor.lower(rank.sharded.rank(place, reads_in_place=False))
     digests = [-1] * (mesh.pipeline * mesh.tensor)

@@ -34,5 +34,5 @@ class Sharded:
 
         reads_in_place: whether the ranks of a group read each other's memory.
         """
-        segments = {unit.spec.index: [segment.shape for segment in unit.segments] for unit in self.units}
+        segments = {unit.spec.index: [segment.flat.shape for segment in unit.segments] for unit in self.units}
         return self.shape.rank(place, segments, reads_in_place=reads_in_place)

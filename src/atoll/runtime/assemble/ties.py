@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from atoll.runtime.checkpoint import Archive, is_complete
-from atoll.runtime.models.weights import has_weights, plain_name, tensors_of, tied_names, untie, untie_parameter
+from atoll.runtime.models.conversion import plain_name, tensors_of
+from atoll.runtime.models.safetensors_folder import has_weights
+from atoll.runtime.models.tied import tied_names, untie, untie_parameter
 
 
 def untie_as_stored(model: Any, folder: Path) -> list[str]:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll.base.documents import parse_json
-from atoll.runtime.launch import Rendezvous, take_errand, torchrun_environment
+from atoll.runtime.launch import take_errand
 from atoll.runtime.measuring.process import TIMEOUT, choose_device, take_part, write
+from atoll.runtime.rendezvous import Rendezvous, torchrun_environment
 
 if TYPE_CHECKING:
     from torch.distributed import Store

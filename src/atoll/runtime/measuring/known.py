@@ -23,7 +23,12 @@ from atoll.base.documents import read_toml
 from atoll.base.errors import AtollError, ConfigError
 from atoll.base.toml import nested_to_toml
 from atoll.prediction.cost import Cluster
-from atoll.runtime.launch import Ending, cores, run_local, threads_of
+from atoll.runtime.launch import (
+    Ending,
+    cores,
+    run_local,
+    threads_of,
+)
 from atoll.runtime.measuring.errand import Errand
 from atoll.runtime.measuring.host import graphics_names, machine_memory, processor_name
 from atoll.runtime.measuring.process import write

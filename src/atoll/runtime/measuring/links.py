@@ -135,18 +135,18 @@ class _Ranks:
         numel = math.ceil(wanted / 4 / ranks)
         whole, result = (torch.zeros(size, device=self.device) for size in (numel * ranks, numel))
         if axis == "intra":  # whose ranks may read each other's memory
-            own = transport.allocate(numel, torch.float32)
-            transport.share(2 * whole.nbytes)
+            own = transport.memory.allocate(numel, torch.float32)
+            transport.memory.share(2 * whole.nbytes)
             tags = Tag(Channel.GATHER_INTRA, 0), Tag(Channel.REDUCE_INTRA, 0)
         else:
             own = torch.zeros_like(result)
             tags = Tag(Channel.GATHER_INTER, 0), Tag(Channel.REDUCE_INTER, 0)
 
         def reduce() -> None:
-            lent = transport.lend(whole.numel(), whole.dtype) if axis == "intra" else None
+            lent = transport.memory.lend(whole.numel(), whole.dtype) if axis == "intra" else None
             transport.reduce(whole if lent is None else lent, peers, tags[1], out=result)
             if lent is not None:
-                transport.give_back(lent)
+                transport.memory.give_back(lent)
 
         gathered = self._seconds(lambda: transport.gather(whole, peers, tags[0], own=own), self.budget)
         reduced = self._seconds(reduce, self.budget)

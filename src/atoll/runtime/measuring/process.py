@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from atoll.base.errors import ConfigError, RunError
 from atoll.runtime.failure import Watch
-from atoll.runtime.launch import Rendezvous, launch_local, leave, meet, torchrun_environment, watch_parent
+from atoll.runtime.launch import exit_with_error, launch_local, watch_parent
+from atoll.runtime.rendezvous import Rendezvous, meet, torchrun_environment
 
 if TYPE_CHECKING:
     import torch
@@ -61,12 +62,12 @@ def run(request: Request) -> int:
 
 
 def run_rank(request: Request, rendezvous: Rendezvous) -> int:
-    """Run one rank from start to end and return its exit code. Errors end the process, see `leave`."""
+    """Run one rank from start to end and return its exit code. Errors end the process, see `exit_with_error`."""
     return take_part(rendezvous, lambda store: _measure(request, rendezvous, store))
 
 
 def take_part(rendezvous: Rendezvous, measure: Callable[[Store], None]) -> int:
-    """Meet the other ranks, and measure with them. Return the exit code; errors end the process, see `leave`."""
+    """Meet the other ranks, and measure with them. Return the exit code; errors end in `exit_with_error`."""
     watch_parent()
     watch: Watch | None = None
     try:
@@ -75,7 +76,7 @@ def take_part(rendezvous: Rendezvous, measure: Callable[[Store], None]) -> int:
             measure(store)
         watch.stop()
     except Exception as error:
-        leave(error, watch, rendezvous)
+        exit_with_error(error, watch, rendezvous)
     return 0
 
 

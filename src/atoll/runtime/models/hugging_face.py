@@ -9,17 +9,13 @@ batch need no code here. Modules that a stage does not own are replaced while it
     the stage's last layer         ends the forward; its hidden state is the stage's output
 
 The last stage continues with the model's own norm, head and operations on logits. A probe of the model, without
-values, layers or memory (see probe.py), finds the modules that run before, in and after the layers.
+values, layers or memory (see probe.py), finds the modules that run before, in and after the layers; slots.py has what
+replaces them.
 
 In a model with an encoder and a decoder, a stage that begins in the decoder receives the encoder's output and the
 decoder's hidden state, concatenated along the sequence, and returns both. Its forward gets the former as
 `encoder_outputs`, and so skips the encoder. The encoder's output is sent over every link of the decoder, including the
 one to the head.
-
-[Note: one tensor for several blocks]
-Each block has a graph of its own, and the layers of a decoder all take the encoder's output. The first layer of a stage
-takes the tensor itself, the others a leaf in its place. The gradient accumulated in the leaf is added to that of the
-first layer, whose backward is the last.
 
 [Note: names] Parameters have the names of the model's `state_dict`; for a model of the `peft` package, those of its
 base model. A shared weight has its name in the model's files, even if that is of a module which does not run, such as
@@ -34,9 +30,8 @@ initialized.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import product, zip_longest
@@ -52,15 +47,11 @@ from atoll.runtime.models.batch import Batch
 from atoll.runtime.models.buffers import construct_buffers, constructed_constants, on_meta, written
 from atoll.runtime.models.inputs import DECODER_IDS, decoder_ids, main_input
 from atoll.runtime.models.probe import (
-    Shape,
-    Stack,
-    argument,
     fixed_options,
     hidden_argument,
     look_at,
-    replace_argument,
-    replace_hidden,
 )
+from atoll.runtime.models.slots import EncoderOutput, LayerSlot, PlacedStack, StageEnd, StageRun, Stub
 from atoll.runtime.models.tasks import LABELS, task_of
 
 
@@ -80,13 +71,13 @@ class HuggingFaceAdapter:
             parent, leaf = self._parent(name)
             setattr(parent, leaf, modules[kept])
         blocks: list[Block] = []
-        self._stacks: list[_Placed] = []
+        self._stacks: list[PlacedStack] = []
         for parts, stack in zip_longest(found.around, found.stacks):
             for at, name in enumerate(found.kept.get(part, part) for part in parts):
                 blocks.append(Block(name, modules[name], is_joined=at > 0))
             if stack is not None:
-                stubs = {name: _Stub(found.shapes[name], modules[name]) for name in parts}
-                self._stacks.append(_Placed(stack, len(blocks), stubs))
+                stubs = {name: Stub(found.shapes[name], modules[name]) for name in parts}
+                self._stacks.append(PlacedStack(stack, len(blocks), stubs))
                 blocks += [Block(f"{stack.name}.{at}", layer) for at, layer in enumerate(stack.layers)]
         self._blocks = tuple(blocks)
         self._end = self._stacks[-1].end
@@ -119,7 +110,7 @@ class HuggingFaceAdapter:
         try:
             with self._only(first, last, hidden, inputs=inputs) as options:
                 output = self.model(**inputs, **options)
-        except _Handed as handed:
+        except StageEnd as handed:
             return handed.hidden
         outputs = self._task.outputs(output)
         assert outputs is not None, "the look at the model has seen its outputs"
@@ -307,7 +298,7 @@ class HuggingFaceAdapter:
             found.append([each for each in (*args[1:], *kwargs.values()) if isinstance(each, Tensor)])
             output = form.wrap(hidden_argument(args, kwargs))
             if len(found) == len(placed.slots):
-                raise _Handed(form.unwrap(output))
+                raise StageEnd(form.unwrap(output))
             return output
 
         hidden = torch.zeros(*positions.shape, self.model.get_input_embeddings().embedding_dim)
@@ -319,7 +310,7 @@ class HuggingFaceAdapter:
                 slot.doing(note)
             try:
                 self.model(**inputs, position_ids=positions, **options)
-            except _Handed:
+            except StageEnd:
                 return found
         raise PlanError(f"{type(self.model).__name__} ends before its last layer")
 
@@ -349,7 +340,7 @@ class HuggingFaceAdapter:
         for block in self._blocks[self._end :]:
             parent, leaf = self._parent(block.name)
             stood.append((parent, leaf, block.module))
-            slot = _Slot(block.module).doing(
+            slot = LayerSlot(block.module).doing(
                 (lambda *args, **kwargs: given) if block.name == head else (lambda hidden, *args, **kwargs: hidden)
             )
             setattr(parent, leaf, slot)
@@ -379,7 +370,7 @@ class HuggingFaceAdapter:
     ) -> Iterator[dict[str, Any]]:
         """Context with blocks first..last-1 in their places and replacements for the others. Yields additional
         arguments of the model's forward."""
-        options, stage = dict(self._options), _Stage(first, last, hidden, _Memory())
+        options, stage = dict(self._options), StageRun(first, last, hidden, EncoderOutput())
         if hidden is not None and self._is_encoder_decoder and first >= self._stacks[1].begin:
             target = inputs[DECODER_IDS].shape[1]
             encoded, stage.hidden = hidden.split([hidden.shape[1] - target, target], dim=1)
@@ -437,152 +428,6 @@ class HuggingFaceAdapter:
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.device != device:
                 setattr(module, name, buffer.to(device))
-
-
-class _Handed(Exception):  # noqa: N818  (the end of a stage, not an error)
-    """Ends a forward with the hidden state that its stage returns."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.hidden = hidden
-
-
-class _Slot(nn.Module):
-    """Replaces a layer and has its attributes."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.__dict__["_layer"] = layer
-        self._act: Callable[..., Any] | None = None
-
-    def doing(self, act: Callable[..., Any]) -> _Slot:
-        """Return this slot, with `act` as its forward until the next call."""
-        self._act = act
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_layer"], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the slot's function in the present stage."""
-        assert self._act is not None, "a slot stands in the model only with something to do"
-        return self._act(*args, **kwargs)
-
-
-@dataclass(slots=True)
-class _Placed:
-    """A stack whose layers are blocks from `begin` on.
-
-    stubs: replacements of the modules that run before it.  slots: replacements of its layers.
-    """
-
-    stack: Stack
-    begin: int
-    stubs: Mapping[str, _Stub]
-    slots: list[_Slot] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.slots = [_Slot(layer) for layer in self.stack.layers.children()]
-
-    @property
-    def end(self) -> int:
-        """The block after its last layer."""
-        return self.begin + len(self.slots)
-
-    @property
-    def run(self) -> range:
-        """Its layers, as blocks."""
-        return range(self.begin, self.end)
-
-
-@dataclass(slots=True)
-class _Stage:
-    """Blocks first..last-1 during one forward. hidden: input of the first one, None for block 0."""
-
-    first: int
-    last: int
-    hidden: Tensor | None
-    memory: _Memory
-
-    def act(self, placed: _Placed, at: int, module: nn.Module) -> Callable[..., Any] | None:
-        """Return the replacement of layer block `at`; None: the layer itself."""
-        stack, hidden, memory = placed.stack, self.hidden, self.memory
-        layer = module if self.first <= at < self.last else None
-        if hidden is not None and self.first >= placed.end and at == placed.end - 1:
-            return lambda *args, **kwargs: stack.form.wrap(hidden)
-        enters = hidden is not None and at == self.first
-        ends = self.last <= placed.end and at == max(self.last - 1, placed.begin)
-        if layer is not None and stack.memory is None and not enters and not ends:
-            return None
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if enters:
-                args, kwargs = replace_hidden(args, kwargs, hidden)
-            encoded = None if stack.memory is None else argument(args, kwargs, stack.memory)
-            if layer is None:
-                output = stack.form.wrap(hidden_argument(args, kwargs))
-            elif stack.memory is None:
-                output = layer(*args, **kwargs)
-            else:
-                args, kwargs = replace_argument(args, kwargs, stack.memory, memory.shared(encoded))
-                output, encoded = layer(*args, **kwargs), memory.shared(encoded)
-            if not ends:
-                return output
-            given = stack.form.unwrap(output)
-            raise _Handed(given if encoded is None else torch.cat([encoded, given], dim=1))
-
-        return run
-
-
-@dataclass(slots=True)
-class _Memory:
-    """The encoder's output, for all decoder layers of one forward.
-
-    See [Note: one tensor for several blocks].
-    """
-
-    leaf: Tensor | None = None
-
-    def shared(self, encoded: Any) -> Any:
-        """The encoder's output for the next layer."""
-        if not encoded.requires_grad:
-            return encoded
-        if self.leaf is not None:
-            return self.leaf
-        leaf = self.leaf = encoded.detach().requires_grad_()
-
-        def join(gradient: Tensor) -> Tensor:
-            gathered, leaf.grad = leaf.grad, None
-            return gradient if gathered is None else gradient + gathered
-
-        joined = encoded.view_as(encoded)
-        joined.register_hook(join)
-        return joined
-
-
-class _Stub(nn.Module):
-    """Returns zeros of the shapes of a module's outputs, and has the module's attributes; has a `weight` without
-    elements."""
-
-    def __init__(self, shape: Shape, module: nn.Module) -> None:
-        super().__init__()
-        self.__dict__["_module"] = module
-        self._shape = shape
-        self._sizes: Mapping[int, int] = {}
-        self.weight = torch.empty(0)
-
-    def doing(self, sizes: Mapping[int, int], like: Tensor) -> _Stub:
-        """Return this stub, for a batch of such sizes on the device and in the dtype of a hidden state."""
-        self._sizes = sizes
-        if self.weight.device != like.device or self.weight.dtype != like.dtype:
-            self.weight = torch.empty(0, device=like.device, dtype=like.dtype)
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_module"], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return zeros."""
-        return self._shape.zeros(self._sizes, like=self.weight)
 
 
 def _share_position_bias(model: nn.Module) -> None:

@@ -172,7 +172,7 @@ class DeferredWeight(LinearLayer):
             # In the middle of autograd's backward of the block, with x and y's gradient still at hand: phase I.
             self.unit.touched.add(self.name)
             with torch.no_grad():
-                self.unit.room(self.name, "I").add_product(hidden, gradient)
+                self.unit.gradient_buffer(self.name, "I").add_product(hidden, gradient)
             return
         if self.collector.found is None:
             raise RunError(f"the gradient of {self.name} was computed outside of a step; use engine.step")
@@ -304,7 +304,7 @@ def compute_weights(unit: Unit, pending: list[tuple[str, Any]]) -> None:
     while pending:
         name, kept = pending.pop()
         unit.touched.add(name)
-        buffer = unit.room(name, "W")  # the first of a unit opens the buffer: [Note: phases] in segment.py
+        buffer = unit.gradient_buffer(name, "W")  # the first of a unit opens the buffer: [Note: phases] in segment.py
         if isinstance(kept, Tensor):  # from autograd, of a weight that is also used outside of its layer
             buffer.add(kept)
         else:

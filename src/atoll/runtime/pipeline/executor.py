@@ -313,9 +313,6 @@ class Executor:
         # [Note: a step ahead of its verdict] in step_end.py. No backward has run yet, so no gradient of this step has
         # been written: there are activations, gathered copies and messages to discard.
         if self.end.roll_back():
-            # Gathers in flight read wrong values. Wait for them, because their buffers are needed again.
-            for unit in self.units.values():
-                unit.drop()
             self.microbatches.begin(batches, training=True)
             for extension in self.extensions:
                 extension.end()

@@ -223,7 +223,7 @@ class Microbatches:
                 own = local_part(like_parameter(parameter, gradient)) if is_split else gradient
                 if is_of_input:
                     unit.touched.add(name)
-                    unit.room(name, "I").add(own)
+                    unit.gradient_buffer(name, "I").add(own)
                 else:  # not into the buffer of W, which is opened in W: a pending W holds no gradient buffer
                     pending.setdefault(unit, []).append((name, own))
         if self.probe is not None:

@@ -81,11 +81,12 @@ def bad_parameter(units: Sequence[Unit], rank: int, names: Mapping[str, int]) ->
     for unit in units:
         block = unit.spec.blocks[0] if unit.spec.blocks else -1
         for segment in unit.segments:
-            for held in (segment.master, segment.rest):
+            flat, shards = segment.flat, segment.shards
+            for held in (shards.master, shards.parameter):
                 if held is None or bool(held.isfinite().all()):
                     continue
-                level = segment.layout.optimizer if held is segment.master else segment.layout.parameters
-                for part in segment.map.slices(segment.range(level)):
+                level = flat.layout.optimizer if held is shards.master else flat.layout.parameters
+                for part in flat.map.slices(flat.range(level)):
                     if not bool(held.narrow(0, part.offset, part.stop - part.start).isfinite().all()):
                         return Sighting(Made.PARAMETER, rank, -1, block=block, name=names[part.name])
     return None

@@ -17,7 +17,7 @@ ahead, and then the norm of all stages is above `clip`:
     VERDICT    waits for the sums: from here on all ranks know the same
     STEP       masters and states <- step k, clipped. If it is refused or skipped, they stay. The gradients, kept until
                now, are discarded
-    TAKE_BACK  rolls back: parameters <- masters (with a codec between groups see `Segment.take_back`). F0, F1 and the
+    TAKE_BACK  rolls back: parameters <- masters (with a codec between groups see `Segment.roll_back`). F0, F1 and the
                message between them are discarded, and the program begins again; VERDICT then finds no step to wait for
 
 If the verdict is that nothing was clipped, STEP gives the masters the values that the parameters have already, and
@@ -241,7 +241,7 @@ class StepEnd:
             return False
         # All ranks of a stage get here, as the verdict is the same: the syncs that begin here match.
         for unit in self._units:
-            unit.take_back(was_taken=self._was_taken)
+            unit.roll_back(was_applied=self._was_taken)
         return True
 
     def forget(self) -> None:
@@ -259,7 +259,7 @@ class StepEnd:
             # of it is in flight.
             self.forget()
             for unit in self._units:
-                unit.take_back(was_taken=False)
+                unit.roll_back(was_applied=False)
 
     def take_refused(self) -> Refused | None:
         """Return the step that was refused last, if it has not been taken yet."""
@@ -386,7 +386,7 @@ class StepEnd:
         # Wait for the previous step's parameter sync: it may still read what the optimizer is about to write, as p and
         # master can be one storage.
         for unit in self._units:
-            unit.settle_parameters()
+            unit.wait_for_parameters()
         if is_finite:
             self.optimizer.step(step.touched, sums.factor(self.clip), step.options)
             if self._is_post_validated:  # otherwise the program has COLLECT, TRANSFORM and UPDATE after STEP
@@ -417,7 +417,7 @@ class StepEnd:
 
 
 OF_ALL: Mapping[Operation, Callable[[StepEnd], None]] = {
-    Do.QUIET: lambda end: end._transport.wait_for_readers(),
+    Do.QUIET: lambda end: end._transport.memory.wait_for_readers(),
     Do.CORRECT: StepEnd.correct,
     Do.JOIN: StepEnd.join,
     Do.PASS: StepEnd.pass_on,

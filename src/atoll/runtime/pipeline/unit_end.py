@@ -15,8 +15,8 @@ from atoll.runtime.sharding.unit import Unit
 
 
 def _wait(end: StepEnd, unit: Unit) -> None:
-    unit.settle_gradients()
-    unit.settle_parameters()  # of what the step did not use: see [Note: reading in place]
+    unit.wait_for_gradients()
+    unit.wait_for_parameters()  # of what the step did not use: see [Note: reading in place]
 
 
 def _unscale(end: StepEnd, unit: Unit) -> None:

@@ -31,7 +31,7 @@ class Parameters:
         """Wait until no parameter sync reads or writes the shards, before an agreement after which they are written."""
         with self._agreement.guard("settling parameters"):
             for unit in self._units:
-                unit.settle_parameters()
+                unit.wait_for_parameters()
 
     @contextmanager
     def edit(self, names: str | Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:

@@ -88,7 +88,7 @@ def whole_gradients(units: Sequence[Unit], names: Collection[str]) -> dict[str, 
     """Return the step's gradients as the optimizer will get them, apart from clipping; every rank takes part."""
     found = {}
     for segment in _segments_with(units, names):
-        if segment.final is not None:
+        if segment.gradients.final is not None:
             found.update({name: value for name, value in segment.read_gradients().items() if name in names})
     return found
 
@@ -96,7 +96,7 @@ def whole_gradients(units: Sequence[Unit], names: Collection[str]) -> dict[str, 
 def _segments_with(units: Sequence[Unit], names: Collection[str]) -> Iterator[Segment]:
     for unit in units:
         for segment in unit.segments:
-            if any(name in names for name in segment.parameters):
+            if any(name in names for name in segment.flat.parameters):
                 yield segment
 
 

@@ -60,12 +60,9 @@ _HALF_A_BIT = 2.0**-25
 # Without the scales the owner has added g + r - r' and then g' + r' - r'': m' carries the error of m, so after any
 # number of steps only the last residual is missing. A step with several reductions takes this path with each of them.
 # A residual that was stored times S would count S / T times in the next step: after an overflow T is S / 2.
-# An overflow in g makes c and r' infinite or NaN. Such a step is not taken, and `Segment.clear_residuals` sets r' to 0.
+# An overflow in g makes c and r' infinite or NaN. Such a step is not applied, and `clear_residuals` sets r' to 0.
 # The sum that an owner sends back takes the same path, with the residual's own block. So do outer gradients, with scale
 # 1, from one outer step of their fragment to the next.
-
-Encoded = tuple[torch.Tensor | None, torch.Tensor]
-"""Scales, [rows, 1] in float32, and payload, [rows, bytes]."""
 
 
 @dataclass(slots=True)
@@ -248,7 +245,7 @@ def _compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
 # ---- moves
 
 
-Draw = Callable[[int], torch.Tensor | None]
+NoiseFor = Callable[[int], torch.Tensor | None]
 """Position of the receiver along the axis -> the random numbers of the message to it."""
 
 
@@ -259,7 +256,7 @@ def reduce(
     tag: Tag,
     *,
     transport: Transport,
-    noise: Draw,
+    noise: NoiseFor,
     residual: torch.Tensor | None = None,
     scale: float = 1.0,
 ) -> None:

@@ -6,7 +6,7 @@
                 optimizer keeps any of whole matrices; slices of the result travel back
     update      of each slice, elementwise: weight decay, and the slice of the result
 
-An optimizer is a `MatrixUpdate`: what is elementwise, and the transform. `Exchange` is one segment's way.
+An optimizer is a `MatrixUpdate`: what is elementwise, and the transform. `MatrixExchange` is one segment's way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 from atoll.plans.layouts import Box, Holders, Matrix, Piece, Whole
 from atoll.plans.plan import Place
 from atoll.runtime import lanes
-from atoll.runtime.sharding.segment import Segment, dtype_of
+from atoll.runtime.sharding.segment import Segment
+from atoll.runtime.sharding.tensors import dtype_of
 from atoll.runtime.transport import Channel, Tag
 
 Options = Mapping[str, Any]
@@ -90,7 +91,7 @@ class _Batch:
             self.kept[name][rows] = values[rows]
 
 
-class Exchange:
+class MatrixExchange:
     """The way of a segment's matrices to their owners and back.
 
     groups: index of the parameter group of each parameter. Matrices of one shape and group are transformed together.
@@ -98,7 +99,8 @@ class Exchange:
 
     def __init__(self, segment: Segment, update: MatrixUpdate, groups: Mapping[str, int]) -> None:
         self.segment = segment
-        sharding, shape, place = segment.sharding, segment.shape, segment.around.transport.place
+        flat = segment.flat
+        sharding, shape, place = flat.sharding, flat.shape, flat.around.transport.place
         holders = sharding.holders(shape)
         # The dtype in which slices travel and matrices are transformed.
         self.dtype = dtype_of(sharding.transformed)
@@ -121,7 +123,7 @@ class Exchange:
             elif piece.holder != own == owner:
                 self._taken.setdefault(ranks[piece.holder], []).append(piece)
         batches: dict[tuple[int, int, int], list[int]] = {}
-        for at, (matrix, owner) in enumerate(zip(segment.matrices, shape.owners, strict=True)):
+        for at, (matrix, owner) in enumerate(zip(flat.matrices, shape.owners, strict=True)):
             if owner == own:
                 batches.setdefault((matrix.rows, matrix.columns, groups[matrix.name]), []).append(at)
         # This rank's matrices, for the life of the engine: a batch stores the state of its matrices.
@@ -158,7 +160,7 @@ class Exchange:
         for piece in arrived:
             by_matrix.setdefault(piece.matrix, []).append(piece)
         for batch in self._batches:
-            first = self.segment.matrices[batch.places[0]]
+            first = self.segment.flat.matrices[batch.places[0]]
             sizes = len(batch.places), first.rows, first.columns
             matrices = torch.empty(sizes, dtype=self.dtype, device=self._slices.device)
             for target, at in zip(matrices, batch.places, strict=True):
@@ -191,7 +193,7 @@ class Exchange:
         for batch in self._batches:
             for name, values in batch.kept.items():
                 for at, own in zip(batch.places, values, strict=True):
-                    yield self.segment.matrices[at], name, own
+                    yield self.segment.flat.matrices[at], name, own
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all tensors that store state of matrices."""
@@ -199,9 +201,9 @@ class Exchange:
 
     def _batch(self, places: Sequence[int], group: int) -> _Batch:
         """Return a batch of matrices of one shape and group, whose state is zero."""
-        first, sharding = self.segment.matrices[places[0]], self.segment.sharding
+        first, sharding = self.segment.flat.matrices[places[0]], self.segment.flat.sharding
         shapes = self._update.whole.transform.kept(first.rows, first.columns)
-        dtype, device = dtype_of(sharding.precision.master), self.segment.around.device
+        dtype, device = dtype_of(sharding.precision.master), self.segment.flat.around.device
         kept, ahead = (
             {name: torch.zeros(len(places), *shape, dtype=dtype, device=device) for name, shape in shapes.items()}
             if is_stored
@@ -212,7 +214,7 @@ class Exchange:
 
     def _rows(self, batch: _Batch, touched: Collection[str]) -> list[int]:
         """Rows of a batch whose matrices have a gradient."""
-        return [row for row, at in enumerate(batch.places) if self.segment.matrices[at].name in touched]
+        return [row for row, at in enumerate(batch.places) if self.segment.flat.matrices[at].name in touched]
 
     def results(self) -> torch.Tensor:
         """Return the slices of the results, in this rank's shard, when all are there."""
@@ -229,11 +231,13 @@ class Exchange:
         if len(self._ranks) > 1:
             # A channel for each direction: some ranks may send updates back while others still receive slices on the
             # way to the owners. Other segments have other tags.
-            swap, tag = self.segment.around.transport.swap, Tag(channel, *self.segment.tag)
+            swap, tag = self.segment.flat.around.transport.swap, Tag(channel, *self.segment.flat.tag)
             # What leaves and arrives is held until the job is waited for: on a GPU a lane's stream works on it, see
             # [Note: streams and memory] in runtime/lanes.py.
             self._leaving = out
-            self._job = self.segment.start("sync", partial(swap, out, self._arriving, self._ranks, tag), after=None)
+            self._job = self.segment.collectives.start(
+                "sync", partial(swap, out, self._arriving, self._ranks, tag), after=None
+            )
 
     def _wait(self) -> None:
         if self._job is not None:
@@ -242,7 +246,7 @@ class Exchange:
 
     def _assemble(self, target: torch.Tensor, at: int, arrived: Mapping[Piece, torch.Tensor]) -> None:
         """Fill a matrix from its pieces, those of each tensor-parallel rank to its part."""
-        matrix = self.segment.matrices[at]
+        matrix = self.segment.flat.matrices[at]
         for tp in range(matrix.parts):
             # Pieces are ranges of a tensor-parallel part, flattened. A part with some of the columns is not contiguous
             # in the matrix, so it is put together beside it.
@@ -256,7 +260,7 @@ class Exchange:
 
     def _slice(self, result: torch.Tensor, piece: Piece) -> torch.Tensor:
         """A holder's slice of a result."""
-        part = _part(result, self.segment.matrices[piece.matrix].part(piece.tp))
+        part = _part(result, self.segment.flat.matrices[piece.matrix].part(piece.tp))
         return part.reshape(-1)[piece.start : piece.stop]
 
 

@@ -7,7 +7,8 @@ exchange unit by unit, as the step's program says.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from torch import nn
 from atoll.base._torch import scaled_gradients, takes_scale
 from atoll.base.errors import CheckpointError, PlanError
 from atoll.plans.layouts import Box, Matrix
-from atoll.runtime.sharding.matrices import Exchange, MatrixUpdate, Options
+from atoll.runtime.sharding.matrices import MatrixExchange, MatrixUpdate, Options
 from atoll.runtime.sharding.unit import Unit
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -77,6 +78,91 @@ def fused_by_default(options: Collection[str], groups: Iterable[Mapping[str, Any
     return {"fused": True} if on_gpu and not chosen else {}
 
 
+def slices_of(units: Iterable[Unit]) -> dict[str, ParameterSlice]:
+    """Return views of the masters by parameter: those of which this rank's shards have elements."""
+    found: dict[str, ParameterSlice] = {}
+    for unit in units:
+        for segment in unit.segments:
+            flat, master = segment.flat, segment.shards.master
+            if master is None:
+                continue
+            for part in flat.map.slices(flat.range(flat.layout.optimizer)):
+                view = master.narrow(0, part.offset, part.stop - part.start)
+                found[part.name] = ParameterSlice.of(
+                    view, part.name, flat.boxes[part.name], start=part.start, stop=part.stop
+                )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Parameter groups, as torch's optimizers take them, and the index of every parameter's group.
+
+    Groups follow from the whole model's parameters and not from this rank's slices: schedules set learning rates by the
+    index of a group, and checkpoints of any world size store the options of groups in order.
+    """
+
+    groups: list[dict[str, Any]]
+    index: Mapping[str, int]
+
+    @staticmethod
+    def of(
+        named_shapes: Iterable[tuple[str, tuple[int, ...]]],
+        slices: Mapping[str, ParameterSlice],
+        *,
+        options: GroupOptions | None,
+        matrices: Collection[str],
+    ) -> Grouping:
+        """Group the parameters by their options, in the order of the first of each group."""
+        groups: list[dict[str, Any]] = []
+        at_key: dict[str, int] = {}
+        index: dict[str, int] = {}
+        for name, shape in named_shapes:
+            chosen = dict(options(name, shape)) if options is not None else {}
+            if matrices:  # a part of the key: the optimizer tells by it which groups it leaves to the engine
+                chosen["whole"] = name in matrices
+            at = index[name] = at_key.setdefault(repr(sorted(chosen.items())), len(groups))
+            if at == len(groups):
+                groups.append({"params": [], **chosen})
+            if name in slices:
+                groups[at]["params"].append(slices[name])
+        return Grouping(groups, index)
+
+    def make(self, factory: OptimizerFactory) -> torch.optim.Optimizer:
+        """Make the optimizer of the groups. Raises PlanError for one that cannot step 1-D slices, or steps others."""
+        advice = "use an elementwise optimizer such as AdamW, SGD or Lion"
+        if not callable(factory):
+            kind = type(factory).__name__
+            raise PlanError(
+                f"optimizer is a {kind}, which steps the parameters that it was made with; the engine trains slices of "
+                f"its own and makes the optimizer with them: give a function, such as optimizer=lambda groups: "
+                f"torch.optim.{kind}(groups, lr=...)"
+            )
+        try:
+            made = factory(self.groups)
+        except ValueError as error:
+            raise PlanError(
+                f"the optimizer refuses groups of 1-D slices: {error}; one that needs whole matrices cannot step a "
+                f"sharded flat buffer, {advice}"
+            ) from error
+        kind = type(made).__name__
+        if kind in WHOLE_MATRIX:
+            other = f"atoll.{kind}, which gets them from the ranks that shard them, or " if kind == "Muon" else ""
+            raise PlanError(
+                f"{kind} needs whole matrices and cannot step the slices of a sharded flat buffer; use {other}"
+                f"{advice.removeprefix('use ')}"
+            )
+        given = {id(part) for group in self.groups for part in group["params"]}
+        taken = {id(part) for group in made.param_groups for part in group["params"]}
+        if given != taken:
+            raise PlanError(
+                f"the optimizer has {len(given & taken)} of the {len(given)} slices that it is to step, and "
+                f"{len(taken - given)} other tensors; make {kind} with the groups that the function is given, not with "
+                "model.parameters(). What is not to be trained has requires_grad = False"
+            )
+        return made
+
+
 class ShardedOptimizer:
     """Slices, their gradients, and the torch optimizer that steps them.
 
@@ -97,70 +183,22 @@ class ShardedOptimizer:
         self._device = units[0].around.device if units else torch.device("cpu")
         # The only tensors that the torch optimizer knows: views of the masters, as long-lived as these. A rank has no
         # slice of a parameter of which its shard has no element. Between steps none of them has a gradient.
-        self.slices: dict[str, ParameterSlice] = {}
-        for unit in units:
-            for segment in unit.segments:
-                if segment.master is None:
-                    continue
-                held = segment.range(segment.layout.optimizer)
-                for part in segment.map.slices(held):
-                    view = segment.master.narrow(0, part.offset, part.stop - part.start)
-                    self.slices[part.name] = ParameterSlice.of(
-                        view, part.name, segment.boxes[part.name], start=part.start, stop=part.stop
-                    )
-        grouped: dict[str, dict[str, Any]] = {}
-        group_of: dict[str, int] = {}
-        # Groups follow from the whole model's parameters and not from this rank's slices: schedules set learning rates
-        # by the index of a group, and checkpoints of any world size store the options of groups in order.
-        for name, shape in named_shapes:
-            chosen = dict(options(name, shape)) if options is not None else {}
-            if matrices:  # a part of the key: the optimizer tells by it which groups it leaves to the engine
-                chosen["whole"] = name in matrices
-            key = repr(sorted(chosen.items()))
-            group = grouped.setdefault(key, {"params": [], **chosen})
-            group_of[name] = list(grouped).index(key)
-            if name in self.slices:
-                group["params"].append(self.slices[name])
-        advice = "use an elementwise optimizer such as AdamW, SGD or Lion"
-        if not callable(factory):
-            kind = type(factory).__name__
-            raise PlanError(
-                f"optimizer is a {kind}, which steps the parameters that it was made with; the engine trains slices of "
-                f"its own and makes the optimizer with them: give a function, such as optimizer=lambda groups: "
-                f"torch.optim.{kind}(groups, lr=...)"
-            )
-        try:
-            self.torch = factory(list(grouped.values()))
-        except ValueError as error:
-            raise PlanError(
-                f"the optimizer refuses groups of 1-D slices: {error}; one that needs whole matrices cannot step a "
-                f"sharded flat buffer, {advice}"
-            ) from error
-        kind = type(self.torch).__name__
-        if kind in WHOLE_MATRIX:
-            other = f"atoll.{kind}, which gets them from the ranks that shard them, or " if kind == "Muon" else ""
-            raise PlanError(
-                f"{kind} needs whole matrices and cannot step the slices of a sharded flat buffer; use {other}"
-                f"{advice.removeprefix('use ')}"
-            )
-        given = {id(part) for group in grouped.values() for part in group["params"]}
-        taken = {id(part) for group in self.torch.param_groups for part in group["params"]}
-        if given != taken:
-            raise PlanError(
-                f"the optimizer has {len(given & taken)} of the {len(given)} slices that it is to step, and "
-                f"{len(taken - given)} other tensors; make {kind} with the groups that the function is given, not with "
-                "model.parameters(). What is not to be trained has requires_grad = False"
-            )
+        self.slices = slices_of(units)
+        grouping = Grouping.of(named_shapes, self.slices, options=options, matrices=matrices)
+        # Steps the slices, and stores their states. Lives as long as the engine; schedules change its groups' options.
+        self.torch = grouping.make(factory)
         # The parts of the update that torch's optimizer does not make; None for an elementwise optimizer.
         self._update = factory if isinstance(factory, MatrixUpdate) else None
         # Parameter -> index of its group, whose options schedules change: they are looked up in each step.
-        self._group_of = group_of
+        self._group_of = grouping.index
         # Unit -> one exchange for each of its segments of matrices, in their order: empty for a unit without any.
-        self._exchanges: dict[int, tuple[Exchange, ...]] = {}
+        self._exchanges: dict[int, tuple[MatrixExchange, ...]] = {}
         if self._update is not None:
             self._exchanges = {
                 unit.spec.index: tuple(
-                    Exchange(segment, self._update, group_of) for segment in unit.segments if segment.matrices
+                    MatrixExchange(segment, self._update, grouping.index)
+                    for segment in unit.segments
+                    if segment.flat.matrices
                 )
                 for unit in units
             }
@@ -193,14 +231,13 @@ class ShardedOptimizer:
             if scale != 1.0 and not is_fused:
                 unit.scale_gradients(scale)
             self._present(unit, touched)
-        # A post-validated step is taken within the next one. A schedule may have set the next learning rate by then, so
-        # the options are those of the step's begin, and the current ones are put back.
-        now: list[dict[str, Any]] = []
-        self.remember_options(now)
-        self._use(options)
-        with scaled_gradients(self.torch, scale, device=self._device) if is_fused else nullcontext():
+        # A post-validated step is applied within the next one. A schedule may have set the next learning rate by then,
+        # so the options are those of the step's begin.
+        with (
+            self._using(options),
+            scaled_gradients(self.torch, scale, device=self._device) if is_fused else nullcontext(),
+        ):
             self.torch.step()
-        self._use(now)
         self._touched, self._chosen = frozenset(touched), options
         if scale != 1.0:  # what was transformed ahead were other gradients
             self._ahead.clear()
@@ -213,13 +250,13 @@ class ShardedOptimizer:
             own.grad = None  # may be a view of a segment's `final`, whose memory is about to be freed
 
     def step_ahead(self, unit: Unit, touched: Collection[str]) -> None:
-        """Bring a unit's step to its parameters and leave masters and states as they were.
+        """Apply a unit's step to its parameter shards and leave masters and states as they were.
 
         See [Note: the lazy commit] in pipeline/step_end.py. Matrices have been through `update_ahead`.
         """
         # Copies, since a step in floating point has no inverse. One unit at a time, so that a rank never has a second
         # copy of all masters and states.
-        masters = [segment.master for segment in unit.segments if segment.master is not None]
+        masters = [each.shards.master for each in unit.segments if each.shards.master is not None]
         kept = [master.clone() for master in masters]
         # States of matrices have not changed: `collect_ahead` has advanced clones.
         names = [name for name, _ in unit.trained() if name in self.slices and name not in self._matrices]
@@ -239,7 +276,7 @@ class ShardedOptimizer:
             self._restore_state(name, state)
 
     def forget(self) -> None:
-        """The step has not been."""
+        """Discard what was computed of a step that is not applied."""
         self._directed.clear()
         self._ahead.clear()
 
@@ -310,10 +347,10 @@ class ShardedOptimizer:
         found = []
         for exchange in self._exchanges[unit.spec.index]:
             segment = exchange.segment
-            held = segment.range(segment.layout.optimizer)
+            held = segment.flat.range(segment.flat.layout.optimizer)
             # In the dtype that travels, so that `collect` only cuts. Results come back into this buffer.
-            slices = torch.zeros(len(held), dtype=exchange.dtype, device=segment.around.device)
-            for part in segment.map.slices(held):
+            slices = torch.zeros(len(held), dtype=exchange.dtype, device=segment.flat.around.device)
+            for part in segment.flat.map.slices(held):
                 own = self.slices[part.name]
                 if own.grad is None:
                     continue
@@ -330,14 +367,14 @@ class ShardedOptimizer:
         assert self._update is not None, "an optimizer transforms the matrices"
         for exchange, result in zip(self._exchanges[unit.spec.index], results, strict=True):
             segment = exchange.segment
-            assert segment.master is not None, "matrices are trained"
+            assert segment.shards.master is not None, "matrices are trained"
             for piece in exchange.mine:
                 # A matrix without a gradient is not decayed either, as in one process. Its result was made of zeros.
-                matrix = segment.matrices[piece.matrix]
+                matrix = segment.flat.matrices[piece.matrix]
                 if matrix.name in touched:
                     own, options = (piece.offset, piece.numel), self._chosen[self._group_of[matrix.name]]
                     shape = matrix.rows, matrix.columns
-                    values, transformed = segment.master.narrow(0, *own), result.narrow(0, *own)
+                    values, transformed = segment.shards.master.narrow(0, *own), result.narrow(0, *own)
                     self._update.update(values, transformed, options, shape=shape)
 
     # ----
@@ -350,18 +387,29 @@ class ShardedOptimizer:
     def _present(self, unit: Unit, touched: Collection[str]) -> None:
         """Give a unit's slices their gradients."""
         for segment in unit.segments:
-            if segment.final is None or segment.master is None:
+            final, master = segment.gradients.final, segment.shards.master
+            if final is None or master is None:
                 continue
             # `final` itself if the dtypes are equal. The slices' gradients then are views of it, and a fused kernel's
             # scale is multiplied into it.
-            gradients = segment.final.to(segment.master.dtype)
-            for part in segment.map.slices(segment.range(segment.layout.optimizer)):
+            gradients = final.to(master.dtype)
+            for part in segment.flat.map.slices(segment.flat.range(segment.flat.layout.optimizer)):
                 gradient = gradients.narrow(0, part.offset, part.stop - part.start)
                 self.slices[part.name].grad = gradient if part.name in touched else None
 
-    def _use(self, options: Sequence[Mapping[str, Any]]) -> None:
-        for group, chosen in zip(self.torch.param_groups, options, strict=True):
-            group.update(chosen)
+    @contextmanager
+    def _using(self, options: Sequence[Options]) -> Iterator[None]:
+        """Context in which the groups have other options; the current ones are restored, also after an error."""
+        now: list[dict[str, Any]] = []
+        self.remember_options(now)
+        groups = self.torch.param_groups
+        try:
+            for group, chosen in zip(groups, options, strict=True):
+                group.update(chosen)
+            yield
+        finally:
+            for group, chosen in zip(groups, now, strict=True):
+                group.update(chosen)
 
     def _copy_state(self, name: str) -> dict[str, Any] | None:
         state = self.torch.state.get(self.slices[name])

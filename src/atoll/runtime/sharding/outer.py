@@ -33,7 +33,8 @@ from atoll.plans.outer import Outer, Way
 from atoll.runtime.checkpoint import Piece
 from atoll.runtime.lanes import Job, Lane
 from atoll.runtime.sharding import coding
-from atoll.runtime.sharding.segment import Segment, sum_of_squares
+from atoll.runtime.sharding.norm import sum_of_squares
+from atoll.runtime.sharding.segment import Segment
 from atoll.runtime.sharding.tensors import Spread
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Channel, Peers, Tag, Transport
@@ -42,7 +43,7 @@ from atoll.runtime.transport import Channel, Peers, Tag, Transport
 class _Anchor:
     """The anchor of a segment, with its outer momentum and its residual.
 
-    residual: what encoded outer gradients lacked; None without error feedback.
+    residual: what encoding outer gradients lost; None without error feedback.
     flow: the outer gradient in flight, with the job that averages it: both are kept until the job has been waited for,
     whose stream works on it ([Note: streams and memory] in runtime/lanes.py).
     """
@@ -50,7 +51,7 @@ class _Anchor:
     def __init__(
         self, segment: Segment, outer: Outer, transport: Transport, *, tag: tuple[int, int], seed: int
     ) -> None:
-        assert segment.master is not None, "an anchor is of trained parameters"
+        assert segment.shards.master is not None, "an anchor is of trained parameters"
         self.segment = segment
         self._outer, self._transport, self._tag, self._seed = outer, transport, tag, seed
         # These three live as long as the engine. The job in flight writes to the residual, only the computing thread to
@@ -65,10 +66,10 @@ class _Anchor:
     @property
     def _own(self) -> torch.Tensor:
         """This rank's part of the masters at level G."""
-        segment, level = self.segment, self.segment.layout.optimizer
-        assert segment.master is not None, "an anchor is of trained parameters"
-        outer, inner = segment.range(level), segment.range(Level.G)
-        return segment.master.detach().narrow(0, inner.start - outer.start, len(inner))
+        segment, level = self.segment, self.segment.flat.layout.optimizer
+        assert segment.shards.master is not None, "an anchor is of trained parameters"
+        outer, inner = segment.flat.range(level), segment.flat.range(Level.G)
+        return segment.shards.master.detach().narrow(0, inner.start - outer.start, len(inner))
 
     def adopt(self, names: Collection[str] | None = None) -> None:
         """Set the anchor to the island's parameters: of all names, or of some. Nothing of them is owed any more."""
@@ -87,7 +88,7 @@ class _Anchor:
     @property
     def slices(self) -> tuple[Slice, ...]:
         """The parameters' parts of the anchor."""
-        return self.segment.map.slices(self.segment.range(Level.G))
+        return self.segment.flat.map.slices(self.segment.flat.range(Level.G))
 
     def leave(self, lane: Lane, step: int) -> torch.Tensor:
         """Begin to average the outer gradient of `step` over the islands.
@@ -102,7 +103,7 @@ class _Anchor:
         torch.sub(self.value, self._own, out=flow[:numel])
         # Before the job begins, which works in the flow itself.
         moved = torch.zeros(2, dtype=torch.float64, device=flow.device)
-        if self.segment.spread is Spread.SPLIT or self._transport.place.tp == 0:
+        if self.segment.flat.spread is Spread.SPLIT or self._transport.place.tp == 0:
             moved = torch.stack([sum_of_squares(flow), sum_of_squares(self.value)])
         codec = self._outer.codec
         average: Callable[[torch.Tensor, Peers], None] = self._average
@@ -156,26 +157,26 @@ class _Anchor:
 
     def take(self, values: torch.Tensor) -> None:
         """Overwrite the masters."""
-        assert self.segment.master is not None, "an anchor is of trained parameters"
-        self.segment.master.detach().copy_(values)
+        assert self.segment.shards.master is not None, "an anchor is of trained parameters"
+        self.segment.shards.master.detach().copy_(values)
 
     def apply(self, *, share: float) -> None:
         """Mix the island's masters with the anchor. share: weight of the masters."""
-        segment, level = self.segment, self.segment.layout.optimizer
-        assert segment.master is not None, "an anchor is of trained parameters"
+        segment, level = self.segment, self.segment.flat.layout.optimizer
+        assert segment.shards.master is not None, "an anchor is of trained parameters"
         # The masters have the level of os, the anchor level G. With os at N or I the island gathers the anchor; every
         # rank of a group then mixes the same values, so replicas stay equal.
-        target, source = segment.master.detach(), self.value
-        moves = segment.sharding.real(SYNC_PARAMETER[Level.G, level])
+        target, source = segment.shards.master.detach(), self.value
+        moves = segment.flat.sharding.real(SYNC_PARAMETER[Level.G, level])
         if moves:
-            outer, inner = segment.range(level), segment.range(Level.G)
+            outer, inner = segment.flat.range(level), segment.flat.range(Level.G)
             source = torch.empty_like(target)
             source.narrow(0, inner.start - outer.start, len(inner)).copy_(self.value)
             tag = Tag(Channel.GATHER_INTRA, self._tag[0], Tag.LAST - self._tag[1])  # which no gather of a step has
             for move in moves:
-                part = segment.range(move.coarse)
+                part = segment.flat.range(move.coarse)
                 buffer = source.narrow(0, part.start - outer.start, len(part))
-                self._transport.gather(buffer, segment.around.peers(move.axis), tag)
+                self._transport.gather(buffer, segment.flat.around.peers(move.axis), tag)
         if share:
             target.lerp_(source, 1.0 - share)
         else:
@@ -206,7 +207,7 @@ class OuterSteps:
             own = [
                 _Anchor(segment, outer, transport, tag=(unit.spec.index, part), seed=seed)
                 for part, segment in enumerate(unit.segments)
-                if segment.trainable
+                if segment.flat.trainable
             ]
             if own:
                 fragment = outer.fragment_of(unit.spec.index, count)
@@ -269,9 +270,9 @@ class OuterSteps:
         for unit, anchors in own:
             for anchor in anchors:
                 anchor.step()
-            unit.settle_parameters()
+            unit.wait_for_parameters()
         if own:
-            self._transport.wait_for_readers()  # see [Note: what an arrival writes]
+            self._transport.memory.wait_for_readers()  # see [Note: what an arrival writes]
         for unit, anchors in own:
             for anchor in anchors:
                 anchor.apply(share=self.outer.own_share)
@@ -282,7 +283,9 @@ class OuterSteps:
         """Context in which the anchors, after everything in flight, replace the island's parameters."""
         self.settle()
         kept = [
-            anchor.segment.master.detach().clone() for anchor in self._anchors() if anchor.segment.master is not None
+            anchor.segment.shards.master.detach().clone()
+            for anchor in self._anchors()
+            if anchor.segment.shards.master is not None
         ]
         self._write(lambda at, anchor: anchor.apply(share=0.0))
         try:
@@ -295,8 +298,8 @@ class OuterSteps:
         """Write the masters of all units."""
         units = [unit for own in self._fragments.values() for unit, _ in own]
         for unit in units:
-            unit.settle_parameters()
-        self._transport.wait_for_readers()  # see [Note: what an arrival writes]
+            unit.wait_for_parameters()
+        self._transport.memory.wait_for_readers()  # see [Note: what an arrival writes]
         for at, anchor in enumerate(self._anchors()):
             write(at, anchor)
         for unit in units:
@@ -383,7 +386,7 @@ class OuterSteps:
             for part in anchor.slices:
                 for path, tensor in kept.items():
                     view = tensor.narrow(0, part.offset, part.stop - part.start)
-                    box = anchor.segment.boxes[part.name]
+                    box = anchor.segment.flat.boxes[part.name]
                     yield Piece((*path, part.name), box.shape, part.start, stop=part.stop, tensor=view, within=box)
 
     @property

@@ -73,19 +73,19 @@ def holdings(
     segments = {(unit.spec.index, part): each for unit in units for part, each in enumerate(unit.segments)}
     for at, part, tensors in () if outer is None else outer.holdings():
         segment, kind = segments[at, part], KINDS.index("anchors")
-        held = segment.range(Level.G)
+        held = segment.flat.range(Level.G)
         common = at, part, kind, held.start, held.stop, _position(segment, tp)
         yield Holding(short(digest(repr(common).encode())), short(digest_of(tensors)), at, kind=kind)
     for unit in units:
         for part, segment in enumerate(unit.segments):
-            layout = segment.layout
-            own = [state for name in segment.parameters for state in _tensors(states.get(name, {}))]
-            rest = [] if segment.rest is None or segment.shares else [segment.rest]
-            master = [] if segment.master is None else [segment.master]
+            layout, shards = segment.flat.layout, segment.shards
+            own = [state for name in segment.flat.parameters for state in _tensors(states.get(name, {}))]
+            parameter = [] if shards.parameter is None or shards.are_one else [shards.parameter]
+            master = [] if shards.master is None else [shards.master]
             levels = (layout.optimizer, layout.parameters, layout.optimizer)
-            for kind, (level, tensors) in enumerate(zip(levels, (master, rest, own), strict=True)):
+            for kind, (level, tensors) in enumerate(zip(levels, (master, parameter, own), strict=True)):
                 if tensors:
-                    held = segment.range(level)
+                    held = segment.flat.range(level)
                     key = unit.spec.index, part, kind, held.start, held.stop, _position(segment, tp), island
                     yield Holding(
                         short(digest(repr(key).encode())), short(digest_of(tensors)), unit.spec.index, kind=kind
@@ -93,7 +93,7 @@ def holdings(
 
 
 def _position(segment: Segment, tp: int) -> int:
-    return tp if segment.spread is Spread.SPLIT else -1
+    return tp if segment.flat.spread is Spread.SPLIT else -1
 
 
 def _tensors(state: Mapping[str, Any]) -> list[torch.Tensor]:

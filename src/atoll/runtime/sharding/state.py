@@ -17,7 +17,7 @@ in state.json. So any run can load the checkpoint, also one without islands, whi
 
 outer.momentum.<parameter>           of the outer optimizer
 islands.<i>.model.<parameter>        master weights of an island
-islands.<i>.outer.residual.<parameter>   what encoded outer gradients of an island lacked
+islands.<i>.outer.residual.<parameter>   what encoding an island's outer gradients lost
 islands.<i>.optim. ...               of an island but the first
 islands.<i>.scaler                   fields of its loss scaler in the order of `SCALER`; of an island but the first
 """
@@ -181,7 +181,11 @@ def load_state(
     _prepare_states(optimizer, stored_states(opened, island=island))
     names = frozenset(opened.contents.tensors)
     segments = [segment for unit in units for segment in unit.segments]
-    copied = [each for each in segments if each.keeps_copy and all(_copy_of(name) in names for name in each.parameters)]
+    copied = [
+        each
+        for each in segments
+        if each.shards.keeps_copy and all(_copy_of(name) in names for name in each.flat.parameters)
+    ]
     owed = [owed for unit in units for segment in unit.segments for owed in _owed(unit, segment, names)]
     states = list(_optimizer_pieces(optimizer, _optimizer_path(opened, island)))
     if outer is None:
@@ -216,9 +220,9 @@ def load_state(
     if outer is not None:
         outer.restore(opened.state.get("outer"))
     for segment in segments:
-        segment.clear_residuals()
+        segment.gradients.clear_residuals()
         if segment in copied:
-            segment.forget_gathered()
+            segment.begin_write()
         else:
             segment.sync_parameters(is_exact=True)
     for each in owed:
@@ -263,22 +267,23 @@ def model_pieces(units: Sequence[Unit], buffers: Mapping[str, torch.Tensor]) -> 
 def _trained_pieces(units: Sequence[Unit], path: tuple[str, ...] = ()) -> Iterator[Piece]:
     for unit in units:
         for segment in unit.segments:
-            if segment.master is not None:
-                yield from _pieces_of(segment, segment.master, segment.layout.optimizer, path=(*path, "model"))
+            if segment.shards.master is not None:
+                yield from _pieces_of(
+                    segment, segment.shards.master, segment.flat.layout.optimizer, path=(*path, "model")
+                )
 
 
 def _frozen_pieces(units: Sequence[Unit]) -> Iterator[Piece]:
     for unit in units:
         for segment in unit.segments:
-            if segment.master is None:
-                assert segment.rest is not None, "every segment keeps its parameters somewhere"
-                yield from _pieces_of(segment, segment.rest, segment.layout.parameters, path=("model",))
+            if segment.shards.master is None:
+                yield from _pieces_of(segment, *segment.shards.values, path=("model",))
 
 
 def _pieces_of(segment: Segment, source: torch.Tensor, level: Level, path: tuple[str, ...]) -> Iterator[Piece]:
-    for part in segment.map.slices(segment.range(level)):
+    for part in segment.flat.map.slices(segment.flat.range(level)):
         view = source.detach().narrow(0, part.offset, part.stop - part.start)
-        box = segment.boxes[part.name]
+        box = segment.flat.boxes[part.name]
         yield Piece((*path, part.name), box.shape, part.start, stop=part.stop, tensor=view, within=box)
 
 
@@ -380,16 +385,16 @@ class _Owed:
 def _codec_pieces(units: Sequence[Unit]) -> Iterator[Piece]:
     for unit in units:
         for segment in unit.segments:
-            yield from _copy_pieces(segment) if segment.keeps_copy else ()
+            yield from _copy_pieces(segment) if segment.shards.keeps_copy else ()
             own = _own_slot(unit, segment)
-            for phase, residual in segment.residuals.items():
+            for phase, residual in segment.gradients.residuals.items():
                 yield from _pieces_at(segment, Level.I, residual, path=replace(own, phase=phase).path)
 
 
 def _copy_pieces(segment: Segment) -> Iterator[Piece]:
-    segment.settle_parameters()  # the job that sends the last differences writes the copy
-    assert segment.rest is not None, "a copy rests"
-    return _pieces_at(segment, segment.layout.parameters, segment.rest, path=(_CODEC, _COPY))
+    segment.shards.wait()  # the job that sends the last differences writes the copy
+    assert segment.shards.parameter is not None, "a copy is stored"
+    return _pieces_at(segment, segment.flat.layout.parameters, segment.shards.parameter, path=(_CODEC, _COPY))
 
 
 def _copy_of(name: str) -> str:
@@ -400,33 +405,33 @@ def _pieces_at(
     segment: Segment, level: Level, held: torch.Tensor, path: tuple[str, ...], names: Collection[str] | None = None
 ) -> Iterator[Piece]:
     """Yield the pieces of what a segment holds at a level. names: the parameters, all if not given."""
-    for part in segment.map.slices(segment.range(level)):
+    for part in segment.flat.map.slices(segment.flat.range(level)):
         if names is None or part.name in names:
             view = held.detach().narrow(0, part.offset, part.stop - part.start)
-            box = segment.boxes[part.name]
+            box = segment.flat.boxes[part.name]
             yield Piece((*path, part.name), box.shape, part.start, stop=part.stop, tensor=view, within=box)
 
 
 def _own_slot(unit: Unit, segment: Segment) -> _Slot:
     place = unit.around.transport.place
-    tensor = place.tp if segment.spread is Spread.SUMMED else 0
+    tensor = place.tp if segment.flat.spread is Spread.SUMMED else 0
     return _Slot(tensor, unit.owners.index(place.rank), place.inter, phase="")
 
 
 def _owed(unit: Unit, segment: Segment, names: Collection[str]) -> Iterator[_Owed]:
     """Yield what a segment takes over of the slots in a checkpoint: see [Note: residuals in another world]."""
-    if not segment.residuals:
+    if not segment.gradients.residuals:
         return
     mesh, own = unit.around.transport.place.mesh, _own_slot(unit, segment)
-    tensor = mesh.tensor if segment.spread is Spread.SUMMED else 1
+    tensor = mesh.tensor if segment.flat.spread is Spread.SUMMED else 1
     slots: dict[_Slot, set[str]] = {}
     for name in names:
         found = _Slot.of(name)
-        if found is not None and found[1] in segment.parameters:
+        if found is not None and found[1] in segment.flat.parameters:
             slots.setdefault(found[0], set()).add(found[1])
     for slot in sorted(slots):
         place = slot.tensor % tensor, slot.copy % len(unit.owners), slot.group % mesh.inter
         if place == (own.tensor, own.copy, own.group):
-            phase = next((each for each in segment.phases if each == slot.phase), segment.phases[0])
-            residual = segment.residuals.get(phase, segment.residuals[segment.phases[0]])
+            phase = next((each for each in segment.flat.phases if each == slot.phase), segment.flat.phases[0])
+            residual = segment.gradients.residuals.get(phase, segment.gradients.residuals[segment.flat.phases[0]])
             yield _Owed(segment, slot, residual, values=torch.zeros_like(residual), names=frozenset(slots[slot]))

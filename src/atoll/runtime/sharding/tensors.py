@@ -14,6 +14,13 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from atoll.plans.layouts import Box
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """Torch's dtype called `name`."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
 class Spread(Enum):
     """How a tensor-parallel group stores a parameter.
 

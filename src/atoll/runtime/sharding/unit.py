@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from atoll.program import PHASES, Phase, Using, by_index, using
-from atoll.runtime.sharding.room import Room
-from atoll.runtime.sharding.segment import Segment, Surroundings
+from atoll.runtime.sharding.gradient_buffer import GradientBuffer
+from atoll.runtime.sharding.segment import Segment
+from atoll.runtime.sharding.surroundings import Surroundings
 from atoll.runtime.sharding.tensors import Spread
 from atoll.runtime.transport import Channel, Tag
 
@@ -90,11 +91,14 @@ class Unit:
         spreads: Mapping[str, Spread] | None = None,
         matrices: Collection[str] = (),
     ) -> None:
+        # Fixed for the life of the engine, up to `segments`.
         self.spec = spec
         self.owners = owners
         self.around = around
         self.parameters = dict(parameters)
         self.segments: list[Segment] = []
+        # Names of the parameters that got a gradient on this rank in this step. Blocks add to it, `clear_gradients`
+        # empties it; the ranks add their sets up before the optimizer steps.
         self.touched: set[str] = set()
         together: frozenset[Phase] = frozenset().union(*(phases[n] for n, p in parameters.items() if p.requires_grad))
         grouped: dict[tuple[torch.dtype, frozenset[Phase], Spread, bool], dict[str, nn.Parameter]] = {}
@@ -106,12 +110,12 @@ class Unit:
         for part, ((_, used, spread, is_whole), group) in enumerate(grouped.items()):
             ordered, tag = tuple(phase for phase in PHASES if phase in used), (spec.index, part)
             self.segments.append(Segment(group, around, phases=ordered, tag=tag, spread=spread, is_whole=is_whole))
-        self._by_name = {name: segment for segment in self.segments for name in segment.parameters}
+        self._by_name = {name: segment for segment in self.segments for name in segment.flat.parameters}
 
     @property
     def trainable(self) -> bool:
         """True if any parameter is trained."""
-        return any(segment.trainable for segment in self.segments)
+        return any(segment.flat.trainable for segment in self.segments)
 
     @property
     def is_first_owner(self) -> bool:
@@ -121,114 +125,115 @@ class Unit:
     def trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Trainable parameters by name."""
         for segment in self.segments:
-            if segment.trainable:
-                yield from segment.parameters.items()
+            if segment.flat.trainable:
+                yield from segment.flat.parameters.items()
 
     def phases_of(self, name: str) -> tuple[Phase, ...]:
         """Return the phases in which this rank computes the gradient of a parameter."""
-        return self._by_name[name].phases
+        return self._by_name[name].flat.phases
+
+    # ---- parameters
 
     def begin_gather(self) -> None:
-        """Begin to make the parameters whole; `gather` waits for it."""
+        """Begin to gather the parameters; `gather` waits for it."""
         for segment in self.segments:
-            segment.begin_gather()
+            segment.unsharded.begin_gather()
 
     def gather(self) -> None:
-        """Make the parameters whole on this rank, and up to date; every data-parallel rank takes part."""
+        """Unshard the parameters on this rank, up to date; every data-parallel rank takes part."""
         for segment in self.segments:
-            segment.gather()
+            segment.unsharded.gather()
 
     def free(self) -> None:
-        """Free whole copies of sharded parameters."""
+        """Free gathered copies."""
         for segment in self.segments:
-            segment.free()
-
-    def drop(self) -> None:
-        """Free what is whole or in flight, if a program is executed again from its beginning."""
-        for segment in self.segments:
-            segment.drop()
-
-    def room(self, name: str, phase: Phase) -> Room:
-        """Return the buffer for the gradient of a parameter in a phase."""
-        return self._by_name[name].room(name, phase)
-
-    def gradient(self, name: str, phase: Phase) -> torch.Tensor | None:
-        """Return a parameter's gradient of a phase since the last reduction, or None."""
-        return self._by_name[name].gradient(name, phase)
-
-    def reduce_gradients(self, phase: Phase) -> None:
-        """Begin to reduce one microbatch's gradients of a phase to where they rest, touched or not: others may have."""
-        for segment in self.segments:
-            segment.reduce_gradients(phase)
-
-    def end_reduction(self, phase: Phase) -> None:
-        """Wait for the first reduction of a phase that is under way."""
-        for segment in self.segments:
-            segment.end_reduction(phase)
-
-    def sync_gradients(self, phase: Phase | None = None) -> None:
-        """Begin to bring the step's gradients to the optimizer's level: those that are complete with the last of
-        `phase`, or all."""
-        for segment in self.segments:
-            if segment.trainable and phase in (None, segment.phases[-1]):
-                segment.sync_gradients()
-
-    def settle_gradients(self) -> None:
-        """Wait for the step's gradients at the optimizer's level."""
-        for segment in self.segments:
-            segment.settle_gradients()
-
-    def sum_copies(self) -> None:
-        """Sum the gradients of every copy of the unit, which were settled."""
-        for part, segment in enumerate(self.segments):
-            if len(self.owners) > 1 and segment.final is not None:
-                tag = Tag(Channel.SHARED, self.spec.index, part)
-                self.around.transport.total_ordered(segment.final, self.owners, tag)
-
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply the step's gradients."""
-        for segment in self.segments:
-            if segment.final is not None:
-                segment.final.mul_(factor)
+            segment.unsharded.free()
 
     def sync_parameters(self, *, is_ahead: bool = False, is_exact: bool = False) -> None:
-        """Begin to bring the optimizer's result to where the parameters rest; `gather` waits for it.
+        """Begin to sync the parameter shards from the masters; `gather` waits for it.
 
         is_ahead, is_exact: as in `Segment.sync_parameters`.
         """
         for segment in self.segments:
             segment.sync_parameters(is_ahead=is_ahead, is_exact=is_exact)
 
-    def take_back(self, *, was_taken: bool) -> None:
-        """Bring right parameters to where they rest, where a step ahead may have written wrong ones."""
+    def wait_for_parameters(self) -> None:
+        """Wait for the parameter syncs in flight."""
         for segment in self.segments:
-            segment.take_back(was_taken=was_taken)
+            segment.shards.wait()
+
+    def roll_back(self, *, was_applied: bool) -> None:
+        """Roll back the parameter shards if a step was applied before its verdict and rejected. was_applied: as in
+        `Segment.roll_back`."""
+        for segment in self.segments:
+            segment.roll_back(was_applied=was_applied)
 
     def confirm(self) -> None:
-        """The step ahead was right."""
+        """Keep the step that was applied before its verdict."""
         for segment in self.segments:
-            segment.confirm()
+            segment.shards.confirm()
+
+    # ---- gradients
+
+    def gradient_buffer(self, name: str, phase: Phase) -> GradientBuffer:
+        """Return the buffer for the gradient of a parameter in a phase. The caller must write to it."""
+        return self._by_name[name].gradients.buffer(name, phase)
+
+    def gradient(self, name: str, phase: Phase) -> torch.Tensor | None:
+        """Return a parameter's gradient of a phase since the last reduction, or None."""
+        return self._by_name[name].gradients.written(name, phase)
+
+    def reduce_gradients(self, phase: Phase) -> None:
+        """Begin to reduce one microbatch's gradients of a phase, written or not: other ranks may have written."""
+        for segment in self.segments:
+            segment.gradients.begin_reduction(phase)
+
+    def end_reduction(self, phase: Phase) -> None:
+        """Wait for the first reduction of a phase that is in flight."""
+        for segment in self.segments:
+            segment.gradients.end_reduction(phase)
+
+    def sync_gradients(self, phase: Phase | None = None) -> None:
+        """Begin to sync the step's gradients to the optimizer's level: those that are complete with the last of
+        `phase`, or all."""
+        for segment in self.segments:
+            if segment.flat.trainable and phase in (None, segment.flat.phases[-1]):
+                segment.gradients.begin_sync()
+
+    def wait_for_gradients(self) -> None:
+        """Wait for the step's gradients at the optimizer's level."""
+        for segment in self.segments:
+            segment.gradients.wait()
+
+    def sum_copies(self) -> None:
+        """Sum the gradients of every copy of the unit, after `wait_for_gradients`."""
+        for part, segment in enumerate(self.segments):
+            final = segment.gradients.final
+            if len(self.owners) > 1 and final is not None:
+                tag = Tag(Channel.SHARED, self.spec.index, part)
+                self.around.transport.total_ordered(final, self.owners, tag)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the step's gradients."""
+        for segment in self.segments:
+            if segment.gradients.final is not None:
+                segment.gradients.final.mul_(factor)
 
     def clear_residuals(self) -> None:
-        """Forget what encoded gradients lacked."""
+        """Zero the residuals of encoded gradients."""
         for segment in self.segments:
-            segment.clear_residuals()
-
-    def settle_parameters(self) -> None:
-        """Wait until the parameters are up to date where they rest."""
-        for segment in self.segments:
-            segment.settle_parameters()
+            segment.gradients.clear_residuals()
 
     def clear_gradients(self) -> None:
         """Discard the step's gradients."""
         self.touched.clear()
         for segment in self.segments:
-            segment.clear_gradients()
+            segment.gradients.clear()
 
     def squared_norm(self) -> torch.Tensor:
         """This rank's float64 share of the squared gradient norm; copies of shared parameters count once."""
         total = torch.zeros((), dtype=torch.float64, device=self.around.device)
         if self.is_first_owner:
             for segment in self.segments:
-                total += segment.squared_norm()
+                total += segment.gradients.squared_norm()
         return total

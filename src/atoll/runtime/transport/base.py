@@ -10,9 +10,9 @@ buffer of k equal blocks, one for each rank of the axis in order; a rank's own b
 A rank's own block may also come from, and the sum may go to, a buffer of its own.
 
 [Note: reading in place] Ranks of one host that share memory read each other's blocks in place. A message gives the
-block's location and means that it is ready. Permanent memory (`allocate`) is written only between a step's agreement
-of all data-parallel ranks and its end, or after another agreement, so no rank reads it then. Lent memory (`lend`) is
-reused only after every rank of the group has reported that it is done with it.
+block's location and means that it is ready. Permanent memory (`GroupMemory.allocate`) is written only between a step's
+agreement of all data-parallel ranks and its end, or after another agreement, so no rank reads it then. Lent memory
+(`GroupMemory.lend`) is reused only after every rank of the group has reported that it is done with it.
 """
 
 from __future__ import annotations
@@ -83,6 +83,14 @@ def link_of(channel: Channel) -> Channel | None:
     """
     channel = Channel.SCORES if channel is Channel.SCORE_SUMS else channel
     return channel if channel in _OWN_LINKS else None
+
+
+def ways_between_neighbours(pipeline: int) -> list[tuple[int, int]]:
+    """Return the links of kind None that every run has, from one pipeline position to another: neighbours, and the
+    first rank with the last, since on a loop the stages behind the last rank's are on the first."""
+    last = pipeline - 1
+    pairs = [(0, last)] * (last > 0) + list(itertools.pairwise(range(pipeline)))
+    return [way for low, high in pairs for way in ((low, high), (high, low))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +222,41 @@ class Exchange:
         return total
 
 
+class GroupMemory:
+    """Memory of this rank that the other ranks of its group read in place; here none is: see [Note: reading in place].
+
+    A transport whose ranks can read each other's memory has a subclass.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeros in permanent memory that the other ranks of the group read. All call it equally, before
+        `share`."""
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def share(self, nbytes: int) -> None:
+        """Let the ranks of a group, all of which call it, access allocated memory, and each lend up to `nbytes`.
+
+        Has no effect if they cannot share memory.
+        """
+
+    def sees(self, peers: Peers) -> bool:
+        """Return True if `peers` read each other's memory in place."""
+        return False
+
+    def wait_for_readers(self) -> None:
+        """Wait, as all ranks of a group do, until no rank reads this rank's allocated memory."""
+
+    def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return uninitialized memory that the other ranks of the group read in place; None if there is none."""
+        return None
+
+    def give_back(self, tensor: torch.Tensor, *, was_read: bool = True) -> None:
+        """Release lent memory, or any other tensor. was_read: other ranks have to be told."""
+
+
 class Transport(ABC):
     """Interface of a transport. `sent` counts bytes by axis ("intra", "inter", "pp").
 
@@ -231,6 +274,8 @@ class Transport(ABC):
         mesh, every = place.mesh, range(place.mesh.world)
         self.together = tuple(r for r in every if not has_islands or mesh.place(r).inter == place.inter)
         self._stage = [rank for rank in self.together if mesh.place(rank).pp == place.pp]
+        # What the ranks of a group read in place. Allocations, lanes and the computation use it until `close`.
+        self.memory = GroupMemory(device)
         self.sent: Counter[str] = Counter()
         self._counting = threading.Lock()
         self._outbox: Outbox = Outbox()
@@ -300,31 +345,6 @@ class Transport(ABC):
 
     def open_swaps(self, *axes: str) -> None:  # noqa: B027 (nothing to do where tags match)
         """Ways between all ranks along `axes`, for `swap`; all ranks ask at once."""
-
-    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return zeros in permanent memory that the other ranks of the group read. All call it equally, before
-        `share`."""
-        return torch.zeros(numel, dtype=dtype, device=self.device)
-
-    def share(self, nbytes: int) -> None:  # noqa: B027 (nothing to do where memory is not shared)
-        """Let the ranks of a group, all of which call it, access allocated memory, and each lend up to `nbytes`.
-
-        Has no effect if they cannot share memory.
-        """
-
-    def sees(self, peers: Peers) -> bool:
-        """Return True if `peers` read each other's memory in place."""
-        return False
-
-    def wait_for_readers(self) -> None:  # noqa: B027
-        """Wait, as all ranks of a group do, until no rank reads this rank's allocated memory."""
-
-    def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return uninitialized memory that the other ranks of the group read in place; None if there is none."""
-        return None
-
-    def give_back(self, tensor: torch.Tensor, *, was_read: bool = True) -> None:  # noqa: B027
-        """Release lent memory, or any other tensor. was_read: other ranks have to be told."""
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum of a small CPU tensor over all ranks, the same bits on each."""

@@ -3,9 +3,8 @@ host."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from atoll.plans.plan import Place
 from atoll.runtime.transport import shared_memory
 from atoll.runtime.transport.base import Channel, Later, Message, Peers, Tag, Transport
-from atoll.runtime.transport.shared_memory import HEADERS, Arena, SharedMemory
+from atoll.runtime.transport.host_memory import HostMemory
 
 # [Note: why tags do not collide]
 #
@@ -55,18 +54,8 @@ class GlooTransport(Transport):
     def __init__(self, place: Place, device: torch.device, *, has_islands: bool = False) -> None:
         super().__init__(place, device, has_islands=has_islands)
         # The only ranks that may read each other's memory: what crosses groups has to cross their link.
-        self._group = Peers.along("intra", place)
-        # Two claims that begin alike. `_tries` stays, equal on all ranks of the group, so all of them take part in the
-        # messages of `share`; `_may_share` ends on the rank that runs out of memory, and the others hear of it there.
-        self._may_share = self._tries = self.shares_memory and bool(self._group.others) and device.type == "cpu"
-        # This rank's file, made by its first allocation. If the group does not share it is dropped, and each tensor
-        # keeps its own mapping.
-        self._memory: SharedMemory | None = None
-        # The piece of the file that is lent, from `share` on, if anything is. Computation and lanes use it.
-        self._arena: Arena | None = None
-        # World rank -> the bytes of its file. All ranks of the group, this one too, or none: both ends of a swap have
-        # to agree on whether places are told. Written by `share` and `close` alone.
-        self._others: dict[int, torch.Tensor] = {}
+        group, may_share = Peers.along("intra", place), self.shares_memory and device.type == "cpu"
+        self.memory: HostMemory = HostMemory(group, device, exchange=self.exchange, may_share=may_share)
         # Tag of a gather -> the peers' permanent blocks, by position, from the last gather that heard their places. Any
         # lane's thread may write, each its own entry: of one tag there is one gather at a time.
         self._known: dict[Tag, dict[int, torch.Tensor]] = {}
@@ -74,64 +63,8 @@ class GlooTransport(Transport):
     def close(self) -> None:
         super().close()
         # Views of the peers' files end here, so the memory of a rank that has left can be freed.
-        self._memory, self._arena, self._others, self._known = None, None, {}, {}
-
-    # ---- memory that a group shares
-
-    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        if numel > 0 and self._may_share:
-            with suppress(OSError):
-                self._memory = self._memory or SharedMemory()
-                return self._memory.allocate(numel, dtype)
-            self._memory, self._may_share = None, False  # there is not enough: none of it is shared
-        return super().allocate(numel, dtype)
-
-    def share(self, nbytes: int) -> None:
-        peers = self._group
-        if not self._tries:
-            return
-        # Before the file's size is told: the others map it as it is then.
-        lent = self.allocate(nbytes + HEADERS, torch.uint8) if nbytes else None
-        memory, told = self._memory, torch.zeros(4, dtype=torch.int64)
-        if memory is not None:
-            told = torch.tensor([shared_memory.host(), os.getpid(), memory.descriptor, memory.nbytes])
-        heard = self._hear(peers, told)
-        # A rank without a file says 0, and so does a host without a number: equal zeros are no reason to share.
-        if memory is not None and heard[0][0] and len({host for host, *_ in heard}) == 1:
-            with suppress(OSError, ValueError):  # another user's process, another container's
-                for rank, (_, process, descriptor, size) in zip(peers.ranks, heard, strict=True):
-                    self._others[rank] = shared_memory.mapped(process, descriptor, size)
-        # A vote and a barrier. The others open this rank's descriptor between the two exchanges, so it is closed after
-        # them. One rank that cannot see one file ends sharing for all.
-        everyone = self._hear(peers, torch.tensor([len(self._others)]))
-        if memory is not None:
-            memory.close()
-        if any(count < len(peers.ranks) for (count,) in everyone):
-            self._memory, self._others = None, {}
-        elif lent is not None:
-            self._arena = Arena(lent, len(peers.ranks))
-
-    def _hear(self, peers: Peers, told: torch.Tensor) -> list[list[int]]:
-        """Gather one value from every rank of `peers`, in order."""
-        exchange = self.exchange(told, peers.ranks, Tag(Channel.MEMORY, 0))
-        exchange.wait()
-        return [part.tolist() for part in exchange.parts]
-
-    def wait_for_readers(self) -> None:
-        # Called after the jobs that read from others have been waited for, so a rank's part says that it reads no more.
-        # When all parts have arrived, nobody reads this rank's memory.
-        if self._others:
-            self.exchange(torch.zeros(1), self._group.ranks, Tag(Channel.MEMORY, 1)).wait()
-
-    def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        return None if self._arena is None else self._arena.lend(numel, dtype)
-
-    def give_back(self, tensor: torch.Tensor, *, was_read: bool = True) -> None:
-        done = None if self._arena is None else self._arena.done(tensor)
-        if done is not None:
-            # Readers set their own bytes when they have read (`_swap`). If nobody was told the place, nobody will: then
-            # this rank sets all bytes, or the part would never be lent again.
-            done[self._group.index if was_read else slice(None)] = 1
+        self.memory.close()
+        self._known = {}
 
     # ---- messages
 
@@ -144,7 +77,7 @@ class GlooTransport(Transport):
         of `out` for a peer and the one for this rank have equal sizes."""
         # A message keeps its tensor. All of them are waited for before the blocks of `out` are the caller's again.
         sending: list[Message] = []
-        if not self.sees(peers):
+        if not self.memory.sees(peers):
             found = {at: into(at) for at, _ in peers.others}
             messages = [self.receive(found[at], rank, tag) for at, rank in peers.others]
             sending = [self.send(out[at], rank, tag) for at, rank in peers.others]
@@ -159,7 +92,7 @@ class GlooTransport(Transport):
             hearing = {at: self.receive(heard[at], rank, where) for at, rank in peers.others}
             for at, rank in peers.others:
                 # Sent after the block was written: whoever has the message reads what was meant.
-                told = torch.tensor(self._place(out[at], peers))
+                told = torch.tensor(self.memory.place(out[at], peers))
                 sending.append(self.send(told, rank, where))
                 if told[0] < 0:
                     sending.append(self.send(out[at], rank, tag))
@@ -172,26 +105,14 @@ class GlooTransport(Transport):
                     found[at] = into(at)
                     self.receive(found[at], rank, tag).wait()
                 else:
-                    found[at] = shared_memory.view(self._others[rank], place, out[at])
+                    found[at] = shared_memory.view(self.memory.others[rank], place, out[at])
             yield found
             for at, rank in peers.others:  # after the caller's reads: the byte lets the owner write there again
                 done = int(heard[at][1])
                 if done >= 0:
-                    self._others[rank][done + peers.index] = 1
+                    self.memory.others[rank][done + peers.index] = 1
         for message in sending:
             message.wait()
-
-    def _place(self, block: torch.Tensor, peers: Peers) -> tuple[int, int]:
-        """Return the offset of a block in this rank's memory for `peers`, and of its done bytes: -1 for a block outside
-        the memory, or stored in it permanently."""
-        if self._memory is None or not self.sees(peers):
-            return -1, -1
-        # A block of a lent part has two offsets: its part is released by the bytes at the second one.
-        done = None if self._arena is None else self._arena.done(block)
-        return self._memory.place(block), -1 if done is None else self._memory.place(done)
-
-    def sees(self, peers: Peers) -> bool:
-        return peers.axis == "intra" and bool(self._others)
 
     def total_later(self, values: torch.Tensor) -> Later:
         return self.exchange(values, range(self.place.mesh.world), Tag(Channel.SUM_ALL, 0))
@@ -222,7 +143,7 @@ class GlooTransport(Transport):
         else:
             # If the stored shard is in shared memory, the others read it there in its dtype, equal on all ranks, and
             # cast it. Otherwise they get the copy in `whole`, in its dtype.
-            at_rest, lent = self._place(own, peers)
+            at_rest, lent = self.memory.place(own, peers)
             given = dict.fromkeys(into, own if at_rest >= 0 else place)
             with self._swap(given, peers, tag, into=into.__getitem__) as parts:
                 for at, part in parts.items():

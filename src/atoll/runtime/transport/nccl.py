@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
 from atoll.plans.plan import Place
-from atoll.runtime.transport.base import Channel, Later, Message, Outbox, Peers, Tag, Transport, link_of
+from atoll.runtime.transport.base import (
+    Channel,
+    Later,
+    Message,
+    Outbox,
+    Peers,
+    Tag,
+    Transport,
+    link_of,
+    ways_between_neighbours,
+)
 
 
 class StreamOutbox(Outbox):
@@ -92,6 +101,8 @@ class NcclTransport(Transport):
         self._opened: set[tuple[Channel | None, int, int]] = set()
         # Sorted world ranks -> these: the caller knows the holders of its matrices, not their axes.
         self._swaps: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        # Groups of swaps that all ranks have made, this rank's or not: each is made once, however it is asked for.
+        self._swapping: set[tuple[int, ...]] = set()
         # In all loops below every rank makes every group, its own or not, in one order: [Note: eager communicators] in
         # world.py. A rank that left one out would leave the others waiting in the split.
         mesh = place.mesh
@@ -106,11 +117,7 @@ class NcclTransport(Transport):
                 group = dist.new_group(list(ranks))
                 if place.rank in ranks:
                     self._axes[axis] = group
-        # Before the first rank is the last one: on a loop, the stages behind its own are on the first rank.
-        last = mesh.pipeline - 1
-        ends = [(0, last)] if last else []
-        self.open_links(None, [way for low, high in ends + list(pairwise(range(mesh.pipeline)))
-                               for way in ((low, high), (high, low))])  # fmt: skip
+        self.open_links(None, ways_between_neighbours(mesh.pipeline))
 
         # None without islands: all ranks take steps together, and the world's communicator is right for both sums.
         self._island: dist.ProcessGroup | None = None
@@ -148,7 +155,8 @@ class NcclTransport(Transport):
         mesh = self.place.mesh
         for rank in range(mesh.world):
             ranks = tuple(sorted(mesh.place(rank).peers(*axes)))
-            if ranks[0] == rank and len(ranks) > 1:
+            if len(ranks) > 1 and ranks not in self._swapping:
+                self._swapping.add(ranks)
                 group = dist.new_group(list(ranks))
                 if self.place.rank in ranks:
                     self._swaps[ranks] = group

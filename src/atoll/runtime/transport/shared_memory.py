@@ -55,7 +55,7 @@ class SharedMemory:
         if not hasattr(os, "memfd_create"):
             raise OSError("this system has no memory files")
         # The others open it by this process's number in /proc, so it stays open until all have tried:
-        # `GlooTransport.share`.
+        # `HostMemory.share`.
         self.descriptor = os.memfd_create("atoll")
         # Runs once, by `close` or when this object goes: a second time the number may be that of another file.
         self._closing = weakref.finalize(self, os.close, self.descriptor)

@@ -37,7 +37,7 @@ from atoll.plans.layouts import Box
 from atoll.program import EMBEDDING, HEAD
 from atoll.runtime.models import Adapter, Batch, Block, Vocabulary
 from atoll.runtime.models.batch import IGNORED_LABEL
-from atoll.runtime.sharding.room import Room
+from atoll.runtime.sharding.gradient_buffer import GradientBuffer
 from atoll.runtime.sharding.tensors import added_up, part_of
 from atoll.runtime.sharding.unit import Unit
 
@@ -338,9 +338,9 @@ class VocabularySlice:
         is_here = (at >= 0) & (at < len(self.rows))
         return at.clamp(0, len(self.rows) - 1), is_here
 
-    def _room(self, table: VocabularyTable, name: str) -> Room:
+    def _room(self, table: VocabularyTable, name: str) -> GradientBuffer:
         table.unit.touched.add(name)
-        return table.unit.room(name, "W")
+        return table.unit.gradient_buffer(name, "W")
 
     def _finish(self, scored: Tensor) -> tuple[Tensor, Tensor | None]:
         """Apply the model's scale and cap to the head's output; also return the derivative if it is not 1."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Room(NamedTuple):
+class GradientBuffer(NamedTuple):
     """A view in the parameter's shape. If it is empty, the first gradient is written to it; all later ones are
     added."""
 
