@@ -67,7 +67,7 @@ def labelled_in_part(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 def build(world: int, width: int) -> atoll.Engine:
     """The engine of this rank: no pipeline, parameters, gradients and optimizer state sharded over all ranks."""
     mesh = atoll.MeshShape(intra=world)
-    schedule = atoll.schedules.build("1f1b", ranks=1, microbatches=1)
+    schedule = atoll.schedule("1f1b", ranks=1, microbatches=1)
     plan = atoll.Plan(mesh, atoll.Layout("GGG"), schedule, microbatch=BATCH // world)
     with torch.device("meta"):
         model = classifier(width)

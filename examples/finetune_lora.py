@@ -158,7 +158,7 @@ def build(base: Path, world: int, *, lr: float) -> atoll.Engine:
     """
     with torch.device("meta"):
         model = peft.get_peft_model(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base)), adapters())
-    schedule = atoll.schedules.build("1f1b", ranks=1, microbatches=1)
+    schedule = atoll.schedule("1f1b", ranks=1, microbatches=1)
     plan = atoll.Plan(atoll.MeshShape(intra=world), atoll.Layout("ING"), schedule, microbatch=MICROBATCH)
     return atoll.Engine(
         model,

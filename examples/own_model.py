@@ -138,7 +138,7 @@ def main() -> None:
     pipeline = 2 if world % 2 == 0 else 1
     mesh = atoll.MeshShape(pipeline=pipeline, intra=world // pipeline)
     microbatches = GLOBAL_BATCH // mesh.data // MICROBATCH
-    schedule = atoll.schedules.build("1f1b", ranks=pipeline, microbatches=microbatches)
+    schedule = atoll.schedule("1f1b", ranks=pipeline, microbatches=microbatches)
     plan = atoll.Plan(mesh, atoll.Layout("IIG"), schedule, microbatch=MICROBATCH)
 
     with torch.device("meta"):  # each rank makes the values of its own blocks

@@ -169,7 +169,7 @@ def decoder(sizes: Sizes) -> dict[str, int]:
 
 def plan_of(layout: str) -> atoll.Plan:
     """Two groups of two ranks, without a pipeline."""
-    schedule = atoll.schedules.build("1f1b", ranks=1, microbatches=MICROBATCHES)
+    schedule = atoll.schedule("1f1b", ranks=1, microbatches=MICROBATCHES)
     return atoll.Plan(atoll.MeshShape(inter=ISLANDS, intra=RANKS), atoll.Layout(layout), schedule, microbatch=SAMPLES)
 
 

@@ -47,7 +47,7 @@ from atoll.prediction.cost import Cluster
 from atoll.program.sim import Costs, simulate
 from atoll.training.config import load
 from atoll.training.config.schema import Config, OuterSteps, Section
-from atoll.training.prediction import predict
+from atoll.training.prediction import predict_plan
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -62,7 +62,8 @@ PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTAL
 # ---- the keys of a config
 
 MEANINGS: Mapping[str, str] = {
-    "model.source": '"builtin", the decoder of `atoll.models`; "transformers:llama" or another family, from scratch; '
+    "model.source": '"builtin", the decoder of `atoll.runtime.models`; "transformers:llama" or another family, from '
+    "scratch; "
     "or the folder of a Hugging Face model: [models.md](models.md)",
     "model.config": "values that override the `transformers` configuration; not for the builtin model",
     "model.attention": 'attention of a `transformers` model, as its `attn_implementation`: "eager", "sdpa", '
@@ -456,7 +457,7 @@ def prediction() -> str:
     """What `atoll predict` prints of a config that is shipped."""
     config = load(ROOT / "configs" / "llama-3-8b.toml")
     cluster = Cluster.read(ROOT / "configs" / "clusters" / "h100.toml")
-    lines = describe_prediction(predict(config, config.to_plan(), cluster))
+    lines = describe_prediction(predict_plan(config, config.to_plan(), cluster))
     return "```text\n" + "\n".join(lines) + "\n```\n"
 
 

@@ -11,7 +11,7 @@ from charts import markdown_table
 from atoll.prediction.cost import Cluster
 from atoll.prediction.explain import QUESTIONS, Explanation, ask, text
 from atoll.training.config import Config, load
-from atoll.training.prediction import predict
+from atoll.training.prediction import predict_plan
 from atoll.training.settings import SYSTEMS, Settings, settings_for
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,7 +26,7 @@ def config() -> Config:
 @cache
 def explanation() -> Explanation:
     own = config()
-    return Explanation(predict(own, own.to_plan(), Cluster.read(ROOT / "configs" / "clusters" / "h100.toml")))
+    return Explanation(predict_plan(own, own.to_plan(), Cluster.read(ROOT / "configs" / "clusters" / "h100.toml")))
 
 
 def fenced(lines: Iterable[str], language: str = "text") -> str:
@@ -44,7 +44,7 @@ def slow() -> str:
     cluster = Cluster.of(
         {"device": fast.device.model_dump(), "node": node.model_dump(), "network": {"preset": NETWORK}}
     )
-    found = Explanation(predict(own, own.to_plan(), cluster))
+    found = Explanation(predict_plan(own, own.to_plan(), cluster))
     return fenced([*text.SECTIONS["Bottleneck"](found), "", *text.SECTIONS["Layouts"](found)])
 
 

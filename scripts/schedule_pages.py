@@ -129,7 +129,7 @@ def refused(name: str) -> str:
         build(name, **options)
     except UserError as error:
         asked = ", ".join(f"{option}={value!r}" for option, value in options.items())
-        call = f'atoll.schedules.build("{name}", {asked})'
+        call = f'atoll.schedule("{name}", {asked})'
         return f"`{call}` raises\n\n```text\n{type(error).__name__}: {error}\n```\n"
     raise AssertionError(f"{name} does not refuse {options}")
 

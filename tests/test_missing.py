@@ -298,7 +298,7 @@ CLAIMS: dict[tuple[str, str], list[Tried]] = {
     (
         "docs/errors.md",
         "optimizers that need whole matrices and are neither `atoll.Muon` nor an "
-        "[`atoll.MatrixUpdate`](training.md#your-own-optimizer-of-whole-matrices)",
+        "[`MatrixUpdate`](training.md#your-own-optimizer-of-whole-matrices)",
     ): [
         Tried(lambda _, name=name: built(tiny, make=getattr(torch.optim, name)), "whole matrices")
         for name in ("Adafactor", "LBFGS", "Muon")

@@ -16,7 +16,7 @@ from atoll.cli.main import app
 from atoll.prediction.cost import Cluster
 from atoll.testing.progress import run
 from atoll.training.config import Config, load
-from atoll.training.prediction import is_on_cpu, predict
+from atoll.training.prediction import is_on_cpu, predict_plan
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -52,7 +52,7 @@ def test_a_recipe_is_as_its_page_says(name: str, monkeypatch: pytest.MonkeyPatch
     cluster = Cluster.read(ROOT / config.run.cluster)
     on_cpu = is_on_cpu(config, cluster)
     device = "cpu" if on_cpu else "cuda"
-    found = predict(config, config.to_plan(), cluster, reads_in_place=on_cpu, device=device)
+    found = predict_plan(config, config.to_plan(), cluster, reads_in_place=on_cpu, device=device)
     assert found.fits
     assert f"\na step  {format_seconds(found.seconds)}: " in PARTS[name]
     peak = max(found.peak(rank).total for rank in range(found.plan.mesh.pipeline))

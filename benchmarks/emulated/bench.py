@@ -4,7 +4,7 @@ Compute sleeps: 20 ms for each of a rank's F, I and W of a microbatch, an equal 
 loopback, and the rest (autograd, the agreement on a batch, the global norm, the optimizer) is real too. A step lasts
 from the first rank's start to the last rank's end; contenders take turns in one session.
 
-    simulation   atoll.sim with the medians of the sleeping operations and of a message one way, as they were measured
+    simulation   atoll.program.sim with the measured medians of the sleeping operations and of a message one way
     replay       the schedule with each of its actions as long as it was in that very step, the same hop
     torch        its own schedules on the same blocks, batches and optimizer; it computes neither norm nor loss sum
     chain        ten steps back to back, ZB-H2 with post-validation against ZB-H1, beside what their spans say
@@ -189,9 +189,10 @@ def report(result: dict[str, Any]) -> str:
         tables.measured_in(result["environment"]) if "environment" in result else "",
         f"F, I and W of a rank's microbatch take {result['operation_seconds'] * 1e3:g} ms each. Contenders take turns. "
         "*over replay*: over a replay of the step's own actions, with the measured hop. *over simulation*: over "
-        "`atoll.sim` with the medians of the sleeping operations and the hop. torch is `torch.distributed.pipelining` "
-        "with its own schedules on the same blocks, batches and optimizer; it computes neither a global norm nor a sum "
-        "of losses. Gradients of the first step are compared with one process.",
+        "`atoll.program.sim` with the medians of the sleeping operations and the hop. torch is "
+        "`torch.distributed.pipelining` with its own schedules on the same blocks, batches and optimizer; it "
+        "computes neither a global norm nor a sum of losses. Gradients of the first step are compared with one "
+        "process.",
         *map(_table, result["races"]),
         "## Beside the operations",
         "Microseconds of Atoll's actions outside the sleeping operation, including slow first instructions after a "

@@ -19,7 +19,7 @@ from typing import Any
 
 from atoll.prediction.cost import Cluster, Device, Efficiency, Held, Prediction
 from atoll.prediction.cost.calibration import Step, calibrate
-from atoll.training.prediction import predict
+from atoll.training.prediction import predict_plan
 from benchmarks.islands import tables
 from benchmarks.islands.allocations import library
 from benchmarks.islands.ranks import Ranks, Where
@@ -95,7 +95,7 @@ def on_emulated(cluster: Cluster) -> Cluster:
 
 def predicted(row: Row, cluster: Cluster | None, found: Mapping[str, Any]) -> Prediction:
     """A configuration's step on a cluster; None for its bytes alone."""
-    return predict(row.config, row.plan, cluster, reads_in_place=found["reads_in_place"])
+    return predict_plan(row.config, row.plan, cluster, reads_in_place=found["reads_in_place"])
 
 
 # ---- runs

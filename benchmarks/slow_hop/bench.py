@@ -171,10 +171,10 @@ def report(result: dict[str, Any]) -> str:
         "between the islands is a delay in the sender. Messages, autograd, the global norm and the optimizer are real.",
         tables.measured_in(result["environment"]) if "environment" in result else "",
         f"F, I and W of a rank's microbatch take {result['operation_seconds'] * 1e3:g} ms each. *auto*: the order that "
-        '`atoll.schedules.build("auto")` finds for the measured times of actions and links, within the activations '
+        '`atoll.schedule("auto")` finds for the measured times of actions and links, within the activations '
         "of p or 2p microbatches (a pending W counts like an activation); 1F1B, ZB-H1 and ZB-V keep p, ZB-H2 "
-        "2p-1. Contenders take turns; medians. *simulated*: `atoll.sim` with what the contender's own actions took and "
-        "the same links.",
+        "2p-1. Contenders take turns; medians. *simulated*: `atoll.program.sim` with what the contender's own actions "
+        "took and the same links.",
         *map(_table, result["races"]),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"

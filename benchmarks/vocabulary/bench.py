@@ -4,9 +4,9 @@
     layers by cost     as even as whole layers allow, with the head on the last rank
     vocabulary split   each rank has a quarter of the rows of embedding and head
 
-Contenders take turns in one session. `simulated`: atoll.sim with each rank's median operations and a message one way,
-as they were measured. `ideal`: all work divided by the ranks, without filling and draining. Bytes are of parameters,
-gradients and optimizer state, of the rank that holds most.
+Contenders take turns in one session. `simulated`: atoll.program.sim with each rank's median operations and a message
+one way, as they were measured. `ideal`: all work divided by the ranks, without filling and draining. Bytes are of
+parameters, gradients and optimizer state, of the rank that holds most.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ def report(result: Mapping[str, Any]) -> str:
         f"{result['ranks']} ranks, {result['microbatches']} microbatches; F, I and W of a rank's layers take "
         f"{result['seconds'] * 1e3:g} ms each, of the whole head {2e3 * result['seconds']:g} ms; hop "
         f"{result['hop_seconds'] * 1e3:.2f} ms. Medians of {len(result['rows'][0]['seconds'])} steps in turns; all "
-        f"losses are equal to {SAME_LOSS:g}. *Simulated* is `atoll.sim` with the medians of each rank's operations, "
-        "*ideal* all work divided by the ranks. Bytes are of parameters, gradients and optimizer state.",
+        f"losses are equal to {SAME_LOSS:g}. *Simulated* is `atoll.program.sim` with the medians of each rank's "
+        "operations, *ideal* all work divided by the ranks. Bytes are of parameters, gradients and optimizer state.",
         "\n".join(
             [
                 "| schedule | way | seconds a step | simulated | over | ideal | largest rank MB | smallest rank MB |",

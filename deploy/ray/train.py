@@ -31,7 +31,7 @@ def train_rank(options: dict[str, Any]) -> dict[str, float | None]:
     world, local = context.get_world_size(), context.get_local_world_size()
     mesh = atoll.MeshShape(inter=world // local, intra=local)
     share = GLOBAL_BATCH // world
-    schedule = atoll.schedules.build("1f1b", ranks=1, microbatches=1)
+    schedule = atoll.schedule("1f1b", ranks=1, microbatches=1)
     plan = atoll.Plan(mesh, atoll.Layout("IIG"), schedule, microbatch=share)
     sizes = DecoderConfig(vocabulary=256, layers=2, hidden=64, heads=4, kv_heads=4, ffn=176)
     with torch.device("meta"):

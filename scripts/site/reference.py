@@ -32,7 +32,10 @@ PAGES = (
         "`Engine` builds a rank's part of a model and trains it as a [plan](plans.md) says. "
         "[What a step does](../program.md) describes a step, [adapters](../adapters.md) the models it takes.",
         {
-            "atoll": ["Engine", "Muon", "MatrixUpdate", "MatricesAndRest", "programs_of"],
+            "atoll": ["Engine", "Muon", "train"],
+            "atoll.runtime.sharding.matrices": ["MatrixUpdate"],
+            "atoll.runtime.sharding.muon": ["MatricesAndRest"],
+            "atoll.runtime.assemble.describe": ["programs_of"],
             "atoll.runtime.engine": ["Evaluation"],
             "atoll.runtime.pipeline.step_end": ["StepResult"],
             "atoll.runtime.services.timing": ["StepTiming"],
@@ -79,12 +82,12 @@ PAGES = (
         "The order in which each pipeline rank runs its actions. [Schedules](../schedules.md) lists the catalogue, "
         "[which schedule](../which-schedule.md) helps to choose.",
         {
-            "atoll": ["Schedule", "Action", "Op", "Placement"],
             "atoll.plans.schedules": [
                 *("build", "CATALOGUE", "Entry", "ClosedForm", "RankForm", "Sizes"),
                 *("Problem", "Memory", "Links", "Link", "lower_bound"),
             ],
             "atoll.plans.ir": [
+                *("Schedule", "Action", "Op", "Placement"),
                 *("lower", "insert_messages", "insert_sharding", "insert_vocabulary"),
                 *("COMPUTE", "MESSAGES", "SHARDING", "VOCABULARY"),
             ],
@@ -125,9 +128,10 @@ PAGES = (
         "Simulation and traces",
         "Simulated and measured steps are traces of the same type.",
         {
-            "atoll": ["simulate", "Costs", "Rates", "Speed", "Trace"],
-            "atoll.program.sim": ["play", "Played", "Timing"],
+            "atoll": ["simulate"],
+            "atoll.program.sim": ["Costs", "Rates", "Speed", "play", "Played", "Timing"],
             "atoll.program.trace": [
+                "Trace",
                 *("Span", "Idle", "MemorySample", "to_chrome", "from_chrome", "lane_of", "apart", "Timed", "AnyTimed"),
             ],
         },
@@ -137,7 +141,7 @@ PAGES = (
         "Planner",
         "Chooses a plan for a workload on a cluster. [Plan](../plan.md) explains it.",
         {
-            "atoll": ["plan"],
+            "atoll": ["plan", "predict", "Cluster"],
             "atoll.prediction.planner": [
                 *("Goal", "Space", "Search", "Found", "Answer", "Candidate", "Alternative", "Change", "Order"),
                 *("choices", "settings", "EFFORT"),

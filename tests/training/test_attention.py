@@ -12,7 +12,7 @@ from atoll.prediction.planner import Space
 from atoll.training.build import build_model
 from atoll.training.choosing import plan
 from atoll.training.config import Config
-from atoll.training.prediction import predict_on, workload_of
+from atoll.training.prediction import predict, workload_of
 
 pytest.importorskip("transformers")
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64,
@@ -42,7 +42,7 @@ def test_it_is_that_of_the_model_and_of_its_prediction() -> None:
 
 
 def test_gpt_oss_is_predicted_and_planned() -> None:
-    assert predict_on(config("gpt_oss"), CLUSTER).seconds > 0
+    assert predict(config("gpt_oss"), CLUSTER).seconds > 0
     assert plan(config("gpt_oss"), CLUSTER, space=Space(precision=("bf16",), unit=(1,))).best.seconds > 0
 
 
@@ -69,8 +69,8 @@ def test_experts_are_counted_in_every_precision_of_their_kernels(family: str, pr
 
 def test_an_attention_that_a_family_does_not_have_is_named() -> None:
     with pytest.raises(ConfigError, match=r"model.attention = 'sdpa' .*does not support"):
-        predict_on(config("gpt_oss", attention="sdpa"), CLUSTER)
+        predict(config("gpt_oss", attention="sdpa"), CLUSTER)
     with pytest.raises(ConfigError, match=r"model.attention = 'fast'"):
-        predict_on(config("mixtral", attention="fast"), CLUSTER)
+        predict(config("mixtral", attention="fast"), CLUSTER)
     with pytest.raises(ValueError, match=r"model.attention = .eager. is of transformers models"):
         Config.model_validate({"model": {"attention": "eager"}})

@@ -23,7 +23,7 @@ from atoll.training.config import Config
 from atoll.training.config.load import from_dict
 from atoll.training.dry_run import check_run
 from atoll.training.interchange import export_folder, import_folder
-from atoll.training.prediction import predict_on
+from atoll.training.prediction import predict
 from atoll.training.process import Request
 from tests.families import Family, quietly
 
@@ -187,7 +187,7 @@ def described(config: Config, folder: Path) -> dict[str, Any]:
         done = CliRunner().invoke(app, ["program", str(path), "--rank", str(rank), "--json"])
         assert done.exit_code == 0, done.output
         programs.append(json.loads(done.stdout))
-    prediction = predict_on(config, None)
+    prediction = predict(config, None)
     check_run(Request(path), say=notes.append)
     return {
         "programs": programs,
@@ -229,7 +229,7 @@ def test_what_is_said_of_a_run_is_of_the_head_that_its_folder_has(family: str, t
     assert found == wanted
     assert found["parameters"] > before["parameters"]
     assert found["programs"] != before["programs"]
-    found_bytes, tied_bytes = (predict_on(config_of(each, 1), None).peak(0).total for each in (other, tied))
+    found_bytes, tied_bytes = (predict(config_of(each, 1), None).peak(0).total for each in (other, tied))
     assert found_bytes > tied_bytes
 
     config = config_of(other, 1)

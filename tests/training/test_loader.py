@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-import atoll
 from atoll.base.errors import DataError
 from atoll.plans.plan import Plan
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, whole_parameters
 from atoll.testing.tiny import TinyConfig
 from atoll.training import loader as module
+from atoll.training.data import loader
 
 SAMPLES = 37
 
@@ -73,7 +73,7 @@ def plan_of(inter: int = 1) -> Plan:
 
 def on_rank(rank: int, dataset: Any, plan: Plan, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
     monkeypatch.setattr(module, "world_rank", lambda: rank)
-    return atoll.data.loader(dataset, plan, **options)
+    return loader(dataset, plan, **options)
 
 
 def numbers(batches: Any) -> list[list[int]]:
@@ -143,17 +143,17 @@ def test_a_collate_function_makes_the_batch(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("name", ["batch_size", "sampler", "drop_last", "collate_fn"])
 def test_what_the_plan_decides_is_refused(name: str) -> None:
     with pytest.raises(DataError, match=f"{name}: the plan and the arguments of loader decide them"):
-        atoll.data.loader(Numbers(), plan_of(), **{name: None})
+        loader(Numbers(), plan_of(), **{name: None})
 
 
 def test_what_cannot_be_gone_on_with_is_refused() -> None:
-    batches = atoll.data.loader(Numbers(), plan_of(), seed=1)
+    batches = loader(Numbers(), plan_of(), seed=1)
     with pytest.raises(DataError, match="seed is 1, and was 2"):
-        batches.load_state_dict(atoll.training.data.loader(Numbers(), plan_of(), seed=2).state_dict())
+        batches.load_state_dict(loader(Numbers(), plan_of(), seed=2).state_dict())
     with pytest.raises(DataError, match="not a state of a loader: it has step"):
         batches.load_state_dict({"step": 3})
     with pytest.raises(DataError, match="has 37 samples, and a step takes 64"):
-        atoll.data.loader(Numbers(), replace(plan_of(), microbatch=16))
+        loader(Numbers(), replace(plan_of(), microbatch=16))
 
 
 # ---- a whole loop
@@ -175,7 +175,7 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
 def loop(case: Case, folder: str, *, resumes: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Five steps of two epochs, from a checkpoint of the second one if `resumes`; losses and parameters."""
     engine = case.engine()
-    batches = atoll.data.loader(Tokens(), case.plan, seed=7)
+    batches = loader(Tokens(), case.plan, seed=7)
     rates = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, 0.9)
     if resumes:
         state = engine.load(folder)

@@ -15,7 +15,7 @@ from atoll.prediction.cost import Cluster
 from atoll.training.config.load import from_dict
 from atoll.training.folder import RunFolder, Start, read_records
 from atoll.training.loggers import Logger, check_loggers
-from atoll.training.prediction import predict_on
+from atoll.training.prediction import predict
 from atoll.training.session import run
 from atoll.training.signals import StopRequest
 from atoll.training.utilisation import Peak, peak_of, utilised_seconds
@@ -108,7 +108,7 @@ def test_a_peak_is_known_by_the_devices_own_name(name: str | None, preset: str |
 def test_mfu_is_that_of_the_prediction() -> None:
     cluster = Cluster.read(ROOT / "configs" / "clusters" / "h100.toml")
     config = from_dict({"train": {"precision": "bf16"}, "data": {"tokenizer": "bytes"}})
-    prediction = predict_on(config, cluster)
+    prediction = predict(config, cluster)
     plan: Plan = prediction.plan
     peak = peak_of("some GPU", "bfloat16", cluster)
     assert peak == Peak(cluster.device.rates["bfloat16"], "the device of run.cluster")

@@ -22,7 +22,7 @@ from atoll.training.config import Config, Train
 from atoll.training.config.load import from_dict
 from atoll.training.folder import read_records
 from atoll.training.optimizers import REASONS, check_optimizer, named_optimizer, planned, states_of
-from atoll.training.prediction import predict_on
+from atoll.training.prediction import predict
 from atoll.training.rates import learning_rates
 from atoll.training.report.traffic import traffic
 from tests.training.test_train import TEXT, assert_same_run, died_after_step_3, settings, train_on_ranks
@@ -211,9 +211,7 @@ def config_of(**train: Any) -> Config:
 def test_predictions_count_the_states_of_the_named_optimizer() -> None:
     adam, none = config_of(), config_of(optimizer="SGD")
     some = config_of(optimizer="RMSprop", optimizer_options={"momentum": 0.9})
-    bytes_of = {
-        config.train.optimizer: predict_on(config, None).ranks.of(0).footprint() for config in (adam, none, some)
-    }
+    bytes_of = {config.train.optimizer: predict(config, None).ranks.of(0).footprint() for config in (adam, none, some)}
     parameters = bytes_of["SGD"].parameters
     times = {name: held.optimizer / parameters for name, held in bytes_of.items()}
     assert times == {"AdamW": 2, "SGD": 0, "RMSprop": 2}
@@ -226,7 +224,7 @@ def test_predictions_count_the_states_of_the_named_optimizer() -> None:
 
 def test_predictions_count_one_state_of_a_matrix_and_two_of_the_rest() -> None:
     muon, adam = config_of(optimizer="Muon"), config_of()
-    bytes_of = [predict_on(config, None).ranks.of(0).footprint() for config in (muon, adam)]
+    bytes_of = [predict(config, None).ranks.of(0).footprint() for config in (muon, adam)]
     matrices = 2 * (4 * 16 * 16 + 3 * 16 * 48)
     assert bytes_of[1].optimizer - bytes_of[0].optimizer == 4 * matrices
     engine = build_engine(build_model(muon, 64), replace(planned(muon), microbatch=4), muon, torch.device("cpu"))
@@ -241,8 +239,8 @@ def test_a_planner_and_a_prediction_know_what_is_transformed() -> None:
     cluster = Cluster.read(ROOT / "configs" / "clusters" / "h100.toml")
     spread = {"ranks": 4, "intra": 2, "layout": "IIG"}
     config = from_dict({**config_of(optimizer="Muon").model_dump(), "parallel": spread})
-    found = predict_on(config, cluster)
-    assert found.breakdown[0].optimizer > predict_on(config_of(), cluster).breakdown[0].optimizer
+    found = predict(config, cluster)
+    assert found.breakdown[0].optimizer > predict(config_of(), cluster).breakdown[0].optimizer
     assert found.peak(0).total > found.rest(0).total
     assert any(flow.cause == "matrices" and flow.link == "inter" for flow in traffic(found))
     assert question(config_of(optimizer="Muon"), cluster).whole == found.plan.whole
@@ -251,7 +249,7 @@ def test_a_planner_and_a_prediction_know_what_is_transformed() -> None:
 
 def test_fewer_states_are_stepped_faster_and_a_planner_knows() -> None:
     cluster = Cluster.read(ROOT / "configs" / "clusters" / "h100.toml")
-    adam, sgd = (predict_on(config_of(optimizer=name), cluster) for name in ("AdamW", "SGD"))
+    adam, sgd = (predict(config_of(optimizer=name), cluster) for name in ("AdamW", "SGD"))
     assert sgd.durations.update_seconds == pytest.approx(adam.durations.update_seconds * 3 / 7)
     assert question(config_of(optimizer="SGD"), cluster).states == 0
 
@@ -259,10 +257,10 @@ def test_fewer_states_are_stepped_faster_and_a_planner_knows() -> None:
 def test_a_prediction_runs_no_code_that_a_config_names() -> None:
     own = f"{__name__}:by_halves"
     with pytest.raises(ConfigError, match=r"predictions do not run it.*train\.optimizer_states = 2"):
-        predict_on(config_of(optimizer=own), None)
+        predict(config_of(optimizer=own), None)
     known = config_of(optimizer="no.such_module:factory", optimizer_states=1)
     assert states_of(known.train) == 1
-    assert predict_on(known, None).ranks.of(0).footprint().optimizer > 0
+    assert predict(known, None).ranks.of(0).footprint().optimizer > 0
 
 
 # ---- learning rates

@@ -24,7 +24,7 @@ def run(rank, file, layout):  # noqa: D103
         nn.functional.mse_loss(model(x), target).backward()  # one process
         expected = {key: value.grad.clone() for key, value in model.named_parameters()}
         model.zero_grad()
-        mesh, schedule = atoll.MeshShape(2, 1, 2), atoll.schedules.build("zb-h1", ranks=2, microbatches=2)
+        mesh, schedule = atoll.MeshShape(2, 1, 2), atoll.schedule("zb-h1", ranks=2, microbatches=2)
         plan = atoll.Plan(mesh, atoll.Layout(layout), schedule, microbatch=2, precision=atoll.Precision.preset("fp64"))
         engine = atoll.Engine(model, plan, optimizer=lambda groups: torch.optim.SGD(groups, lr=1.0), loss=loss)
         part, seen = engine.place.data, {}

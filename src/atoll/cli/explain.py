@@ -78,7 +78,7 @@ def _settings(system: str, path: Path, overrides: tuple[str, ...], cluster: Path
     from atoll.prediction.cost import Cluster
     from atoll.training.choosing import load_chosen
     from atoll.training.measurements import read_run
-    from atoll.training.prediction import predict_on
+    from atoll.training.prediction import predict
     from atoll.training.settings import settings_for
 
     if path.is_dir():
@@ -87,7 +87,7 @@ def _settings(system: str, path: Path, overrides: tuple[str, ...], cluster: Path
     else:
         (loaded, _), world = load_chosen(path, with_cluster(overrides, cluster)), None
         named = None if loaded.run.cluster is None else Path(loaded.run.cluster)
-    prediction = predict_on(loaded, None if named is None else Cluster.read(named), world=world)
+    prediction = predict(loaded, None if named is None else Cluster.read(named), world=world)
     found = settings_for(system, loaded, prediction)
     if as_json:
         _echo_json(asdict(found))
@@ -110,14 +110,14 @@ def _echo_json(found: object) -> None:
 def _explanation(path: Path, overrides: tuple[str, ...], cluster: Path | None) -> Explanation:
     from atoll.prediction.explain import Explanation
     from atoll.training.choosing import load_chosen
-    from atoll.training.prediction import predict_on
+    from atoll.training.prediction import predict
 
     if path.is_dir():
         return _of_run(path, overrides, cluster)
     loaded, _ = load_chosen(path, with_cluster(overrides, cluster))
     for note in loaded.notes:
         typer.echo(f"note: {note}", err=True)
-    return Explanation(predict_on(loaded, cluster_of(loaded)))
+    return Explanation(predict(loaded, cluster_of(loaded)))
 
 
 def _of_run(path: Path, overrides: tuple[str, ...], cluster: Path | None) -> Explanation:

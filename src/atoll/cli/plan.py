@@ -61,10 +61,10 @@ def command(
 def _own(config: Config, cluster: Cluster) -> Prediction | None:
     """Return the config's own plan, or None if it has none."""
     from atoll.base.errors import UserError
-    from atoll.training.prediction import predict_on
+    from atoll.training.prediction import predict
 
     try:
-        found = predict_on(config, cluster)
+        found = predict(config, cluster)
         _ = found.seconds
     except UserError:
         return None

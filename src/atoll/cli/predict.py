@@ -34,13 +34,13 @@ def command(
     of `seconds`) and at worst, bytes that a rank sends between islands on average and after one step at most.
     """
     from atoll.training.choosing import load_chosen
-    from atoll.training.prediction import predict_on
+    from atoll.training.prediction import predict
 
     loaded, _ = load_chosen(config, with_cluster(overrides, cluster))
     found = cluster_of(loaded)
     for note in loaded.notes:
         typer.echo(f"note: {note}", err=True)
-    report(predict_on(loaded, found), as_json=as_json)
+    report(predict(loaded, found), as_json=as_json)
 
 
 def report(prediction: Prediction, *, as_json: bool) -> None:

@@ -75,7 +75,7 @@ def _dry_run(request: Request, *, elsewhere: bool) -> None:
     from atoll.prediction.cost import Cluster
     from atoll.training.dry_run import check_run
     from atoll.training.here import measured_cluster
-    from atoll.training.prediction import predict
+    from atoll.training.prediction import predict_plan
 
     def say(line: str) -> None:
         typer.echo(line, err=True)
@@ -87,7 +87,7 @@ def _dry_run(request: Request, *, elsewhere: bool) -> None:
     for note in checked.config.notes:
         say(f"note: {note}")
     try:
-        found = predict(
+        found = predict_plan(
             checked.config,
             checked.plan,
             cluster,

@@ -16,8 +16,8 @@ _OF_ALL = {"peers": Partners.PIPELINE, "carries": "vocabulary"}
 
 class Sliced:
     """L looks up a microbatch's tokens in the slice of the embedding, S scores them with the slice of the head, T and G
-    are the gradients of these two, as in `atoll.ir.Op`. SEND, POST and RECV are as those of activations: of what was
-    looked up (L), of scores (S), of the totals of a softmax (T), and of the embedding's gradient (G)."""
+    are the gradients of these two, as in `atoll.plans.ir.Op`. SEND, POST and RECV are as those of activations: of what
+    was looked up (L), of scores (S), of the totals of a softmax (T), and of the embedding's gradient (G)."""
 
     L = computes(over=EMBEDDING, reads=True, needs=(READS, WORKS), cause="forward", column="L")
     S = computes(over=HEAD, reads=True, needs=(READS, WORKS), cause="forward", column="S")

@@ -85,7 +85,8 @@ class Engine:
     labels: "shifted" if a label is the token that its position predicts, "unshifted" if it is the token at its own
     position, as in transformers; the engine then shifts them.
     loss: (outputs of the model's last block, microbatch) -> the loss summed over what counts, or a pair of this sum and
-    its count; without it the adapter's. See `atoll.models.Loss`. On a tensor-parallel group the outputs are whole.
+    its count; without it the adapter's. See `atoll.runtime.models.Loss`. On a tensor-parallel group the outputs are
+    whole.
 
     torch.distributed must be initialised with the world size of the plan's mesh, unless that is one.
     Raises PlanError on every rank if model and plan do not match.
@@ -121,7 +122,7 @@ class Engine:
             optimizer,
             groups,
             clip,
-            seed,
+            seed=seed,
             labels=labels,
             loss=loss,
             weights=folder,
@@ -177,7 +178,9 @@ class Engine:
         self.program, self.reads_in_place = lower_programs(rank)
         self.timing = StepTiming(rank)
         self._buffers, self._parameters = Buffers(self.model, rank), Parameters(rank)
-        self.saving = Checkpoints(rank, self._buffers, self._parameters, self._background, self.checkpoints)
+        self.saving = Checkpoints(
+            rank, self._buffers, self._parameters, background=self._background, known=self.checkpoints
+        )
         self.bad_steps = BadSteps(policy, rank, self.saving, replay=self._play, load=self._load)
 
     # ---- training

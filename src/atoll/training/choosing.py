@@ -54,8 +54,8 @@ def plan(
 ) -> Answer:
     """Choose the plan with the lowest predicted step time that fits in the memory of every rank.
 
-    model: the sizes of a transformer; a workload, from `atoll.models.count` for a module; or a config or the path of
-    its TOML file.
+    model: the sizes of a transformer; a workload, from `atoll.runtime.models.count` for a module; or a config or the
+    path of its TOML file.
     cluster: the hardware, or the path of its TOML file; run.cluster of a config if not given.
     goal: samples and tokens of a step, and ranks; those of a config if not given.
     space: the values to choose from. If not given, all values, or for a config with `parallel.auto` those that it

@@ -30,7 +30,7 @@ from atoll.program import named
 from atoll.training.config import Config, from_dict, load
 from atoll.training.folder import RunFolder, typical_seconds
 from atoll.training.optimizers import planned
-from atoll.training.prediction import predict
+from atoll.training.prediction import predict_plan
 
 OF_CONFIG = {"config", "set", "seconds", "vocabulary", "world", "reads_in_place", "device", "name"}
 OF_RUN = {"run", "name"}
@@ -69,7 +69,7 @@ class Measured:
         """Return the predicted step on a cluster. Raises ConfigError or PlanError if its costs are unknown."""
         plan = planned(self.config, self.world)
         facts = {"vocabulary": self.vocabulary, "reads_in_place": self.reads_in_place, "device": self.device}
-        return predict(self.config, plan, cluster, **facts)  # type: ignore[arg-type]
+        return predict_plan(self.config, plan, cluster, **facts)  # type: ignore[arg-type]
 
     def row(self) -> dict[str, Any]:
         """Return the object that `read_rows` reads."""

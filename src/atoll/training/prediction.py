@@ -12,7 +12,7 @@ from atoll.base.documents import read_json
 from atoll.base.units import format_bytes, format_seconds
 from atoll.plans.plan import Plan
 from atoll.prediction.cost import Cluster, Prediction, Transformer, Use, Workload
-from atoll.training.config import Config
+from atoll.training.config import Config, load
 from atoll.training.data import expected_ids
 from atoll.training.optimizers import planned
 from atoll.training.sources import FAMILY
@@ -21,7 +21,7 @@ PREDICTED = ("llama", "mistral", "qwen2", "gpt2")
 """Families of `transformers` whose sizes are read from their configuration."""
 
 
-def predict(
+def predict_plan(
     config: Config,
     plan: Plan,
     cluster: Cluster | None,
@@ -72,11 +72,24 @@ def is_on_cpu(config: Config, cluster: Cluster | None) -> bool:
     return kind == "cpu" or (kind == "auto" and cluster is not None and cluster.device.is_cpu)
 
 
-def predict_on(config: Config, cluster: Cluster | None, *, world: int | None = None) -> Prediction:
-    """Predict a step of the plan of `config` on a cluster, see `predict`. world: ranks, parallel.ranks if None."""
-    on_cpu = is_on_cpu(config, cluster)
-    plan = planned(config, world)
-    return predict(config, plan, cluster, reads_in_place=on_cpu, device="cpu" if on_cpu else "cuda")
+def predict(
+    config: Config | str | Path, cluster: Cluster | str | Path | None = None, *, world: int | None = None
+) -> Prediction:
+    """Predict time and memory of a step of a config's plan.
+
+    config: or the path of its TOML file.
+    cluster: the hardware, or the path of its TOML file; run.cluster of the config if not given, and without one only
+    bytes are predicted.
+    world: number of ranks; parallel.ranks if not given.
+
+    Raises ConfigError or PlanError for a model or a plan whose costs are unknown.
+    """
+    loaded = config if isinstance(config, Config) else load(config)
+    named = loaded.run.cluster if cluster is None else cluster
+    found = Cluster.read(named) if isinstance(named, str | Path) else named
+    on_cpu = is_on_cpu(loaded, found)
+    plan = planned(loaded, world)
+    return predict_plan(loaded, plan, found, reads_in_place=on_cpu, device="cpu" if on_cpu else "cuda")
 
 
 def workload_of(config: Config, vocabulary: int, *, on_cpu: bool = False) -> Workload:

@@ -95,8 +95,16 @@ class Request:
         return Start.AUTO if restarts() else self.start
 
 
-def train(request: Request) -> int:
-    """Train as a rank if the environment describes one, or start the ranks. Return the exit code."""
+def train(run: Request | str | Path, *overrides: str) -> int:
+    """Train as `atoll train` does: as a rank if the environment describes one; otherwise start the ranks. Return the
+    exit code.
+
+    run: the path of a config's TOML file; or a request, which has its own overrides.
+    overrides: values of single keys, as in "train.steps=100".
+
+    A program that calls it is run again by each rank: call it under `if __name__ == "__main__":`.
+    """
+    request = run if isinstance(run, Request) else Request(Path(run), overrides)
     if is_template():
         import atoll.training.session  # noqa: F401
         from atoll.base._torch import import_ahead
@@ -114,7 +122,7 @@ def train(request: Request) -> int:
         code = _measure(given, None)
         if code in SAVED_AND_LEFT:
             return code
-    config, overrides = load_chosen(*asked)
+    config, chosen = load_chosen(*asked)
     config.to_plan()
     check_optimizer(config.train)
     if config.train.epochs is None:
@@ -128,7 +136,7 @@ def train(request: Request) -> int:
         pass  # released; rank 0 holds it from its own start on
     with ExitStack() as held:
         # It imports torch while this process prepares the corpus.
-        template = template_of(_command(request, overrides), config.parallel.ranks) if _is_own_command() else None
+        template = template_of(_command(request, chosen), config.parallel.ranks) if _is_own_command() else None
         if template is not None:
             held.callback(template.close)
         _check_tensor(config)
@@ -142,7 +150,7 @@ def train(request: Request) -> int:
         def start(ranks: int, attempt: int) -> Ending:
             is_whole = ranks == config.parallel.ranks
             return run_local(
-                _command(request, overrides if is_whole else load_chosen(*asked, world=ranks)[1]),
+                _command(request, chosen if is_whole else load_chosen(*asked, world=ranks)[1]),
                 ranks,
                 port=config.run.port,
                 limit=config.parallel.timeout,

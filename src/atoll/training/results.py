@@ -32,7 +32,7 @@ from atoll.training.display import Display
 from atoll.training.folder import RunFolder
 from atoll.training.measure import peak_memory, share_timeline, share_timing, share_trace
 from atoll.training.oddities import SLOW, Spikes, straggler
-from atoll.training.prediction import in_short, predict
+from atoll.training.prediction import in_short, predict_plan
 from atoll.training.progress import Progress
 from atoll.training.record import Recorder
 from atoll.training.samples import vocabulary_of
@@ -122,7 +122,7 @@ class Results:
         """Record and print the run's prediction; without a cluster only bytes."""
         path = self._config.run.cluster
         try:
-            found = predict(self._config, self._engine.plan, self._cluster() or here, **facts)
+            found = predict_plan(self._config, self._engine.plan, self._cluster() or here, **facts)
             recorder.prediction(found)
             self._display.say(f"predicted: {in_short(found)}")
             peak = self._peak()

@@ -20,7 +20,7 @@ from atoll.training.folder import WARM_UP, RunFolder, is_of, read_records
 from atoll.training.here import measured_cluster
 from atoll.training.measurements import read_json, read_started, read_timing
 from atoll.training.optimizers import planned
-from atoll.training.prediction import predict, predict_on
+from atoll.training.prediction import predict, predict_plan
 from atoll.training.report import Curves, Sheet, Timeline, measured, predicted_sheet, recorded_timeline, traced_timeline
 
 SHOWN = ("loss", "grad_norm", "tokens_per_second", "seconds", "lr", "bubble", "memory_bytes")
@@ -38,7 +38,7 @@ def sheet_of_config(path: Path, overrides: Sequence[str] = ()) -> Sheet:
     named_cluster = config.run.cluster
     found = measured_cluster(config, config.parallel.ranks) if named_cluster is None else Cluster.read(named_cluster)
     named = [override for override in overrides if not override.startswith("run.cluster=")]  # a path is a poor name
-    return predicted_sheet(predict_on(config, found), " ".join([path.stem, *named]))
+    return predicted_sheet(predict(config, found), " ".join([path.stem, *named]))
 
 
 def is_run(path: Path) -> bool:
@@ -92,7 +92,7 @@ class RunReader:
         started = read_started(folder.plan)
         try:
             config = load(folder.config)
-            found = predict(
+            found = predict_plan(
                 config,
                 planned(config, started.world),
                 None if cluster is None else Cluster.read(cluster),

@@ -16,7 +16,7 @@ from atoll.cli.main import app
 from atoll.prediction.cost import Cluster
 from atoll.prediction.explain import Explanation, Measured, text
 from atoll.training.config import load
-from atoll.training.prediction import predict
+from atoll.training.prediction import predict_plan
 from tests.prediction.explain.plans import PLANS, explained
 
 ROOT = Path(__file__).parents[3]
@@ -83,7 +83,7 @@ def test_what_was_measured_stands_beside_what_was_predicted() -> None:
 
 @pytest.mark.slow
 def test_json_has_the_figures_of_the_prediction() -> None:
-    prediction = predict(config := load(CONFIG), config.to_plan(), Cluster.read(CLUSTER))
+    prediction = predict_plan(config := load(CONFIG), config.to_plan(), Cluster.read(CLUSTER))
     result = CliRunner().invoke(app, ["explain", str(CONFIG), "--cluster", str(CLUSTER), "--json"])
     assert result.exit_code == 0
     found = json.loads(result.stdout)

@@ -11,7 +11,6 @@ import pytest
 
 import atoll
 from atoll.base.errors import ConfigError
-from atoll.prediction import planner
 from atoll.prediction.cost import Cluster, Transformer
 from atoll.prediction.planner import Goal, Order, Space
 from atoll.training.config import load
@@ -108,15 +107,6 @@ def test_an_answer_prints_as_the_command_does(config: Path, cluster: Path) -> No
     assert done.stdout == f"{text}\n"
 
 
-@pytest.mark.slow
-def test_old_names_of_alternatives_warn(cluster: Path) -> None:
-    with pytest.warns(DeprecationWarning, match=r"use Alternative"):
-        assert atoll.planner.Undone is atoll.planner.Alternative  # type: ignore[attr-defined]
-    answer = atoll.plan(MODEL, cluster, GOAL, FEW)
-    with pytest.warns(DeprecationWarning, match=r"use Answer\.alternatives"):
-        assert answer.undone == answer.alternatives
-
-
 def test_what_is_missing(config: Path, cluster: Path) -> None:
     with pytest.raises(ConfigError, match="a model is planned for a cluster and a goal"):
         atoll.plan(MODEL, cluster)
@@ -133,16 +123,8 @@ import atoll
 from atoll.prediction import planner
 from atoll.prediction.cost import Transformer
 model = Transformer.llama(layers=2, hidden=64, heads=4, ffn=160, vocabulary=1000)
-goal = atoll.planner.Goal(global_batch=8, sequence=32)
+goal = planner.Goal(global_batch=8, sequence=32)
 print(atoll.plan(model, {str(cluster)!r}, goal, effort=2000).best.frame.mesh.world)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "4\n"), done.stderr
-
-
-def test_a_name_of_before_is_deprecated() -> None:
-    with pytest.warns(DeprecationWarning, match=r"planner\.Undone is deprecated, use Alternative") as told:
-        assert planner.Undone is planner.Alternative
-    assert told[0].filename == __file__
-    with pytest.raises(AttributeError, match="Nothing"):
-        _ = planner.Nothing

@@ -23,7 +23,7 @@ from atoll.runtime.models import Decoder, DecoderConfig
 from atoll.testing import run_ranks
 from atoll.training.config import Config, from_dict, load
 from atoll.training.config.deepspeed import translate, zero_block
-from atoll.training.prediction import predict
+from atoll.training.prediction import predict_plan
 from atoll.training.settings import SYSTEMS, Settings, settings_for
 from atoll.training.settings.convert import convert
 
@@ -90,7 +90,7 @@ def config(*, model: dict[str, Any] = MODEL, **parallel: Any) -> Config:
 
 def settings(system: str, **parallel: Any) -> Settings:
     own = config(**parallel)
-    return settings_for(system, own, predict(own, own.to_plan(), None))
+    return settings_for(system, own, predict_plan(own, own.to_plan(), None))
 
 
 CASES: tuple[dict[str, Any], ...] = (
@@ -193,7 +193,7 @@ def test_megatrons_words_for_a_layout(layout: str, words: tuple[str, ...]) -> No
 
 def test_megatron_gets_the_stages_as_they_are() -> None:
     own = config(layers_per_stage=[5, 3])
-    found = settings_for("megatron", own, predict(own, own.to_plan(), None))
+    found = settings_for("megatron", own, predict_plan(own, own.to_plan(), None))
     (script,) = found.files.values()
     assert "--pipeline-model-parallel-layout 'Et*5|t*3,L'" in script
 
@@ -285,7 +285,7 @@ def test_fsdp2s_code_trains_like_the_plain_model(case: dict[str, str]) -> None:
         "train": {"global_batch": 16, "microbatch": 2},
         "parallel": {"ranks": 4, "intra": 2} | case,
     })  # fmt: skip
-    (code,) = settings_for("fsdp2", own, predict(own, own.to_plan(), None)).files.values()
+    (code,) = settings_for("fsdp2", own, predict_plan(own, own.to_plan(), None)).files.values()
     code = re.sub(r"init_device_mesh\(device, \((?:\d+, ?)+\d*\)", lambda found: re.sub(r"\d+", "1", found[0]), code)
     with_code, plain = run_ranks(train_with, 1, code)[0]
     assert with_code == pytest.approx(plain, rel=1e-5)
@@ -295,12 +295,12 @@ def test_fsdp2s_code_trains_like_the_plain_model(case: dict[str, str]) -> None:
 def test_nodes_of_a_run_meet_at_the_first_one_and_a_node_alone_needs_none(system: str) -> None:
     def launched(nodes: int) -> str:
         own = config()
-        found = settings_for(system, own, predict(own, own.to_plan(), CLUSTER.model_copy(update={"nodes": nodes})))
+        found = settings_for(system, own, predict_plan(own, own.to_plan(), CLUSTER.model_copy(update={"nodes": nodes})))
         return found.launch[0]
 
     one = Cluster.of({"device": {"preset": "h100-80gb"}, "node": {"devices": 16, "link": {"preset": "nvlink4"}}})
     own = config()
-    alone = settings_for(system, own, predict(own, own.to_plan(), one)).launch[0]
+    alone = settings_for(system, own, predict_plan(own, own.to_plan(), one)).launch[0]
     assert "--nnodes 1 --nproc-per-node 16 --standalone" in alone
     two = launched(2)
     assert "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint" in two
@@ -353,4 +353,4 @@ def test_the_command_prints_settings_without_a_cluster() -> None:
     assert set(found) == {"system", "version", "files", "launch", "limits"}
     own = load(path)
     with pytest.raises(ConfigError, match="did you mean 'megatron'"):
-        settings_for("megatorn", own, predict(own, own.to_plan(), None))
+        settings_for("megatorn", own, predict_plan(own, own.to_plan(), None))

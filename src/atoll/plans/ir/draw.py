@@ -33,7 +33,7 @@ class TimedAction(Protocol):
 
 
 class Timeline(Protocol):
-    """The fields of a trace that a drawing uses; atoll.trace.Trace has them."""
+    """The fields of a trace that a drawing uses; atoll.program.trace.Trace has them."""
 
     @property
     def spans(self) -> Sequence[TimedAction]:

@@ -22,7 +22,7 @@ passes faster than alone.
 A link carries one message at a time, so the makespan is at least the time until its first request + the time of all its
 messages + the minimum time that must follow one of them.
 
-If other ranks' memory delays a rank, it takes longer: see atoll.schedules.one_rank.
+If other ranks' memory delays a rank, it takes longer: see atoll.plans.schedules.one_rank.
 """
 
 from __future__ import annotations

@@ -275,7 +275,7 @@ CATALOGUE: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry i
 def build(name: str, *, ranks: int, microbatches: int, costs: StageCosts | None = None, **options: object) -> Schedule:
     """Build the schedule `name`. An option of None counts as not given.
 
-    Every schedule takes `costs` (an atoll.sim.Costs); those with a fixed order ignore them.
+    Every schedule takes `costs` (an atoll.program.sim.Costs); those with a fixed order ignore them.
     Raises ConfigError for an unknown name or option, or an impossible size.
     """
     entry = CATALOGUE.get(name)

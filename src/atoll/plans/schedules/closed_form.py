@@ -9,7 +9,7 @@ from typing import Literal
 Relation = Literal["exactly", "at most"]
 
 Measure = Literal["makespan", "span"]
-"""The time of the step, or the longest span of a rank: see atoll.trace."""
+"""The time of the step, or the longest span of a rank: see atoll.program.trace."""
 
 Backward = Literal["fused", "early", "either"]
 """When a full backward releases the input's gradient: at its end, after its I part as in Atoll's runtime, or either."""

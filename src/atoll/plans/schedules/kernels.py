@@ -126,7 +126,7 @@ class Listing(NamedTuple):
 def play(model: Model, order: Integers, length: Integers, played: Played) -> bool:
     """Simulate an order: `played.cost` is (makespan, largest span of a rank). Return False for a deadlock.
 
-    As in atoll.sim, each rank runs until an input is missing; the rank that computes it wakes it.
+    As in atoll.program.sim, each rank runs until an input is missing; the rank that computes it wakes it.
     """
     # Ranks are not simulated in the order of time: one may be far ahead. Times are those of any other sequence as long
     # as a link has one sender, whose messages ask for it in the order of its actions.

@@ -1,9 +1,9 @@
 """Lower bound: the minimum time of one rank if all others have unlimited parallelism.
 
-[Note: one rank alone] Every kind of every stage takes the microbatches in order (atoll.schedules.kernels). So an action
-waits for the same action of the previous microbatch, for its input, and on its own rank for memory to be freed. With
-chunks of `activation` bytes until their I and of `weight_grad` bytes from there to their W, an order that fits has,
-with k chunks kept and q pending, k activation + q weight_grad <= room at all times. So, for each stage alone,
+[Note: one rank alone] Every kind of every stage takes the microbatches in order (atoll.plans.schedules.kernels). So an
+action waits for the same action of the previous microbatch, for its input, and on its own rank for memory to be freed.
+With chunks of `activation` bytes until their I and of `weight_grad` bytes from there to their W, an order that fits
+has, with k chunks kept and q pending, k activation + q weight_grad <= room at all times. So, for each stage alone,
 
     before F(j): for some k, I(j - k) and W(j - k - q) have run, q the most that may be pending beside k
     before I(j): W(j - q) has run, q the most that may be pending at all, or 1: a full backward leaves nothing pending

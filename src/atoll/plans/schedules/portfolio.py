@@ -1,4 +1,4 @@
-"""Candidates of the search for an order, in sequence: see atoll.schedules.automatic."""
+"""Candidates of the search for an order, in sequence: see atoll.plans.schedules.automatic."""
 
 from __future__ import annotations
 

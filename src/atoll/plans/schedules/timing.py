@@ -18,7 +18,7 @@ from atoll.plans.schedules.links import Hops, Links
 
 
 class StageCosts(Protocol):
-    """The fields of costs that are used; atoll.sim.Costs has them."""
+    """The fields of costs that are used; atoll.program.sim.Costs has them."""
 
     @property
     def hop(self) -> float | Links:

@@ -11,7 +11,7 @@ from atoll.plans.ir.schedule import Schedule
 
 
 def fixed_zero_bubble_v(*, ranks: int, microbatches: int) -> Schedule:
-    """Return the order of the paper, for any costs: atoll.schedules.automatic.zero_bubble_v draws it."""
+    """Return the order of the paper, for any costs: atoll.plans.schedules.automatic.zero_bubble_v draws it."""
     rows = tuple(tuple(fixed_row(rank, ranks, microbatches)) for rank in range(ranks))
     return Schedule("zb-v", Placement("v", ranks, 2), microbatches, rows)
 

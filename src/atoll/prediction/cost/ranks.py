@@ -1,4 +1,5 @@
-"""Programs of a plan, from a workload instead of a model: the result of `atoll.programs_of`, without torch."""
+"""Programs of a plan, from a workload instead of a model: the result of `atoll.runtime.assemble.describe.programs_of`,
+without torch."""
 
 from __future__ import annotations
 

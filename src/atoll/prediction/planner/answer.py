@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -73,7 +72,8 @@ class Answer:
     @cached_property
     def best(self) -> Candidate:
         """The fastest plan that fits, or a simpler one among those found that is as fast to a thousandth, see
-        `atoll.planner.simpler`. Raises ConfigError if none fits, with the nearest plan and the memory that it lacks."""
+        `atoll.prediction.planner.simpler`. Raises ConfigError if none fits, with the nearest plan and the memory that
+        it lacks."""
         if not self.found.fitting:
             raise ConfigError(self.shortfall)
         return next(filter(self._fits, simplest_first(self.found.fitting, self.search.space)))
@@ -127,12 +127,6 @@ class Answer:
             made = None if other is None else choices(other)[name]
             found.append(Alternative(name, value, made, None if other is None else other.seconds))
         return tuple(found)
-
-    @property
-    def undone(self) -> tuple[Alternative, ...]:
-        """Deprecated name of `alternatives`."""
-        warnings.warn("Answer.undone is deprecated, use Answer.alternatives", DeprecationWarning, stacklevel=2)
-        return self.alternatives
 
     @cached_property
     def _slower(self) -> tuple[Candidate, ...]:

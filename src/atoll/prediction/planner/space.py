@@ -115,10 +115,10 @@ class Space:
 
     pipeline, tensor, intra: ranks along these axes; by default all divisors. A group is within a node, and so are
     tensor-parallel ranks.  order: of the mesh's axes over the ranks.  schedules: of a pipeline, those of
-    `atoll.planner.space.ORDERS_OF_A_PIPELINE` if not given, and orders searched for the fastest plans.  microbatch:
-    samples; all divisors of a rank's share if not given.  precision: presets of `atoll.Precision`; those with a dtype
-    for which the device has no rate are left out.  codecs: of every plan. They change the results, so the planner
-    chooses none.
+    `atoll.prediction.planner.space.ORDERS_OF_A_PIPELINE` if not given, and orders searched for the fastest plans.
+    microbatch: samples; all divisors of a rank's share if not given.  precision: presets of `atoll.Precision`; those
+    with a dtype for which the device has no rate are left out.  codecs: of every plan. They change the results, so the
+    planner chooses none.
     """
 
     pipeline: tuple[int, ...] | None = None

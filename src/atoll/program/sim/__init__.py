@@ -35,9 +35,9 @@ def simulate(
 
     A schedule, compute-only or lowered, is simulated at the granularity of actions, which is fast: see
     `atoll.program.sim.schedules`. Programs are simulated as ranks execute them, with all communication: see
-    `atoll.sim.programs`. With `memory` a schedule's trace contains the bytes of every rank over time, and how long
-    ranks were idle for lack of memory. With `steps` programs are simulated for consecutive steps; the trace is of the
-    last.
+    `atoll.program.sim.programs`. With `memory` a schedule's trace contains the bytes of every rank over time, and how
+    long ranks were idle for lack of memory. With `steps` programs are simulated for consecutive steps; the trace is of
+    the last.
 
     Raises ConfigError for costs or amounts that do not fit the ranks.
     """

@@ -4,8 +4,8 @@
 hop after it is released; the sender is not blocked, directions do not contend, and inside one rank it is available
 immediately. F and I release at their end, B after its I part, or at its end where `fused_backward`. Sends and receives
 take no time of their own. If the hop is given as `Links`, a message occupies its link, one at a time
-(atoll.schedules.links); messages of a split vocabulary between ranks that are not neighbours take the longest hop of
-all, and no link.
+(atoll.plans.schedules.links); messages of a split vocabulary between ranks that are not neighbours take the longest hop
+of all, and no link.
 
 Gathers and reductions have a lane each on every rank, concurrent with the computation: an UNSHARD begins when the rank
 reaches it and the previous one has ended, and uses of the stage wait for its end; nothing waits for a REDUCE_GRAD.

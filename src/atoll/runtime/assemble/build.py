@@ -55,7 +55,7 @@ def build_rank(
         model.shape,
         model.specs,
         ordered,
-        stages,
+        stages=stages,
         trainable=_trainable(model.blocks, model.specs),
         vocabulary=sliced,
         matrices=model.matrices,

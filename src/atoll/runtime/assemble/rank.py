@@ -142,12 +142,12 @@ def assemble(
     )
     if not sharded.trainable:
         raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained")
-    own, end = _end(sharded, plan, options, transport)
+    own, end = _end(sharded, plan, options, transport=transport)
     executor = _executor(
         outline,
         sharded,
         end,
-        collector,
+        collector=collector,
         transport=transport,
         loss=adapter.loss if options.loss is None else _OwnLoss(options.loss, device),
         seed=options.seed,
@@ -227,11 +227,11 @@ def _executor(
         outline,
         sharded.stages,
         sharded.units,
-        end,
+        end=end,
         transport=transport,
         mail=mail,
         collector=collector,
-        extensions=() if slices is None else (SplitVocabulary(slices, mail, placement, ranks),),
+        extensions=() if slices is None else (SplitVocabulary(slices, mail, placement, ranks=ranks),),
         **options,
     )
 

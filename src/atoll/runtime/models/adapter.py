@@ -437,9 +437,9 @@ def adapter_for(model: object) -> Adapter:
 
         return HuggingFaceAdapter(model)
     raise PlanError(
-        f"no adapter for a {type(model).__name__}: it is neither atoll.models.Decoder, nn.Sequential nor a model of "
-        "transformers. Give the model a method atoll_adapter() that returns an atoll.models.Adapter (blocks, forward, "
-        "loss, initialise); docs/adapters.md shows how"
+        f"no adapter for a {type(model).__name__}: it is neither atoll.runtime.models.Decoder, nn.Sequential nor a "
+        "model of transformers. Give the model a method atoll_adapter() that returns an atoll.runtime.models.Adapter "
+        "(blocks, forward, loss, initialise); docs/adapters.md shows how"
     )
 
 

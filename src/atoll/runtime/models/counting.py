@@ -43,7 +43,8 @@ def count(model: nn.Module, *, name: str | None = None, device: Device = "cuda")
 
     model: a model with an adapter; on `meta` it needs no memory. Whether a parameter is trained matters, but not its
     dtype: `Use.compute` sets the dtype of execution. The model is not changed.
-    name: of the workload; the class's if None.  device: the device whose kernels are counted, see `atoll.models.fused`.
+    name: of the workload; the class's if None.  device: the device whose kernels are counted, see
+    `atoll.runtime.models.fused`.
 
     `work(use)` raises ConfigError if blocks do not run without values, and for features that are not counted: tensor
     parallelism, a fused or chunked loss. `count` itself raises ConfigError for transformers models with other heads
@@ -197,7 +198,7 @@ def _check(use: Use) -> None:
     if use.loss != "eager" or use.chunks > 1:
         raise ConfigError(
             f"loss = {use.loss!r} with chunks = {use.chunks}: a model is counted with its adapter's own loss, which is "
-            "'eager' and whole; use the formulas, atoll.models.transformer_of(config).workload"
+            "'eager' and whole; use the formulas, atoll.runtime.models.transformer_of(config).workload"
         )
 
 

@@ -29,8 +29,8 @@ class StepTiming:
 
         Yields a dictionary that is filled when the context ends: the seconds of each instruction in the last step, by
         instruction and index of its block or unit (-1: none), as the mean over microbatches: the input of
-        `atoll.sim.Rates`. For instructions that wait for a message or for other ranks it is the shortest of its kind;
-        instructions that wait once a step are left out.
+        `atoll.program.sim.Rates`. For instructions that wait for a message or for other ranks it is the shortest of its
+        kind; instructions that wait once a step are left out.
         """
         found: dict[tuple[Operation, int], float] = {}
         self._executor.is_timed = True

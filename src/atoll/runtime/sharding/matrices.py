@@ -37,8 +37,8 @@ class MatrixUpdate(Protocol):
 
     whole: which parameters it needs whole, and what that costs in time and memory.  keys: names of the state of a
     slice, which `direct` updates: tensors of the slice's size. State of a whole matrix, such as a preconditioner, is
-    stored by the matrix's owner: see `atoll.layouts.Transform.kept`. Momentum that the result changes, as Dion's, is
-    state of the whole matrix, not of slices.
+    stored by the matrix's owner: see `atoll.plans.layouts.Transform.kept`. Momentum that the result changes, as Dion's,
+    is state of the whole matrix, not of slices.
     """
 
     whole: Whole

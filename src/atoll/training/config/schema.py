@@ -481,8 +481,8 @@ class Parallel(Section):
     prefetch: bytes of parameters that may be prefetched; 0 uses the least memory, and the backward then also waits for
     each reduction.
     residency, reduction, resident, unit: how long gathered parameters are kept, how often gradients are reduced, and
-    how many blocks at once; see atoll.plans.Plan.
-    order: axes of the mesh, outermost first; see atoll.plans.MeshShape.
+    how many blocks at once; see atoll.plans.plan.Plan.
+    order: axes of the mesh, outermost first; see atoll.plans.plan.MeshShape.
     vocabulary: split the rows of embedding and head over the pipeline ranks.
     codecs: what is sent between groups: a table, [parallel.codecs].
     sequence_parallel: shard activations along the sequence between the tensor-parallel parts of a layer.

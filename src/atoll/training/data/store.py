@@ -136,8 +136,8 @@ def prepare(
     source, text_field: see `atoll.training.data.corpus`.
     tokenizer: "bytes", "bpe-N" or the path of a tokenizer.json.
     validation: fraction of the tokens to hold out, or a separate source.
-    chat: the chat template, if the source has conversations (`atoll.data.conversations`).  ignored: their keys that are
-    not used.
+    chat: the chat template, if the source has conversations (`atoll.training.data.conversations`).  ignored: their keys
+    that are not used.
     bad_records: "stop" at the first broken record, or "skip" and count them, up to a tenth of a source.
     sequence, how, too_long: see `Packing`; if samples are whole documents, the arrays include their lengths.
     global_batch: only checked, see `Corpus.check`. Raises DataError for an unusable source, tokenizer or cache.

@@ -4,7 +4,7 @@
     window      WINDOW consecutive shards of that order; the first window of a run has one, to start early
     sample      the samples of a window, shuffled
 
-    <cache>/<key>.stream/<shard>/   token arrays, see `atoll.data.store`; the KEPT most recently opened, and the first
+    <cache>/<key>.stream/<shard>/   token arrays, see `store.py`; the KEPT most recently opened, and the first
     <cache>/<key>.stream/index...   number of samples of each visited shard, per packing
 
 The location of a position is computed from the numbers of samples before it, so a resumed run opens only the window
