@@ -64,8 +64,8 @@ function plain(value) {
 }
 
 function integer(value) {
-  const rounded = Math.round(value);
-  return signed(rounded, String(Math.abs(rounded)));
+  const rounded = Math.round(Math.abs(value));
+  return signed(rounded && value, String(rounded));
 }
 
 // ---- colours
