@@ -145,7 +145,7 @@ def report(result: dict[str, Any]) -> str:
         "the place of a measured one. Chromium renders on the processor, without a GPU. *opened* is from the request "
         "to the last chart; a frame is drawn at each `requestAnimationFrame` of which the browser makes at most 60 a "
         "second.",
-        f"The page has {result['page_bytes'] / 1e6:.2f} MB, d3 included. Prediction and sheet take "
+        f"The page has {result['page_bytes'] / 1e6:.2f} MB. Prediction and sheet take "
         f"{result['seconds_of_sheet']:.1f} s, the page {result['seconds_of_page']:.1f} s.",
         "\n".join(
             [

@@ -60,7 +60,7 @@ def bar_at(shown: Page, name: str, nth: int = 0, row: int | None = None) -> tupl
             if ({json.dumps(row)} !== null && at !== {json.dumps(row)}) continue;
             for (let bar = row.first; bar < row.last; bar++)
               if (row.source.names[row.source.op[bar]] === {wanted} && !left--) {{
-                const scale = atollReport.view.rescaleX(d3.scaleLinear([0, chart.sheet.length], [92, chart.width - 2]));
+                const scale = chart.seen();
                 const middle = (scale(row.source.start[bar]) + scale(row.source.end[bar])) / 2;
                 return [canvas.x + middle, canvas.y + row.top + row.height / 2 - chart.box.scrollTop];
               }}
@@ -215,8 +215,7 @@ def time_at(shown: Page, x: float) -> float:
     return float(
         shown.run(
             f"""(() => {{ const chart = atollReport.charts[0], left = chart.canvas.getBoundingClientRect().x;
-            return atollReport.view.rescaleX(d3.scaleLinear([0, chart.sheet.length], [92, chart.width - 2]))
-              .invert({x} - left); }})()"""
+            return chart.seen().invert({x} - left); }})()"""
         )
     )
 
@@ -245,6 +244,53 @@ def test_dragging_moves_time(run_page: Page) -> None:
     assert time_at(run_page, x + 50) == pytest.approx(before, rel=1e-3)
 
 
+def test_what_is_dragged_is_not_clicked(run_page: Page) -> None:
+    """And a click, a drag back and forth included, moves nothing at the whole step."""
+    x, y = bar_at(run_page, "RECV_B", row=measured_row(run_page))
+    run_page.mouse("mouseMoved", x, y)
+    run_page.mouse("mousePressed", x, y, button="left", clickCount=1)
+    for at in (x + 400, x):
+        run_page.mouse("mouseMoved", at, y, button="left", buttons=1)
+    run_page.mouse("mouseReleased", x, y, button="left", clickCount=1)
+    settled(run_page)
+    assert detail(run_page).startswith("Point at a bar")
+    assert run_page.run("[atollReport.view.k, atollReport.view.x]") == [1, 0]
+    run_page.click(x, y)
+    assert detail(run_page).startswith("RECV_B: ")
+
+
+def test_nothing_but_the_step_is_seen(run_page: Page) -> None:
+    """Moved to both ends and zoomed to both limits."""
+    ends = "[atollReport.view.k, ...[92, atollReport.charts[0].width].map((x) => atollReport.view.invert(x))]"
+    width = run_page.run("atollReport.charts[0].width")
+    run_page.run("atollReport.charts[0].scale(4)")
+    run_page.run("atollReport.charts[0].zoom.by(1e9)")
+    assert run_page.run(ends) == pytest.approx([4, 92, 92 + (width - 92) / 4])
+    run_page.run("atollReport.charts[0].zoom.by(-1e9)")
+    assert run_page.run(ends) == pytest.approx([4, width - (width - 92) / 4, width])
+    run_page.run("atollReport.charts[0].scale(1e-9)")
+    assert run_page.run(ends) == [1, 92, width]
+    run_page.run("atollReport.charts[0].scale(1e12)")
+    assert run_page.run("atollReport.view.k") == 1e6
+
+
+def test_a_double_click_zooms_in_and_with_shift_out(run_page: Page) -> None:
+    x, y = map(round, bar_at(run_page, "RECV_B", row=measured_row(run_page)))  # a dblclick is at whole pixels
+    before = time_at(run_page, x)
+
+    def double(*, shift: bool) -> None:
+        for count in (1, 2):
+            for kind in ("mousePressed", "mouseReleased"):
+                run_page.mouse(kind, x, y, button="left", clickCount=count, modifiers=8 if shift else 0)
+
+    run_page.mouse("mouseMoved", x, y)
+    double(shift=False)
+    run_page.until("atollReport.view.k === 2")
+    assert time_at(run_page, x) == pytest.approx(before, rel=1e-6)
+    double(shift=True)
+    run_page.until("atollReport.view.k === 1")
+
+
 def test_a_rank_can_be_chosen_for_memory(run_page: Page) -> None:
     run_page.run(
         "(() => { const s = document.querySelector('.memory select'); s.value = '1'; "
@@ -269,8 +315,10 @@ def test_two_runs_share_the_scale_unless_asked(shown: Page, tmp_path: Path) -> N
     assert "two" in shown.run("document.querySelector('.metric output').textContent")
     shown.run("atollReport.charts[0].scale(4)")
     settled(shown)
-    views = shown.run("atollReport.charts.slice(0, 2).map((each) => each.canvas.__zoom.k)")
-    assert views == [4, 4]
+    seen = "atollReport.charts.slice(0, 2).map((each) => each.seen().domain)"
+    one, two = shown.run(seen)
+    assert one == two
+    assert one[1] - one[0] == pytest.approx(13 / 4, rel=0.01)
     shown.run("document.querySelector('[data-act=same]').click()")
     assert shown.run("document.querySelector('[data-act=same]').getAttribute('aria-pressed')") == "false"
 
@@ -314,23 +362,83 @@ def test_a_phone_needs_no_sideways_scrolling(shown: Page, tmp_path: Path) -> Non
     assert small == 0
 
 
-def test_fingers_zoom_the_timeline(shown: Page, tmp_path: Path) -> None:
+class Fingers:
+    """Fingers on the timeline of a phone. x and y: its middle."""
+
+    def __init__(self, shown: Page) -> None:
+        box = shown.box(".view canvas")
+        self.shown, self.x, self.y = shown, box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+
+    def touch(self, kind: str, *points: tuple[float, float], first: int = 0) -> None:
+        """Touch at points from the middle, one for each finger from the first on: "Start", "Move" or "End"."""
+        fingers = [{"x": self.x + x, "y": self.y + y, "id": at} for at, (x, y) in enumerate(points, first)]
+        self.shown.call("Input.dispatchTouchEvent", type=f"touch{kind}", touchPoints=fingers)
+
+    def seen(self, x: float) -> float:
+        """The part of the step, in its whole pixels, that is seen at x from the middle."""
+        return float(self.shown.run(f"atollReport.view.invert({self.x + x} - "
+                                    "document.querySelector('.view canvas').getBoundingClientRect().x)"))  # fmt: skip
+
+
+@pytest.fixture
+def fingers(shown: Page, tmp_path: Path) -> Iterator[Fingers]:
     shown.call("Emulation.setTouchEmulationEnabled", enabled=True, maxTouchPoints=2)
     opened(shown, tmp_path, run_sheet(), width=390, is_phone=True)
-    box = shown.box(".view canvas")
-    y = box["y"] + box["height"] / 2
-
-    def touch(kind: str, *points: float) -> None:
-        fingers = [{"x": x, "y": y, "id": at} for at, x in enumerate(points)]
-        shown.call("Input.dispatchTouchEvent", type=kind, touchPoints=fingers)
-
-    touch("touchStart", 220, 260)
-    for step in range(1, 6):
-        touch("touchMove", 220 - 12 * step, 260 + 12 * step)
-    touch("touchEnd")
+    yield Fingers(shown)
     shown.call("Emulation.setTouchEmulationEnabled", enabled=False)
-    settled(shown)
-    assert shown.run("atollReport.view.k") > 1.5
+
+
+@pytest.mark.parametrize("way", [(12, 0), (2, 12)], ids=["across", "down"])
+def test_fingers_zoom_the_timeline(fingers: Fingers, way: tuple[float, float]) -> None:
+    """What is between the fingers stays there, and one that remains moves it."""
+    x, y = way
+
+    def pair(step: int) -> list[tuple[float, float]]:
+        return [(-10 - x * step, -10 - y * step), (10 + x * step, 10 + y * step)]
+
+    middle = fingers.seen(0)
+    fingers.touch("Start", *pair(0))
+    for step in range(1, 6):
+        fingers.touch("Move", *pair(step))
+    settled(fingers.shown)
+    zoomed = math.dist(*pair(5)) / math.dist(*pair(0))
+    assert fingers.shown.run("atollReport.view.k") == pytest.approx(zoomed, rel=1e-6)
+    assert fingers.seen(0) == pytest.approx(middle, abs=0.1)
+    lifted, (right, down) = pair(5)
+    fingers.touch("End", lifted)
+    held = fingers.seen(right)
+    for step in range(1, 6):
+        fingers.touch("Move", (right - 9 * step, down), first=1)
+    fingers.touch("End")
+    assert fingers.seen(right - 45) == pytest.approx(held, abs=0.1)
+
+
+def test_one_finger_scrolls_the_page_up_and_down(fingers: Fingers) -> None:
+    before = fingers.shown.run("scrollY")
+    fingers.touch("Start", (0, 0))
+    for step in range(1, 10):
+        fingers.touch("Move", (0, -12 * step))
+    fingers.touch("End")
+    fingers.shown.until(f"scrollY > {before} + 40")
+    assert fingers.shown.run("[atollReport.view.k, atollReport.view.x]") == [1, 0]
+
+
+def test_a_tap_chooses_a_bar_and_two_taps_zoom(fingers: Fingers) -> None:
+    """Browsers send a dblclick too, which counts once."""
+    fingers.x, fingers.y = bar_at(fingers.shown, "RECV_B", row=measured_row(fingers.shown))
+    fingers.touch("Start", (0, 0))
+    fingers.touch("End")
+    fingers.shown.until("document.getElementById('detail').textContent.startsWith('RECV_B: ')")
+    assert fingers.shown.run("atollReport.view.k") == 1
+    fingers.x, fingers.y = bar_at(fingers.shown, "RECV_B", row=measured_row(fingers.shown))
+    # The next tap is a first one, and no slow machine takes too long for the second one.
+    fingers.shown.run("{ const { zoom } = atollReport.charts[0]; zoom.tap = null; zoom.constructor.TAPS = 1e6; }")
+    for off in (0, 3):
+        fingers.touch("Start", (off, 0))
+        fingers.touch("End")
+    fingers.shown.until("atollReport.view.k === 2")
+    settled(fingers.shown)
+    assert fingers.shown.run("atollReport.view.k") == 2
 
 
 @pytest.mark.slow
@@ -384,7 +492,7 @@ def test_many_bars_are_a_small_page_that_opens(shown: Page, tmp_path: Path) -> N
     (timeline,) = sheet.timelines
     assert timeline.count > 10_000
     text = page([sheet])
-    assert len(text) < 8_000_000 * timeline.count / 128_000 + 400_000
+    assert len(text) < 8_000_000 * timeline.count / 128_000 + 90_000
     opened(shown, tmp_path, sheet)
     shown.run("atollReport.charts[0].scale(3)")
     settled(shown)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import math
 import re
@@ -12,7 +11,6 @@ import zlib
 from array import array
 from dataclasses import replace
 from html.parser import HTMLParser
-from importlib import resources
 from itertools import pairwise
 from typing import Any
 
@@ -248,7 +246,7 @@ def test_the_page_refers_to_nothing_outside_itself() -> None:
     assert all(each.startswith("#") for each in tags(text).refers)
     assert "connect-src" not in text
     assert "@import" not in text
-    assert "url(" not in text.split("<script>")[0]
+    assert "url(" not in text.split("<script")[0]
 
 
 def test_the_page_carries_the_timeline_to_a_billionth_of_the_step() -> None:
@@ -312,7 +310,9 @@ def test_missing_values_are_no_json_numbers() -> None:
 
 
 def test_an_empty_sheet_is_a_page() -> None:
+    """Of styles and scripts alone, which every page carries."""
     text = page([Sheet("nothing", "run", notes=("The run has not built its plan yet.",))])
+    assert len(text) < 65_000
     assert "has not built its plan" in text
     assert 'id="timeline"' not in text
 
@@ -323,15 +323,6 @@ def test_waits_differ_from_what_computes_by_more_than_colour() -> None:
     assert len({STYLES[part].hatch for part in waits}) == len(waits)
     solid = [style.colour for part, style in STYLES.items() if part not in waits]
     assert len(set(solid)) == len(solid)
-
-
-def test_d3_is_the_one_whose_licence_is_beside_it() -> None:
-    """The file is d3 7.9.2 as npm has it, unchanged; its licence is in the page too."""
-    assets = resources.files("atoll.training.report").joinpath("assets")
-    library = assets.joinpath("d3.min.js").read_bytes()
-    assert hashlib.sha256(library).hexdigest() == "912111098ea99503a6f4967361d2bbdc9dbf58cf9c678c8e27e5b02d1a07f0c1"
-    licence = assets.joinpath("d3.LICENSE").read_text(encoding="utf-8").strip()
-    assert licence in page([run_sheet()])
 
 
 def test_the_report_imports_neither_torch_nor_numpy() -> None:
