@@ -431,7 +431,8 @@ def _constants(explanation: Explanation) -> Sentences:
         f"The mean error on held-out steps is {phrases.percent(own.spread)}, so a step is expected to take "
         f"{format_seconds(low)} to {format_seconds(high)}."
         if own.spread
-        else "The error of these constants is unknown. `atoll calibrate` fits them to your own steps, and reports it."
+        else "The error of these constants is unknown. `atoll doctor --calibrate` fits them to your own steps, and reports "
+        "it."
     )
     values = ", ".join(
         f"{name} {value:.4g}" for name, value in own.model_dump().items() if name not in ("source", "spread")
