@@ -236,7 +236,7 @@ def test_two_runs_are_printed_beside_each_other_with_what_differs(tmp_path: Path
     assert rows["lowest validation loss"] == ["5.5000", "5.5000", "+0.0%"]
     assert rows["train.lr"][1] == "0.5"
     assert set(rows) & {"train.steps", "model.layers"} == set()
-    assert result.stdout.count("a step  ") == 2
+    assert result.stdout.count("\na step  ") == 2
     found = [json.loads(line) for line in atoll("report", one, two, "--json").stdout.splitlines()]
     assert [each["run"] for each in found] == [str(one), str(two)]
     assert {path.name for path in Path().glob("report.html")} == set()
