@@ -590,7 +590,7 @@ ALL_CLAIMS = (
         tests=[f"{RUNTIME}/test_memory_and_traffic.py"],
     ),
     Claim(
-        what="the program of a step is known before it runs (`atoll program`)",
+        what="the program of a step is known before it runs (`atoll show program`)",
         how="programs computed without allocating the model, compared with those that ranks execute: two levels, "
         "pipelines, a split vocabulary, a tensor-parallel group; bytes sent, 14 effective layouts",
         result="the same instructions, equal to the byte",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -401,7 +401,7 @@ def _group(layout: Layout, group: int, *, x: int, y: int) -> list[str]:
 
 def command_line() -> str:
     parts = []
-    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+    for name, command in _commands(typer.main.get_command(app)):
         arguments = " ".join(each.name.upper() for each in command.params if each.opts == [each.name])
         paragraphs = [" ".join(each.split()) for each in command.help.split("\n\n")]
         text = "\n\n".join(each for each in paragraphs if not each.startswith("Keys of the JSON object"))
@@ -414,6 +414,15 @@ def command_line() -> str:
         usage = f"atoll {name} {arguments}".strip()
         parts.append(f"## `{usage}`\n\n{text}\n\n" + markdown_table(["option", "default", "meaning"], rows))
     return "\n".join(parts)
+
+
+def _commands(group: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    """The commands with their words, those of a group in its place."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, f"{above}{name} ")
+        else:
+            yield f"{above}{name}", command
 
 
 def _default_of(option: Any) -> str:

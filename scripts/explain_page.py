@@ -16,7 +16,7 @@ from atoll.training.settings import SYSTEMS, Settings, settings_for
 
 ROOT = Path(__file__).resolve().parents[1]
 NETWORK = "ethernet-25"
-ASKED = ("fullest-rank", "pipeline-with-zero-2", "why-not-zb-v", "another-node", "recompute")
+ASKED = ("fullest-rank", "pipeline-with-zero-2", "why-not-zb-v", "another-node", "fit")
 
 
 def config() -> Config:
@@ -49,8 +49,8 @@ def slow() -> str:
 
 
 def questions() -> str:
-    rows = [[f"`{key}`", each.text] for key, each in QUESTIONS.items() if not key.startswith("why-not-")]
-    return markdown_table(["key", "question"], [*rows, ["`why-not-NAME`", "Why not this schedule or layout?"]])
+    rows = [[f"`{key}`", each.text] for key, each in QUESTIONS.items()]
+    return markdown_table(["key", "question"], rows)
 
 
 def answers() -> str:

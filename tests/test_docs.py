@@ -98,7 +98,7 @@ def test_a_schedules_page_has_all_its_parts(name: str) -> None:
         name, "Bubble and memory", "Costs and limits", "When", "Run it", "Source"
     ]  # fmt: skip
     assert CATALOGUE[name].paper.removeprefix("arXiv ") in text.partition("## Source")[2]
-    assert {tuple(command[:2]) for command in commands(page)} >= {("schedule", name)}
+    assert {tuple(command[:3]) for command in commands(page)} >= {("show", "schedule", name)}
     configs = [tomllib.loads(block) for block in blocks(page, "toml")]
     assert [config["parallel"]["schedule"] for config in configs] == [name]
 
@@ -221,8 +221,8 @@ def test_what_is_said_of_interleaved() -> None:
 
 
 JSON_COMMANDS = {
-    "schedule": ["schedule", "1f1b", "--ranks", "2", "--microbatches", "2", "--json"],
-    "layouts": ["layouts", "--parameters", "1e9", "--json"],
+    "show schedule": ["show", "schedule", "1f1b", "--ranks", "2", "--microbatches", "2", "--json"],
+    "show layouts": ["show", "layouts", "--parameters", "1e9", "--json"],
     "predict": [
         "predict",
         str(ROOT / "configs" / "quickstart.toml"),

@@ -179,7 +179,7 @@ def test_rows_in_json_are_those_that_a_command_of_the_page_reads() -> None:
     for page in PAGES:
         if blocks(page, "json"):
             assert name_of(page) == "docs/clusters.md"
-            assert any(line.words[:3] == ["atoll", "calibrate", "rows.jsonl"] for line in lines_of(page))
+            assert any(line.words[:4] == ["atoll", "doctor", "--calibrate", "rows.jsonl"] for line in lines_of(page))
 
 
 # ---- commands
@@ -372,7 +372,7 @@ def run_atoll(line: Line) -> None:
         words[1] = str(next(Path("cache").iterdir()))
     if words[0] == "train" and not line.printed:
         words += [word for each in TINY for word in ("--set", each)]
-    if words[0] == "program":  # without the minutes that a tokenizer takes to learn
+    if words[:2] == ["show", "program"]:  # without the minutes that a tokenizer takes to learn
         words += ["--set", 'data.tokenizer="bytes"']
     if "-o" in words:  # a block may show several ways to write one file, and none overwrites it
         Path(words[words.index("-o") + 1]).unlink(missing_ok=True)
@@ -380,7 +380,7 @@ def run_atoll(line: Line) -> None:
         save_model(Path(words[1]))
     if words[0] == "export":
         shutil.copytree("runs/start", words[1])
-    if words[0] == "watch":
+    if "--live" in words:
         signal.signal(signal.SIGALRM, signal.default_int_handler)  # Ctrl-C, in a moment
         signal.setitimer(signal.ITIMER_REAL, 0.5)
     result = CliRunner().invoke(app, words)
@@ -420,6 +420,8 @@ def read_atoll(words: list[str]) -> None:
     """The options are its own, and the configs are there."""
     group: Any = typer.main.get_command(app)
     command = group.commands[words[0]]
+    if hasattr(command, "commands"):
+        command, words = command.commands[words[1]], words[1:]
     given = command.make_context(words[0], words[1:]).params
     config = given.get("config")
     if config is not None:

@@ -133,8 +133,8 @@ def test_atoll_and_python_m_atoll_are_the_same() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["schedule", "no-such", "--ranks", "2", "--microbatches", "2"], "error: "),
-        (["schedule"], "Missing argument"),
+        (["show", "schedule", "no-such", "--ranks", "2", "--microbatches", "2"], "error: "),
+        (["show", "schedule"], "Missing argument"),
         (["no-such-command"], "No such command"),
     ],
 )
@@ -214,9 +214,11 @@ def test_examples_in_pages_are_well_formed() -> None:
 
 
 def test_commands_in_pages_exist() -> None:
+    import typer
+
     from atoll.cli.main import app
 
-    known = {command.name for command in app.registered_commands}
+    known = set(vars(typer.main.get_command(app))["commands"])
     named = {
         (page.name, word)
         for page in pages()

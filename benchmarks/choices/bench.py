@@ -1,8 +1,8 @@
 """The plans that predictions choose, beside what every plan of a measured sweep takes: nothing is run.
 
-A sweep is a race of `benchmarks/islands`. Some of its settings calibrate the device and the links, as `atoll calibrate`
-does; all others are predicted, and the one with the fewest predicted seconds is held against the one with the fewest
-measured.
+A sweep is a race of `benchmarks/islands`. Some of its settings calibrate the device and the links, as
+`atoll doctor --calibrate` does; all others are predicted, and the one with the fewest predicted seconds is held
+against the one with the fewest measured.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def report(result: Mapping[str, Any]) -> str:
             ]
         ),
         f"A third of Atoll's settings in each race, and at most {sweeps.FEW}, calibrate the constants of the device "
-        "and the links, as `atoll calibrate` does. They are drawn by a hash of their names. The others are judged. "
+        "and the links, as `atoll doctor --calibrate` does. They are drawn by a hash of their names. "
+        "The others are judged. "
         "The constants start from those that [predictions](../predictions/README.md) measured on its machine. "
         "Settings with other transports, which a plan cannot select, are left out. The emulated device sleeps for "
         "its given durations.",

@@ -83,12 +83,12 @@ def _of_run(name: str, seed: bytes, reading: Callable[[RunFolder], Callable[[], 
 
 
 def _records(run: RunFolder) -> Callable[[], object]:
-    """As `atoll compare` and `atoll calibrate` do."""
+    """As `atoll report` and `atoll doctor --calibrate` do."""
     return lambda: (read_run(run.root), typical_seconds(run.metrics), read_records(run.metrics))
 
 
 def _report(run: RunFolder) -> Callable[[], object]:
-    """As `atoll report` and `atoll watch` do."""
+    """As `atoll report` and `atoll report --live` do."""
     reader = RunReader(run.root)
     return lambda: fragment([reader.sheet()])
 

@@ -1,7 +1,8 @@
 """Predictions beside our own runs on this machine's CPUs: `python benchmarks/run.py predictions`.
 
-The machine is measured as `atoll doctor --measure` does it, the constants are calibrated as `atoll calibrate` does it,
-on the steps of some configurations, and the seconds of all others are judged. Bytes need neither.
+The machine is measured as `atoll doctor --measure` does it, the constants are calibrated as
+`atoll doctor --calibrate` does it, on the steps of some configurations, and the seconds of all others are judged. Bytes
+need neither.
 """
 
 from __future__ import annotations
@@ -227,7 +228,8 @@ def report(result: Mapping[str, Any]) -> str:
         ),
         "## Real steps",
         "*measured*: median of the steps. *as measured*: predicted with the cluster that `atoll doctor --measure` "
-        "wrote. *calibrated*: with its constants fitted to the steps of the rows with *fit*, as `atoll calibrate` fits "
+        "wrote. *calibrated*: with its constants fitted to the steps of the rows with *fit*, as "
+        "`atoll doctor --calibrate` fits "
         "them; these rows are not judged. *peak*: bytes of the pipeline rank with the highest peak, counted by the C "
         "library's allocator on all threads and in memory that ranks share; the error is of that rank.",
         "\n".join(

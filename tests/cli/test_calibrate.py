@@ -1,4 +1,4 @@
-"""`atoll calibrate`: rows that are read or refused by number, and the cluster that is written."""
+"""`atoll doctor --calibrate`: rows that are read or refused by number, and the cluster that is written."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def atoll(*words: object) -> Any:
 
 
 def calibrated(folder: Path, *words: object) -> Any:
-    given = ["calibrate", folder / "rows.jsonl", "-o", folder / "fitted.toml", "--cluster", folder / "cluster.toml"]
-    return atoll(*given, *words)
+    given = ["-o", folder / "fitted.toml", "--cluster", folder / "cluster.toml"]
+    return atoll("doctor", "--calibrate", folder / "rows.jsonl", *given, *words)
 
 
 def write_rows(folder: Path, rows: list[dict[str, Any]]) -> None:
@@ -90,7 +90,7 @@ def test_the_fitted_cluster_predicts_what_was_measured(folder: Path) -> None:
     # From 0.8: four steps hardly tell what a small depth takes away from what products never reach.
     assert efficiency.products == pytest.approx(0.6, rel=0.15)
     assert efficiency.dispatch == pytest.approx(2e-5, rel=0.1)
-    assert efficiency.source == f"fitted to 4 steps of {folder / 'rows.jsonl'} by atoll calibrate"
+    assert efficiency.source == f"fitted to 4 steps of {folder / 'rows.jsonl'} by atoll doctor --calibrate"
     assert 0 < efficiency.spread < 0.2
     for row in rows:
         flags = [word for each in row["set"] for word in ("--set", each)]
@@ -190,7 +190,7 @@ def test_rows_that_cannot_be_predicted_are_named_too(folder: Path) -> None:
 def test_a_cluster_is_needed_and_the_rows_may_name_it(folder: Path) -> None:
     pytest.importorskip("scipy")
     write_rows(folder, true_rows(folder)[:1])
-    words = ["calibrate", folder / "rows.jsonl", "-o", folder / "fitted.toml"]
+    words = ["doctor", "--calibrate", folder / "rows.jsonl", "-o", folder / "fitted.toml"]
     with pytest.raises(ConfigError, match="name its file with --cluster"):
         atoll(*words)
     (folder / "run.toml").write_text(f'{CONFIG}[run]\ncluster = "{folder / "cluster.toml"}"\n')

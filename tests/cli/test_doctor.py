@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from atoll.base.errors import ConfigError
 from atoll.cli.doctor import Examination, Package, Problem, _version_problems, examine
-from atoll.cli.main import main
+from atoll.cli.main import app, main
 from atoll.prediction.cost import Cluster
 from atoll.runtime.measuring.measure import to_tables
 from atoll.testing.progress import finish, run
@@ -155,3 +157,17 @@ def test_measuring_that_is_interrupted_leaves_the_old_file(tmp_path: Path) -> No
     assert out == ""
     assert [each.name for each in tmp_path.iterdir()] == ["cluster.toml"]
     assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--calibrate", "rows.jsonl"), "name its file with -o FILE"),
+        (("-o", "fitted.toml", "--constants", "node.link.reach"), "--output, --constants: for --calibrate ROWS only"),
+        (("--measure", "a.toml", "--calibrate", "rows.jsonl", "-o", "b.toml"), "each write a cluster"),
+    ],
+)
+def test_options_that_need_or_exclude_each_other(words: tuple[str, ...], said: str) -> None:
+    result = CliRunner().invoke(app, ["doctor", *words])
+    assert isinstance(result.exception, ConfigError)
+    assert said in str(result.exception)

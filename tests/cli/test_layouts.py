@@ -1,4 +1,4 @@
-"""`atoll layouts`: stable keys, the published accounting, errors of the user."""
+"""`atoll show layouts`: stable keys, the published accounting, errors of the user."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""`atoll program`: what is printed and drawn is the program."""
+"""`atoll show program`: what is printed and drawn is the program."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def run(*arguments: object) -> Any:
-    result = CliRunner().invoke(app, ["program", *map(str, arguments)])
+    result = CliRunner().invoke(app, ["show", "program", *map(str, arguments)])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result

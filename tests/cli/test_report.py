@@ -220,3 +220,53 @@ def test_what_is_neither_run_nor_config_is_refused(tmp_path: Path) -> None:
     assert isinstance(result.exception, ConfigError)
     assert "not the folder of a run" in str(result.exception)
     assert not (tmp_path / "page.html").exists()
+
+
+def test_two_runs_are_printed_beside_each_other_with_what_differs(tmp_path: Path) -> None:
+    one, two = run_folder(tmp_path / "one"), run_folder(tmp_path / "two")
+    for name in ("timing.json", "timeline.json"):  # steps alone, without timed instructions
+        (one / name).unlink()
+    (two / "config.toml").write_text(CONFIG.replace("steps = 6", "steps = 6\nlr = 0.5"))
+    (two / "metrics.jsonl").write_text("".join(f"{json.dumps(step(nth) | {'seconds': 0.09})}\n" for nth in range(1, 6)))
+    result = atoll("report", one, two, "-o", tmp_path / "page.html")
+    assert result.exit_code == 0, result.output
+    rows = {line[:24].strip(): line[24:].split() for line in result.stdout.splitlines()}
+    assert rows["seconds of a step"] == ["45", "ms", "90", "ms", "+100.0%"]
+    assert rows["highest peak memory"] == ["-", "1001", "B"]
+    assert rows["lowest validation loss"] == ["5.5000", "5.5000", "+0.0%"]
+    assert rows["train.lr"][1] == "0.5"
+    assert set(rows) & {"train.steps", "model.layers"} == set()
+    assert result.stdout.count("\na step  ") == 2
+    found = [json.loads(line) for line in atoll("report", one, two, "--json").stdout.splitlines()]
+    assert [each["run"] for each in found] == [str(one), str(two)]
+    assert {path.name for path in Path().glob("report.html")} == set()
+
+
+def test_a_run_that_has_not_begun_is_a_page_and_a_note(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", is_over=False)
+    (run / "metrics.jsonl").unlink()
+    result = atoll("report", run, "-o", tmp_path / "page.html")
+    assert result.exit_code == 0
+    assert "is not compared with its prediction" in result.stderr
+    assert (tmp_path / "page.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--port", "80"), "--port 80 is for --live"),
+        (("--live", "-o", "page.html", "--json"), "--output, --json: no effect with --live"),
+        (("--live", "other"), "--live serves one run"),
+    ],
+)
+def test_options_of_live_exclude_those_of_a_page(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    result = atoll("report", tmp_path, *words)
+    assert isinstance(result.exception, ConfigError)
+    assert said in str(result.exception)
+
+
+def test_a_plan_is_no_run_to_compare(tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(CONFIG)
+    result = atoll("report", tmp_path / "tiny.toml", "--json")
+    assert isinstance(result.exception, ConfigError)
+    assert "`atoll predict CONFIG --json`" in str(result.exception)

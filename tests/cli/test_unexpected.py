@@ -54,7 +54,7 @@ def test_what_nobody_expected_is_bounded_and_kept(
             raise ValueError(f"begins\n{'y' * length} \ud800 ends") from cause
 
     monkeypatch.setattr("atoll.plans.schedules.build", fails)
-    code, err = said(monkeypatch, capsys, "schedule", "1f1b")
+    code, err = said(monkeypatch, capsys, "show", "schedule", "1f1b")
     *traceback, line, where = err.splitlines()
     assert code == 1
     assert len("\n".join(traceback)) <= LONGEST
@@ -72,7 +72,7 @@ def test_what_nobody_expected_is_bounded_and_kept(
     assert kept.stat().st_mode & 0o077 == 0
 
     length = 10
-    code, err = said(monkeypatch, capsys, "schedule", "1f1b")
+    code, err = said(monkeypatch, capsys, "show", "schedule", "1f1b")
     assert err.splitlines()[-1].startswith("error: ValueError: begins yyyyyyyyyy ? ends (")
     assert err.count("Traceback") == 2
     assert list(tmp_path.iterdir()) == [kept]
@@ -90,7 +90,7 @@ def test_a_panic_of_a_library_in_rust_is_an_error(
         raise PanicException("index out of bounds")
 
     monkeypatch.setattr("atoll.plans.schedules.build", panics)
-    code, err = said(monkeypatch, capsys, "schedule", "1f1b")
+    code, err = said(monkeypatch, capsys, "show", "schedule", "1f1b")
     assert code == 1
     assert "PanicException: index out of bounds (" in err.splitlines()[-1]
 

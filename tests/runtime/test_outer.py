@@ -177,7 +177,7 @@ def test_codecs_of_moves_have_no_effect_with_outer_steps_and_the_engine_says_so(
 
 def _measure(case: Case) -> tuple[list[int], int, int, int, int]:
     """Bytes sent between islands by each step, what is held and predicted, and the formula's bytes of an interval; the
-    last of what `atoll program` says."""
+    last of what `atoll show program` says."""
     engine = case.engine()
     sent = []
     for step in range(case.steps):

@@ -184,7 +184,7 @@ def described(config: Config, folder: Path) -> dict[str, Any]:
     notes: list[str] = []
     programs = []
     for rank in range(config.parallel.pipeline):
-        done = CliRunner().invoke(app, ["program", str(path), "--rank", str(rank), "--json"])
+        done = CliRunner().invoke(app, ["show", "program", str(path), "--rank", str(rank), "--json"])
         assert done.exit_code == 0, done.output
         programs.append(json.loads(done.stdout))
     prediction = predict(config, None)

@@ -1,16 +1,16 @@
-"""`atoll calibrate ROWS`: fit a cluster's constants to measured steps."""
+"""`atoll doctor --calibrate ROWS`: fit a cluster's constants to measured steps."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from atoll.base.units import format_seconds
-from atoll.cli.arguments import CLUSTER, AsJson, read_cluster
+from atoll.cli.arguments import read_cluster
 
 if TYPE_CHECKING:
     from atoll.prediction.cost import Cluster
@@ -20,31 +20,8 @@ WIDEST = 0.99
 """Largest spread that a cluster may have."""
 
 
-def command(
-    rows: Annotated[Path, typer.Argument(help="A JSON or JSONL file of measured steps.", show_default=False)],
-    output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="FILE", help="The TOML file to write.", show_default=False)
-    ],
-    cluster: Annotated[
-        Path | None,
-        typer.Option(help=f"{CLUSTER} The fit starts from its constants; by default those of the first row."),
-    ] = None,
-    constants: Annotated[
-        str | None, typer.Option(help="Constants to fit, as keys of the file separated by commas; by default all.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Fit the constants of a cluster to the measured steps in ROWS, and write the cluster with them.
-
-    A row is {"config": "run.toml", "set": ["train.microbatch=2"], "seconds": 1.2}, where the config may also be its
-    tables, or {"run": "runs/mine"}, the folder of a run; `atoll compare` writes such rows. Paths are relative to the
-    folder of ROWS. Only constants that affect a step are fitted, with a prior: the value before the fit, known to
-    within 25 %. `spread` in the file is the expected error for other steps: with up to 12 rows the leave-one-out
-    error, otherwise the error of the fit.
-
-    Keys of the JSON object: file; error and spread, relative; steps (name, measured, before, after: seconds; error,
-    relative); constants (name, before, after).
-    """
+def fit(rows: Path, output: Path, cluster: Path | None, constants: str | None, *, as_json: bool) -> None:
+    """Fit the constants of a cluster to the measured steps in `rows`, write it to `output`, and print the fit."""
     from atoll.prediction.cost.calibration import calibrate, changed
     from atoll.training.folder import write
     from atoll.training.measurements import read_rows, steps_of
@@ -56,7 +33,7 @@ def command(
     fitted = calibrate(steps, tuple(name.strip() for name in constants.split(",")) if constants else ())
     rounded = {name: float(f"{value:.4g}") for name, value in fitted.constants.items()}
     count = "1 step" if len(steps) == 1 else f"{len(steps)} steps"
-    source = f"fitted to {count} of {rows} by atoll calibrate"
+    source = f"fitted to {count} of {rows} by atoll doctor --calibrate"
     write(output, _described(changed(before, rounded), min(fitted.spread, WIDEST), source).dump())
     after = [step.on(fitted.cluster).predicted for step in steps]
     if as_json:

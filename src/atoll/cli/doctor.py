@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from atoll.cli.arguments import AsJson
+from atoll.cli.arguments import CLUSTER, AsJson
 from atoll.runtime.measuring.host import machine_memory
 
 
@@ -89,6 +89,28 @@ def command(
     seconds: Annotated[
         float, typer.Option("--seconds", help="With --measure: how long each quantity is measured.")
     ] = 0.2,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibrate",
+            metavar="ROWS",
+            help="Fit the constants of a cluster to the measured steps in this JSON or JSONL file.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="With --calibrate, required: the TOML file to write."),
+    ] = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"With --calibrate: {CLUSTER} The fit starts from its constants; by default those of the first row."
+        ),
+    ] = None,
+    constants: Annotated[
+        str | None,
+        typer.Option(help="With --calibrate: constants to fit, as keys of the file separated by commas; default all."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check what this machine supports, what is missing and how to install it; exit code 1 if training cannot run here.
@@ -96,12 +118,27 @@ def command(
     With --measure FILE, measure the rates of devices and links on all ranks at once, and write them as a cluster: in
     local processes, or as a rank of torchrun or Slurm on one node or several.
 
+    With --calibrate ROWS -o FILE, fit the constants of a cluster to measured steps, and write the cluster with them. A
+    row is {"config": "run.toml", "set": ["train.microbatch=2"], "seconds": 1.2}, where the config may also be its
+    tables, or {"run": "runs/mine"}, the folder of a run; `atoll report` writes such rows. Paths are relative to the
+    folder of ROWS. Only constants that affect a step are fitted, with a prior: the value before the fit, known to
+    within 25 %. `spread` in the file is the expected error for other steps: with up to 12 rows the leave-one-out
+    error, otherwise the error of the fit.
+
     Keys of the JSON object: ready; python, torch (versions; torch null if it is missing), torch_cuda (the CUDA
     version it is built for, or null); devices (name, memory_bytes); gloo, nccl (whether torch has them); cores,
     memory_bytes (that this process may use); message_seconds (two processes started and one message exchanged
     between them, null if that failed); cache (folder); packages (name, version or null, enables, extra); problems
-    (what, remedy, fatal). With --measure: device, node, network, the tables of the file.
+    (what, remedy, fatal). With --measure: device, node, network, the tables of the file. With --calibrate: file; error
+    and spread, relative; steps (name, measured, before, after: seconds; error, relative); constants (name, before,
+    after).
     """
+    _check_options(measure, calibrate, {"--output": output, "--cluster": cluster, "--constants": constants})
+    if calibrate is not None and output is not None:
+        from atoll.cli.calibrate import fit
+
+        fit(calibrate, output, cluster, constants, as_json=as_json)
+        return
     if measure is not None:
         from atoll.runtime.measuring.process import Request, run
 
@@ -119,6 +156,19 @@ def command(
 
     if not examination.ready:
         raise typer.Exit(1)
+
+
+def _check_options(measure: Path | None, calibrate: Path | None, fitting: dict[str, object]) -> None:
+    """Raise ConfigError for options that exclude or need each other. fitting: those of --calibrate."""
+    from atoll.base.errors import ConfigError
+
+    if measure is not None and calibrate is not None:
+        raise ConfigError("--measure and --calibrate each write a cluster; measure first, then calibrate that file")
+    given = [option for option, value in fitting.items() if value is not None]
+    if calibrate is None and given:
+        raise ConfigError(f"{', '.join(given)}: for --calibrate ROWS only")
+    if calibrate is not None and fitting["--output"] is None:
+        raise ConfigError(f"--calibrate {calibrate} writes a cluster: name its file with -o FILE")
 
 
 def examine() -> Examination:

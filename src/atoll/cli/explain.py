@@ -17,7 +17,7 @@ def command(
     config: Annotated[Path, typer.Argument(help="A TOML file, or the folder of a run.", show_default=False)],
     overrides: Overrides = None,
     cluster: Annotated[Path | None, typer.Option(help=f"{CLUSTER} By default run.cluster, or that of the run.")] = None,
-    asks: Annotated[bool, typer.Option("--ask", help="Answer the questions named by KEYS, or list them.")] = False,
+    asks: Annotated[bool, typer.Option("--ask", help="Answer the questions named by KEYS, or list the six.")] = False,
     system: Annotated[
         str | None,
         typer.Option(
@@ -43,7 +43,7 @@ def command(
     undone, names of the alternatives that undo a choice; measured, null without a run. With --ask: answers, each with
     key, question, sentences and alternatives. With --as: system, version, files (text by name), launch and limits.
     """
-    from atoll.prediction.explain import ask, text
+    from atoll.prediction.explain import ask, listed, text
     from atoll.prediction.explain import values as plain
 
     if keys and not asks:
@@ -51,7 +51,7 @@ def command(
 
         raise ConfigError(f"{' '.join(keys)}: keys of questions follow --ask, as in --ask {keys[0]}")
     if asks and not keys:
-        typer.echo("\n".join(text.questions()))
+        typer.echo("\n".join(listed()))
         return
     if system is not None:
         _settings(system, config, tuple(overrides or ()), cluster, as_json=as_json)

@@ -1,4 +1,4 @@
-"""`atoll layouts`: memory per rank and traffic per link of the 27 layouts, for a given size."""
+"""`atoll show layouts`: memory per rank and traffic per link of the 27 layouts, for a given size."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def table(
     microbatches: int,
     gradient_bytes: float = 2,
 ) -> list[dict[str, Any]]:
-    """Return one object per layout, with the documented keys of `atoll layouts --json`."""
+    """Return one object per layout, with the documented keys of `atoll show layouts --json`."""
     from atoll.plans.layouts import ALL, published_memory, traffic
 
     travel_bytes = 2

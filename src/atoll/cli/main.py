@@ -12,32 +12,50 @@ Results go to stdout, progress and errors to stderr. Commands import heavy modul
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from atoll.base.errors import AtollError
 from atoll.base.unexpected import print_unexpected
 from atoll.cli import (
-    calibrate,
-    compare,
     convert,
     doctor,
     explain,
     interchange,
-    layouts,
     plan,
     predict,
-    program,
     report,
-    schedule,
+    show,
     train,
     verify,
-    watch,
 )
+
+MOVED = {
+    "compare": "report RUN",
+    "watch": "report RUN --live",
+    "calibrate": "doctor --calibrate ROWS",
+    "layouts": "show layouts",
+    "schedule": "show schedule NAME",
+    "program": "show program CONFIG",
+}
+"""Commands of older versions, and what has taken their place."""
+
+
+class Commands(TyperGroup):
+    """The commands. A word of `MOVED` is an error that names its new place."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command of the first word. Raises a usage error, exit code 2, if there is none."""
+        if args[0] in MOVED:
+            ctx.fail(f"`atoll {args[0]}` is now `atoll {MOVED[args[0]]}`, with the same options")
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
     name="atoll",
+    cls=Commands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -48,13 +66,8 @@ app.command("plan")(plan.command)
 app.command("predict")(predict.command)
 app.command("explain")(explain.command)
 app.command("verify")(verify.command)
-app.command("compare")(compare.command)
 app.command("report")(report.command)
-app.command("watch")(watch.command)
-app.command("calibrate")(calibrate.command)
-app.command("schedule")(schedule.command)
-app.command("layouts")(layouts.command)
-app.command("program")(program.command)
+app.add_typer(show.app, name="show")
 app.command("convert")(convert.command)
 app.command("import")(interchange.import_command)
 app.command("export")(interchange.export_command)

@@ -1,4 +1,4 @@
-"""`atoll program CONFIG`: print the instructions that a rank executes in a step."""
+"""`atoll show program CONFIG`: print the instructions that a rank executes in a step."""
 
 from __future__ import annotations
 

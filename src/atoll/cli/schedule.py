@@ -1,4 +1,4 @@
-"""`atoll schedule NAME`: build, draw and simulate one schedule."""
+"""`atoll show schedule NAME`: build, draw and simulate one schedule."""
 
 from __future__ import annotations
 
@@ -100,14 +100,7 @@ def command(
         schedule, costs = _split_head(schedule, costs, split_head)
     trace = simulate(schedule, costs, memory)
     _note_excess(schedule, memory)
-    if csv is not None:
-        from atoll.plans.ir.text import to_csv
-
-        _write(csv, to_csv(schedule))
-    if svg is not None:
-        from atoll.plans.ir.draw import draw_svg
-
-        _write(svg, draw_svg(trace))
+    _write_files(schedule, trace, csv, svg)
     typer.echo(json.dumps(summary(schedule, trace, bound)) if as_json else _describe(schedule, trace, bound, objective))
 
 
@@ -265,6 +258,16 @@ def _hop(text: str) -> float | Links:
         return float(text)
     except ValueError:
         return Links.read(text)
+
+
+def _write_files(schedule: Schedule, trace: Trace, csv: Path | None, svg: Path | None) -> None:
+    from atoll.plans.ir.draw import draw_svg
+    from atoll.plans.ir.text import to_csv
+
+    if csv is not None:
+        _write(csv, to_csv(schedule))
+    if svg is not None:
+        _write(svg, draw_svg(trace))
 
 
 def _write(path: Path, text: str) -> None:

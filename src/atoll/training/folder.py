@@ -11,7 +11,7 @@
                  cluster.toml           cluster of the prediction, if run.cluster sets it
                  timing.json            seconds of the last step's instructions, and peak bytes, by pipeline rank
                  timeline.json          start and end of each instruction of the last step, by pipeline rank
-                 calibration.jsonl      the run as a row of `atoll calibrate`, written by `atoll compare`
+                 calibration.jsonl      the run as a row of `atoll doctor --calibrate`, written by `atoll report`
                  sample.txt             text generated at the end
                  tokenizer.json         the tokenizer, unless tokens are bytes
                  tokenizer_config.json, generation_config.json
@@ -130,7 +130,7 @@ class RunFolder:
 
     @property
     def calibration(self) -> Path:
-        """The run as a row of `atoll calibrate`."""
+        """The run as a row of `atoll doctor --calibrate`."""
         return self.root / "calibration.jsonl"
 
     @property

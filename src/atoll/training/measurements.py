@@ -1,4 +1,4 @@
-"""Reading of measured steps from run folders and from files of rows for `atoll calibrate`. No torch.
+"""Reading of measured steps from run folders and from files of rows for `atoll doctor --calibrate`. No torch.
 
 A row is an object with
 

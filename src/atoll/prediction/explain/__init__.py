@@ -5,7 +5,7 @@ from atoll.prediction.explain.choices import CHOICES, Choice, rebuilt
 from atoll.prediction.explain.explanation import Explanation, LayoutRow, Measured, Resource
 from atoll.prediction.explain.holdings import Holding, InFlight, State
 from atoll.prediction.explain.links import LinkUse, Travel, travel
-from atoll.prediction.explain.questions import QUESTIONS, Answer, ask
+from atoll.prediction.explain.questions import QUESTIONS, Answer, ask, listed
 
 __all__ = [
     "CHOICES",
@@ -23,6 +23,7 @@ __all__ = [
     "State",
     "Travel",
     "ask",
+    "listed",
     "rebuilt",
     "travel",
 ]

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from atoll.base.units import format_bytes, format_rate, format_seconds
 from atoll.prediction.cost.breakdown import PARTS
 from atoll.prediction.explain import phrases
-from atoll.prediction.explain.explanation import NEARLY_FULL, Explanation, Measured
+from atoll.prediction.explain.explanation import Explanation, Measured
 from atoll.prediction.explain.holdings import Holding
 from atoll.prediction.explain.links import MESSAGES
-from atoll.prediction.explain.questions import QUESTIONS, Answer
+from atoll.prediction.explain.questions import Answer, bottleneck
 
 MOST_BETTER = 5
 """Number of faster alternatives to list."""
@@ -29,16 +29,6 @@ def describe(explanation: Explanation) -> Iterator[str]:
             "----------------------",
             *measured(explanation, explanation.measured),
         )
-
-
-def questions() -> Iterator[str]:
-    """Yield the questions with their keys."""
-    every = [(key, each.text) for key, each in QUESTIONS.items() if not key.startswith("why-not-")]
-    values = [key.removeprefix("why-not-") for key in QUESTIONS if key.startswith("why-not-")]
-    width = max(len(key) for key, _ in every)
-    yield from (f"{key:{width}}  {text}" for key, text in every)
-    yield f"{'why-not-NAME':{width}}  Why not this schedule or layout? NAME is one of"
-    yield from phrases.wrapped(", ".join(values), indent=" " * (width + 2))
 
 
 def answer(found: Answer) -> Iterator[str]:
@@ -164,31 +154,8 @@ def _links(explanation: Explanation) -> Iterator[str]:
 
 
 def _bottleneck(explanation: Explanation) -> Iterator[str]:
-    prediction, most = explanation.prediction, explanation.fullest
-    margin = prediction.margin(most.rank)
-    share = margin / prediction.device.memory
-    if margin < 0:
-        sentence = f"Memory is the bottleneck: rank {most.rank} does not fit."
-    elif share < NEARLY_FULL:
-        sentence = f"Memory is nearly full: rank {most.rank} leaves {phrases.percent(share)} free."
-    else:
-        sentence = (
-            f"Memory is not the bottleneck: rank {most.rank} has the highest peak, {phrases.percent(share)} is free."
-        )
-    yield from phrases.wrapped(sentence)
-    saved = explanation.resources
-    terms = ", ".join(
-        f"{each.name} {format_seconds(each.saved)} ({phrases.percent(each.saved / prediction.seconds)})"
-        for each in saved
-    )
-    yield from phrases.wrapped(f"Time saved per step if one of these were 10 % faster: {terms}.")
-    yield from phrases.wrapped(f"So the step time depends most on the {saved[0].name}.")
-    if len(prediction.breakdown) > 1:
-        rank, seconds = explanation.most_computing
-        yield from phrases.wrapped(
-            f"Rank {rank} computes longest, {format_seconds(seconds)}: with these stages no schedule and no link makes "
-            "a step shorter."
-        )
+    for sentence in bottleneck(explanation):
+        yield from phrases.wrapped(sentence)
 
 
 def _layouts(explanation: Explanation) -> Iterator[str]:

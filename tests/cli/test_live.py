@@ -1,4 +1,4 @@
-"""`atoll watch`: what its server answers, to whom, and a page that follows a run."""
+"""`atoll report --live`: what its server answers, to whom, and a page that follows a run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ import pytest
 from typer.testing import CliRunner
 
 from atoll.base.errors import RunError
+from atoll.cli.live import serve
 from atoll.cli.main import app
-from atoll.cli.watch import serve
 from atoll.testing.progress import Progress, finish, join, run
 from atoll.training.sheet import RunReader
 from benchmarks.browser import browser, found
@@ -120,7 +120,7 @@ def test_it_reads_and_leaves_no_file(served: ThreadingHTTPServer, tmp_path: Path
 def test_the_command_prints_its_address_and_ends_with_ctrl_c(tmp_path: Path) -> None:
     run_folder(tmp_path / "run")
     # A shell's background jobs ignore Ctrl-C, and so would what they start.
-    command = ["env", "--default-signal=INT", sys.executable, "-m", "atoll", "watch", str(tmp_path / "run")]
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "atoll", "report", str(tmp_path / "run"), "--live"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         address = process.stdout.readline().strip()
@@ -140,12 +140,12 @@ def test_a_free_port_is_taken_if_none_is_given(
         asked.append(port)
         raise OSError(errno.EADDRINUSE, "Address already in use")
 
-    monkeypatch.setattr("atoll.cli.watch.serve", refuse)
+    monkeypatch.setattr("atoll.cli.live.serve", refuse)
     words = rf"cannot listen on 127.0.0.1:{port} \(Address already in use\); choose another --port"
     with pytest.raises(RunError, match=words):
-        CliRunner().invoke(app, ["watch", str(tmp_path), *given], catch_exceptions=False)
+        CliRunner().invoke(app, ["report", str(tmp_path), "--live", *given], catch_exceptions=False)
     assert asked == [port]
-    assert CliRunner().invoke(app, ["watch", str(tmp_path), "--port", "65536"]).exit_code == 2
+    assert CliRunner().invoke(app, ["report", str(tmp_path), "--live", "--port", "65536"]).exit_code == 2
 
 
 @pytest.mark.slow
@@ -155,7 +155,7 @@ def test_a_port_that_is_taken_is_an_error(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        command = [sys.executable, "-m", "atoll", "watch", str(tmp_path / "run"), "--port", port]
+        command = [sys.executable, "-m", "atoll", "report", str(tmp_path / "run"), "--live", "--port", port]
         result = run(command)
     assert result.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}" in result.stderr

@@ -1,4 +1,4 @@
-"""`atoll watch RUN`: serve the report of a running run to a local browser."""
+"""Server of a run's report, for `atoll report --live`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import time
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
-
-from atoll.cli.arguments import CLUSTER
 
 if TYPE_CHECKING:
     from atoll.training.report import Sheet
@@ -24,20 +21,12 @@ REST = 9.0
 """Pause between two renderings of the content, as a multiple of the time one takes."""
 
 
-def command(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.", show_default=False)],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the server; 0 for any free port.")] = 0,
-    cluster: Annotated[Path | None, typer.Option(help=f"{CLUSTER} By default that of the run's prediction.")] = None,
-) -> None:
-    """Serve the report of RUN on the loopback address, and update it while the run goes on. Ctrl-C ends it.
-
-    The folder is only read. It may still be empty: the page waits for the run to start.
-    """
+def serve_until_interrupted(reader: RunReader, port: int) -> None:
+    """Print the address of a run's page and serve it until Ctrl-C. Raises RunError if the port is in use."""
     from atoll.base.errors import RunError
-    from atoll.training.sheet import RunReader
 
     try:
-        server = serve(RunReader(run, cluster), port)
+        server = serve(reader, port)
     except OSError as error:
         raise RunError(
             f"cannot listen on {LOOPBACK}:{port} ({error.strerror or error}); choose another --port"

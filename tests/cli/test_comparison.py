@@ -1,4 +1,4 @@
-"""`atoll compare`: a run of two ranks and its prediction, aligned; the row that it leaves for `atoll calibrate`."""
+"""`atoll report`: a run of two ranks and its prediction, aligned; the row that it leaves for calibrations."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_run_records_its_prediction_beside_its_measurement(finished: tuple[Pat
 
 
 def test_instructions_align_and_add_up(run: Path) -> None:
-    found = json.loads(atoll("compare", run, "--json").stdout)
+    found = json.loads(atoll("report", run, "--json").stdout)
     records = read_run(run)
     prediction = records.measured.predict(Cluster.read(run / "cluster.toml"))
     assert found["seconds"] == {"predicted": prediction.seconds, "measured": typical_seconds(run / "metrics.jsonl")}
@@ -120,34 +120,35 @@ def test_instructions_align_and_add_up(run: Path) -> None:
 @pytest.mark.slow
 def test_instructions_take_about_the_time_of_their_step(run: Path) -> None:
     """Beside other work a rank spends most of a step between its instructions."""
-    found = json.loads(atoll("compare", run, "--json").stdout)
+    found = json.loads(atoll("report", run, "--json").stdout)
     for rank in (0, 1):
         whole = sum(each["measured"]["seconds"] for each in found["differences"] if each["rank"] == rank)
         assert 0.5 * found["timed_seconds"] < whole < 1.5 * found["timed_seconds"]
 
 
 def test_the_text_names_the_largest_differences(run: Path) -> None:
-    found = json.loads(atoll("compare", run, "--json").stdout)
-    text = atoll("compare", run).stdout
-    assert text.startswith("a step  ")
-    assert f"{found['error']:+.1%}" in text.splitlines()[0]
+    found = json.loads(atoll("report", run, "--json").stdout)
+    text = atoll("report", run, "-o", run / "page.html").stdout
+    _, _, step, *_ = text.splitlines()
+    assert step.startswith("a step  ")
+    assert f"{found['error']:+.1%}" in step
     assert found["differences"][0]["name"] in text
     assert found["differences"][0]["cause"] in text
     assert text.count("the timed step") == 2
 
 
 def test_the_row_that_is_left_calibrates_a_cluster_that_predicts_the_run(run: Path, tmp_path: Path) -> None:
-    atoll("compare", run)
+    atoll("report", run, "--json")
     (row,) = read_rows(run / "calibration.jsonl")
     own = read_run(run).measured
     assert (row.seconds, row.world, row.vocabulary) == (own.seconds, 2, 256)
     assert row.config == own.config
     (tmp_path / "rows.jsonl").write_text('{"run": "run"}\n' + (run / "calibration.jsonl").read_text())
     fitted = tmp_path / "fitted.toml"
-    result = json.loads(atoll("calibrate", tmp_path / "rows.jsonl", "-o", fitted, "--json").stdout)
+    result = json.loads(atoll("doctor", "--calibrate", tmp_path / "rows.jsonl", "-o", fitted, "--json").stdout)
     before, after = (abs(result["steps"][0][when] / own.seconds - 1.0) for when in ("before", "after"))
     assert after < before
-    error = json.loads(atoll("compare", run, "--cluster", fitted, "--json").stdout)["error"]
+    error = json.loads(atoll("report", run, "--cluster", fitted, "--json").stdout)["error"]
     assert abs(own.seconds / (own.seconds * (1.0 + result["steps"][0]["error"])) - 1.0 - error) < 0.01
 
 
@@ -158,7 +159,7 @@ def test_a_run_is_explained_with_what_it_measured(run: Path) -> None:
     measured = found["measured"]
     assert measured["seconds"] == records.measured.seconds
     assert measured["peaks"] == list(records.peaks)
-    compared = json.loads(atoll("compare", run, "--json").stdout)
+    compared = json.loads(atoll("report", run, "--json").stdout)
     assert measured["parts"] == compared["parts"]
     assert found["prediction"]["seconds"] == compared["seconds"]["predicted"]
     text = atoll("explain", run).stdout
@@ -172,11 +173,11 @@ def test_a_run_is_explained_with_what_it_measured(run: Path) -> None:
 
 def test_a_run_without_a_timed_step_is_compared_all_the_same(run: Path) -> None:
     (run / "timing.json").unlink()
-    found = json.loads(atoll("compare", run, "--json").stdout)
+    found = json.loads(atoll("report", run, "--json").stdout)
     assert found["differences"] == found["ranks"] == []
     assert found["timed_seconds"] is None
     assert found["seconds"]["measured"] > 0
-    assert "did not reach its last step" in atoll("compare", run).stdout
+    assert "did not reach its last step" in atoll("report", run, "-o", run / "page.html").stdout
 
 
 @pytest.mark.parametrize(
@@ -191,11 +192,11 @@ def test_a_run_without_a_timed_step_is_compared_all_the_same(run: Path) -> None:
 def test_missing_records_are_named(run: Path, broken: str, words: str) -> None:
     (run / broken).unlink()
     with pytest.raises(ConfigError, match=words):
-        atoll("compare", run)
+        atoll("report", run, "--json")
 
 
 def test_a_resumed_run_forgets_what_was_timed_of_another_plan(run: Path) -> None:
-    atoll("compare", run)
+    atoll("report", run, "--json")
     RunFolder(run).rewind(4)
     left = {path.name for path in run.iterdir()}
     assert not left & {"prediction.json", "cluster.toml", "timing.json", "calibration.jsonl"}
@@ -205,7 +206,7 @@ def test_a_resumed_run_forgets_what_was_timed_of_another_plan(run: Path) -> None
 def test_damaged_records_are_named(run: Path) -> None:
     (run / "timing.json").write_text('{"step": 6, "seconds": 1.0, "memory": "resident", "ranks": [{"rank": 0}]}')
     with pytest.raises(ConfigError, match=r"timing\.json is not what a run writes"):
-        atoll("compare", run)
+        atoll("report", run, "--json")
 
 
 # ---- the comparison itself
