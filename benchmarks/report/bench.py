@@ -21,7 +21,7 @@ from atoll.plans.layouts import Layout, Precision
 from atoll.plans.plan import MeshShape, Plan
 from atoll.plans.schedules import build
 from atoll.prediction.cost import Cluster, Prediction, Transformer, Use
-from atoll.training.report import Row, Sheet, Timeline, page, predicted_sheet
+from atoll.training.report import BarRow, Sheet, StepTimeline, page, predicted_sheet
 from benchmarks.browser import Page, browser
 from benchmarks.islands import tables
 
@@ -107,9 +107,9 @@ def with_measured(sheet: Sheet) -> Sheet:
             start = bar.start + late
             late += length - (bar.end - bar.start)
             bars.append(bar._replace(start=start, end=start + length))
-        rows.append(Row(row.rank, row.lane, tuple(bars)))
+        rows.append(BarRow(row.rank, row.lane, tuple(bars)))
     seconds = max(row.bars[-1].end for row in rows if row.bars)
-    return replace(sheet, timelines=(predicted, Timeline("measured", seconds, tuple(rows))))
+    return replace(sheet, timelines=(predicted, StepTimeline("measured", seconds, tuple(rows))))
 
 
 def moved(shown: Page, url: str, frames: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from atoll.training.folder import read_records
 from atoll.training.optimizers import REASONS, check_optimizer, named_optimizer, planned, states_of
 from atoll.training.prediction import predict
 from atoll.training.rates import learning_rates
-from atoll.training.report.traffic import traffic
+from atoll.training.report.traffic import predicted_flows
 from tests.training.test_train import TEXT, assert_same_run, died_after_step_3, settings, train_on_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -242,7 +242,7 @@ def test_a_planner_and_a_prediction_know_what_is_transformed() -> None:
     found = predict(config, cluster)
     assert found.breakdown[0].optimizer > predict(config_of(), cluster).breakdown[0].optimizer
     assert found.peak(0).total > found.rest(0).total
-    assert any(flow.cause == "matrices" and flow.link == "inter" for flow in traffic(found))
+    assert any(flow.cause == "matrices" and flow.link == "inter" for flow in predicted_flows(found))
     assert question(config_of(optimizer="Muon"), cluster).whole == found.plan.whole
     assert "transformed whole, on one of the 4 ranks" in "\n".join(describe(found))
 

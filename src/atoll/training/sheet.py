@@ -21,7 +21,15 @@ from atoll.training.here import measured_cluster
 from atoll.training.measurements import read_json, read_started, read_timing
 from atoll.training.optimizers import planned
 from atoll.training.prediction import predict, predict_plan
-from atoll.training.report import Curves, Sheet, Timeline, measured, predicted_sheet, recorded_timeline, traced_timeline
+from atoll.training.report import (
+    Curves,
+    Sheet,
+    StepTimeline,
+    predicted_sheet,
+    recorded_timeline,
+    traced_timeline,
+    with_measurements,
+)
 
 SHOWN = ("loss", "grad_norm", "tokens_per_second", "seconds", "lr", "bubble", "memory_bytes")
 """Keys of metrics.jsonl that are drawn."""
@@ -126,7 +134,9 @@ class RunReader:
             _columns(records, ("step", *SHOWN)),
             _columns(read_records(folder.validation), ("step", "loss")),
         )
-        return measured(sheet, figures, timelines=tuple(timelines), memory=memory, curves=curves, notes=tuple(notes))
+        return with_measurements(
+            sheet, figures, timelines=tuple(timelines), memory=memory, curves=curves, notes=tuple(notes)
+        )
 
 
 def _of_prediction(prediction: Prediction, name: str) -> Sheet:
@@ -140,7 +150,7 @@ def _of_prediction(prediction: Prediction, name: str) -> Sheet:
     return replace(sheet, notes=(note,))
 
 
-def _measured_timeline(folder: RunFolder) -> list[Timeline]:
+def _measured_timeline(folder: RunFolder) -> list[StepTimeline]:
     """Return the step with timed instructions, otherwise the traced one; None if there is neither."""
     if folder.timeline.is_file():
         values = read_json(folder.timeline)

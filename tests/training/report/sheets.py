@@ -10,7 +10,7 @@ from atoll.plans.layouts import Layout, Precision
 from atoll.plans.plan import MeshShape, Plan
 from atoll.plans.schedules import build
 from atoll.prediction.cost import Cluster, Prediction, Transformer, Use
-from atoll.training.report import Curves, Sheet, measured, predicted_sheet, recorded_timeline
+from atoll.training.report import Curves, Sheet, predicted_sheet, recorded_timeline, with_measurements
 
 CLUSTER = Cluster.of(
     {
@@ -78,4 +78,4 @@ def run_sheet(name: str = "run", *, steps: int = 30, **plan: Any) -> Sheet:
     assert sheet.memory is not None
     memory = replace(sheet.memory, peaks=(300_000_000, 200_000_000), measured="allocated")
     timelines = (*sheet.timelines, recorded_timeline(RANKS, "measured, step 30"))
-    return measured(sheet, {"step": "12.5 s, median"}, timelines=timelines, memory=memory, curves=curves)
+    return with_measurements(sheet, {"step": "12.5 s, median"}, timelines=timelines, memory=memory, curves=curves)

@@ -21,9 +21,17 @@ from atoll.plans.ir import Action
 from atoll.prediction.cost.breakdown import PARTS
 from atoll.program.trace import Span, Trace
 from atoll.testing.progress import run
-from atoll.training.report import Sheet, Timeline, page, predicted_sheet, recorded_timeline, traced_timeline, traffic
-from atoll.training.report.pack import COLUMNS
-from atoll.training.report.page import STYLES
+from atoll.training.report import (
+    Sheet,
+    StepTimeline,
+    page,
+    predicted_flows,
+    predicted_sheet,
+    recorded_timeline,
+    traced_timeline,
+)
+from atoll.training.report.pack import BAR_COLUMNS
+from atoll.training.report.page import PART_STYLES
 from atoll.training.report.pictures import draw_layout
 from atoll.training.report.sheet import memory
 from atoll.training.report.timeline import PROGRAM, Bar, _read
@@ -154,7 +162,7 @@ def test_without_a_cluster_memory_goes_by_instruction() -> None:
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_traffic_is_what_programs_send(plan: dict[str, Any]) -> None:
     prediction = predict(**plan)
-    flows = traffic(prediction)
+    flows = predicted_flows(prediction)
     for rank, program in enumerate(prediction.ranks.programs.ranks):
         for link in ("inter", "intra"):
             assert sum(flow.bytes for flow in flows if (flow.rank, flow.link) == (rank, link)) == program.sent[link]
@@ -162,7 +170,7 @@ def test_traffic_is_what_programs_send(plan: dict[str, Any]) -> None:
 
 def test_messages_between_stages_are_counted() -> None:
     prediction = predict(pipeline=4, inter=1, microbatches=8)
-    sent = {(flow.rank, flow.cause): flow.bytes for flow in traffic(prediction) if flow.link == "pp"}
+    sent = {(flow.rank, flow.cause): flow.bytes for flow in predicted_flows(prediction) if flow.link == "pp"}
     message = 8.0 * prediction.ranks.message_bytes
     forward = {(rank, "activations"): message for rank in range(3)}
     assert sent == forward | {(rank, "backward"): message for rank in range(1, 4)}
@@ -173,7 +181,7 @@ def test_a_layer_sends_four_all_reduces_a_microbatch_to_its_tensor_parallel_grou
 
     def sent(layers: int) -> float:
         prediction = predict(pipeline=1, inter=1, intra=1, tensor=2, layout="NNN", layers=layers)
-        (flow,) = traffic(prediction)
+        (flow,) = predicted_flows(prediction)
         assert (flow.link, flow.cause) == ("tp", "tensor")
         return flow.bytes
 
@@ -253,8 +261,8 @@ def test_the_page_carries_the_timeline_to_a_billionth_of_the_step() -> None:
     sheet = run_sheet()
     for timeline, packed in zip(sheet.timelines, data_of(page([sheet]))["sheets"][0]["timelines"], strict=True):
         columns = unpacked("i", packed["data"])
-        count = len(columns) // len(COLUMNS)
-        gap, length, part, do, *_ = (columns[nth * count : (nth + 1) * count] for nth in range(len(COLUMNS)))
+        count = len(columns) // len(BAR_COLUMNS)
+        gap, length, part, do, *_ = (columns[nth * count : (nth + 1) * count] for nth in range(len(BAR_COLUMNS)))
         at = 0
         for row, (rank, lane, bars) in zip(timeline.rows, packed["rows"], strict=True):
             assert (row.rank, row.lane, len(row.bars)) == (rank, lane, bars)
@@ -264,7 +272,7 @@ def test_the_page_carries_the_timeline_to_a_billionth_of_the_step() -> None:
                 assert ticks * packed["tick"] == pytest.approx(bar.start, abs=1e-9 * timeline.seconds)
                 ticks += length[at]
                 assert ticks * packed["tick"] == pytest.approx(bar.end, abs=1e-9 * timeline.seconds)
-                assert [*STYLES][part[at]] == bar.part
+                assert [*PART_STYLES][part[at]] == bar.part
                 assert packed["names"][do[at]] == bar.do
                 at += 1
 
@@ -319,9 +327,9 @@ def test_an_empty_sheet_is_a_page() -> None:
 
 def test_waits_differ_from_what_computes_by_more_than_colour() -> None:
     waits = {"bubble", "messages", "gathers", "reductions", "sums"}
-    assert {part for part, style in STYLES.items() if style.hatch} == waits
-    assert len({STYLES[part].hatch for part in waits}) == len(waits)
-    solid = [style.colour for part, style in STYLES.items() if part not in waits]
+    assert {part for part, style in PART_STYLES.items() if style.hatch} == waits
+    assert len({PART_STYLES[part].hatch for part in waits}) == len(waits)
+    solid = [style.colour for part, style in PART_STYLES.items() if part not in waits]
     assert len(set(solid)) == len(solid)
 
 
@@ -331,7 +339,7 @@ def test_the_report_imports_neither_torch_nor_numpy() -> None:
 
 
 def test_a_timeline_without_rows_has_no_ranks() -> None:
-    assert Timeline("empty", 0.0, ()).ranks == 0
+    assert StepTimeline("empty", 0.0, ()).ranks == 0
 
 
 def test_bars_of_what_a_rank_keeps_do_not_overlap() -> None:

@@ -1,25 +1,32 @@
 """Report of plans and runs, predicted and measured, as one self-contained HTML page. Imports no torch."""
 
 from atoll.training.report.page import fragment, page
-from atoll.training.report.sheet import Curves, Layout, Memory, Sheet, measured, predicted_sheet
-from atoll.training.report.timeline import Bar, Row, Timeline, predicted_timeline, recorded_timeline, traced_timeline
-from atoll.training.report.traffic import Flow, traffic
+from atoll.training.report.sheet import Curves, MemoryCurves, Sheet, StateLayout, predicted_sheet, with_measurements
+from atoll.training.report.timeline import (
+    Bar,
+    BarRow,
+    StepTimeline,
+    predicted_timeline,
+    recorded_timeline,
+    traced_timeline,
+)
+from atoll.training.report.traffic import Flow, predicted_flows
 
 __all__ = [
     "Bar",
+    "BarRow",
     "Curves",
     "Flow",
-    "Layout",
-    "Memory",
-    "Row",
+    "MemoryCurves",
     "Sheet",
-    "Timeline",
+    "StateLayout",
+    "StepTimeline",
     "fragment",
-    "measured",
     "page",
+    "predicted_flows",
     "predicted_sheet",
     "predicted_timeline",
     "recorded_timeline",
     "traced_timeline",
-    "traffic",
+    "with_measurements",
 ]

@@ -12,13 +12,13 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from atoll.training.report.sheet import Curves, Memory
-from atoll.training.report.timeline import Timeline
+from atoll.training.report.sheet import Curves, MemoryCurves
+from atoll.training.report.timeline import StepTimeline
 
-TICKS = 2**30
+TIME_TICKS = 2**30
 """Ticks of a step. Times are whole ticks, so their sums are exact in the browser."""
 
-COLUMNS = ("gap", "length", "part", "do", "stage", "microbatch", "of", "bytes")
+BAR_COLUMNS = ("gap", "length", "part", "do", "stage", "microbatch", "of", "bytes")
 """Columns of bars, as signed 32-bit integers. gap: since the end of the previous bar.  part, do, bytes: indices of
 tables."""
 
@@ -33,14 +33,14 @@ def packed(code: str, columns: Iterable[Iterable[float]]) -> str:
     return base64.b64encode(zlib.compress(items.tobytes(), 6)).decode()
 
 
-def pack_timeline(timeline: Timeline, parts: Sequence[str]) -> dict[str, Any]:
+def pack_timeline(timeline: StepTimeline, parts: Sequence[str]) -> dict[str, Any]:
     """Return the object for the page's script. parts: the order of parts."""
     last = max((row.bars[-1].end for row in timeline.rows if row.bars), default=0.0)
-    tick = max(last, timeline.seconds) / TICKS or 1.0
+    tick = max(last, timeline.seconds) / TIME_TICKS or 1.0
     part_at = {part: at for at, part in enumerate(parts)}
     names: dict[str, int] = {}
     counts: dict[float, int] = {}
-    columns: list[list[int]] = [[] for _ in COLUMNS]
+    columns: list[list[int]] = [[] for _ in BAR_COLUMNS]
     gap, length, part, do, stage, microbatch, of, sent = columns
     for row in timeline.rows:
         before = 0
@@ -66,7 +66,7 @@ def pack_timeline(timeline: Timeline, parts: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def pack_memory(memory: Memory) -> dict[str, Any]:
+def pack_memory(memory: MemoryCurves) -> dict[str, Any]:
     """Return the object for the page's script."""
     return {
         "unit": memory.unit,

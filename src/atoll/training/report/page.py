@@ -20,7 +20,7 @@ from atoll.prediction.cost.breakdown import PARTS
 from atoll.training.report.pack import pack_curves, pack_memory, pack_timeline
 from atoll.training.report.pictures import draw_layout
 from atoll.training.report.sheet import Sheet
-from atoll.training.report.traffic import CAUSES, LINKS, Flow
+from atoll.training.report.traffic import FLOW_CAUSES, LINKS, Flow
 
 
 class Style(NamedTuple):
@@ -30,7 +30,7 @@ class Style(NamedTuple):
     hatch: str = ""
 
 
-STYLES = {
+PART_STYLES = {
     "forward": Style("#0072b2"),
     "backward": Style("#e69f00"),
     "weights": Style("#009e73"),
@@ -109,7 +109,7 @@ def _title(sheets: Sequence[Sheet]) -> str:
 
 def _data(sheets: Iterable[Sheet]) -> dict[str, Any]:
     return {
-        "parts": [{"key": key, "name": PARTS[key], **STYLES[key]._asdict()} for key in PARTS],
+        "parts": [{"key": key, "name": PARTS[key], **PART_STYLES[key]._asdict()} for key in PARTS],
         "sheets": [
             {
                 "name": sheet.name,
@@ -140,7 +140,7 @@ def _swatches() -> str:
     """Return the styles of the parts, for legends and bars."""
     angles = {"/": -45, "\\": 45, "|": 90, "-": 0}
     lines = []
-    for key, (colour, hatch) in STYLES.items():
+    for key, (colour, hatch) in PART_STYLES.items():
         fill = colour
         if hatch in angles:
             fill = f"repeating-linear-gradient({angles[hatch]}deg, {colour} 0 2px, var(--ground) 2px 5px)"
@@ -328,9 +328,11 @@ def _traffic(sheet: Sheet) -> str:
     """Return bars of each pipeline rank by link, and the causes."""
     if not sheet.traffic:
         return "<p>One rank sends nothing.</p>" if sheet.layout is not None else ""
-    causes = [cause for cause in CAUSES if any(flow.cause == cause for flow in sheet.traffic)]
-    numbers = {cause: at for at, cause in enumerate(CAUSES)}
-    legend = "".join(f'<li><span class="swatch cause-{numbers[cause]}"></span>{CAUSES[cause]}</li>' for cause in causes)
+    causes = [cause for cause in FLOW_CAUSES if any(flow.cause == cause for flow in sheet.traffic)]
+    numbers = {cause: at for at, cause in enumerate(FLOW_CAUSES)}
+    legend = "".join(
+        f'<li><span class="swatch cause-{numbers[cause]}"></span>{FLOW_CAUSES[cause]}</li>' for cause in causes
+    )
     tables = []
     for link, name in LINKS.items():
         flows = [flow for flow in sheet.traffic if flow.link == link]
@@ -349,7 +351,11 @@ def _link(name: str, flows: Sequence[Flow], numbers: dict[str, int]) -> str:
     rows = []
     for rank in ranks:
         bars = (
-            (f"cause-{numbers[flow.cause]}", flow.bytes / most, f"{CAUSES[flow.cause]}: {format_bytes(flow.bytes)}")
+            (
+                f"cause-{numbers[flow.cause]}",
+                flow.bytes / most,
+                f"{FLOW_CAUSES[flow.cause]}: {format_bytes(flow.bytes)}",
+            )
             for flow in flows
             if flow.rank == rank
         )

@@ -6,32 +6,32 @@ from html import escape
 
 from atoll.base.units import format_bytes
 from atoll.plans.layouts import Level, Nest
-from atoll.training.report.sheet import Layout
+from atoll.training.report.sheet import StateLayout
 
-MOST_GROUPS = 4
-MOST_RANKS = 8
+DRAWN_GROUPS = 4
+DRAWN_RANKS = 8
 STATES = {"parameters": "p", "gradients": "g", "optimizer": "os"}
 
 _WIDTH, _BAR, _GAP, _LINE = 150, 9, 4, 46
 
 
-def draw_layout(layout: Layout) -> str:
+def draw_layout(layout: StateLayout) -> str:
     """Return a table of the pipeline ranks, and a picture of the ranks that share each one's state."""
     picture = f"<figure>{_mesh(layout)}<figcaption>{_caption(layout)}</figcaption></figure>"
     return f'<div class="pair">{_stages(layout)}{picture}</div>'
 
 
-def _caption(layout: Layout) -> str:
+def _caption(layout: StateLayout) -> str:
     mesh = layout.mesh
     whole = "Each bar is the whole state of one pipeline rank; the filled part is what a rank keeps between steps"
     if mesh.tensor > 1:
         whole += f", of its part of the layers, which {mesh.tensor} tensor-parallel ranks split"
-    hidden = mesh.inter > MOST_GROUPS or mesh.intra > MOST_RANKS
+    hidden = mesh.inter > DRAWN_GROUPS or mesh.intra > DRAWN_RANKS
     more = f" {mesh.inter} groups of {mesh.intra}, of which the first are shown." if hidden else ""
     return f"{whole}.{more}"
 
 
-def _stages(layout: Layout) -> str:
+def _stages(layout: StateLayout) -> str:
     heads = "".join(f'<th scope="col">{state}</th>' for state in STATES)
     rows = []
     for rank, stage in enumerate(layout.stages):
@@ -48,9 +48,9 @@ def _stages(layout: Layout) -> str:
     )
 
 
-def _mesh(layout: Layout) -> str:
+def _mesh(layout: StateLayout) -> str:
     mesh = layout.mesh
-    groups, ranks = min(mesh.inter, MOST_GROUPS), min(mesh.intra, MOST_RANKS)
+    groups, ranks = min(mesh.inter, DRAWN_GROUPS), min(mesh.intra, DRAWN_RANKS)
     columns = min(groups, 2)
     width = columns * (_WIDTH + 66) + 4
     height_of_group = 26 + ranks * _LINE
@@ -69,7 +69,7 @@ def _mesh(layout: Layout) -> str:
     return "".join(parts) + "</svg>"
 
 
-def _rank(layout: Layout, nest: Nest, x: int, y: int) -> list[str]:
+def _rank(layout: StateLayout, nest: Nest, x: int, y: int) -> list[str]:
     """Return three bars, with the part of each state that a rank keeps."""
     shards = nest.ranks
     parts = [f'<text x="{x}" y="{y + 22}" class="rank">{nest.i * nest.intra + nest.j}</text>']
@@ -83,7 +83,7 @@ def _rank(layout: Layout, nest: Nest, x: int, y: int) -> list[str]:
     return parts
 
 
-def _said(layout: Layout) -> str:
+def _said(layout: StateLayout) -> str:
     mesh = layout.mesh
     kept = {Level.N: "all of the", Level.I: f"1/{mesh.intra} of the", Level.G: f"1/{mesh.data} of the"}
     said = "; ".join(f"{kept[level]} {state}" for state, level in layout.levels.items())

@@ -11,12 +11,12 @@ from atoll.plans.layouts import Level
 from atoll.plans.plan import MeshShape, Plan
 from atoll.prediction.cost import Held, Prediction
 from atoll.prediction.cost.breakdown import busiest_rank
-from atoll.training.report.timeline import Timeline, predicted_timeline
-from atoll.training.report.traffic import Flow, traffic
+from atoll.training.report.timeline import StepTimeline, predicted_timeline
+from atoll.training.report.traffic import Flow, predicted_flows
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryCurves:
     """Bytes that pipeline ranks hold over a step, by component.
 
     unit: "s", or "instructions" if seconds are unknown.
@@ -35,7 +35,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageState:
     """A pipeline rank: the names of its blocks, stage by stage, and bytes of the states that its first rank stores."""
 
     blocks: tuple[tuple[str, ...], ...]
@@ -43,13 +43,13 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StateLayout:
     """Storage of state: levels of the states, on a mesh.  stages: of each pipeline rank."""
 
     name: str
     levels: Mapping[str, Level]
     mesh: MeshShape
-    stages: tuple[Stage, ...]
+    stages: tuple[StageState, ...]
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class Sheet:
     kind: str
     words: tuple[tuple[str, str], ...] = ()
     figures: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    timelines: tuple[Timeline, ...] = ()
-    memory: Memory | None = None
+    timelines: tuple[StepTimeline, ...] = ()
+    memory: MemoryCurves | None = None
     traffic: tuple[Flow, ...] = ()
-    layout: Layout | None = None
+    layout: StateLayout | None = None
     curves: Curves = Curves()
     blocks: tuple[str, ...] = ()
     units: Mapping[int, str] = field(default_factory=dict)
@@ -94,7 +94,7 @@ def predicted_sheet(prediction: Prediction, name: str, kind: str = "plan") -> Sh
         figures=_figures(prediction),
         timelines=(predicted_timeline(prediction),) if is_timed else (),
         memory=memory(prediction),
-        traffic=traffic(prediction),
+        traffic=predicted_flows(prediction),
         layout=layout(prediction),
         blocks=names,
         units={
@@ -106,7 +106,7 @@ def predicted_sheet(prediction: Prediction, name: str, kind: str = "plan") -> Sh
     )
 
 
-def memory(prediction: Prediction) -> Memory:
+def memory(prediction: Prediction) -> MemoryCurves:
     """Return the memory of each pipeline rank within and after each instruction."""
     is_timed = prediction.cluster is not None
     times: list[list[float]] = []
@@ -130,10 +130,10 @@ def memory(prediction: Prediction) -> Memory:
     used = [at for at in range(len(Held._fields)) if any(any(rank[at]) for rank in held)]
     components = tuple(Held._fields[at] for at in used)
     kept = tuple(tuple(rank[at] for at in used) for rank in held)
-    return Memory("s" if is_timed else "instructions", components, tuple(times), kept, limit)
+    return MemoryCurves("s" if is_timed else "instructions", components, tuple(times), kept, limit)
 
 
-def layout(prediction: Prediction) -> Layout:
+def layout(prediction: Prediction) -> StateLayout:
     """Return the storage of each state."""
     plan, names = prediction.plan, [block.name for block in prediction.ranks.model.blocks]
     levels = {
@@ -147,11 +147,11 @@ def layout(prediction: Prediction) -> Layout:
         blocks = tuple(
             tuple(names[at] for at in prediction.ranks.runs[stage]) for stage in prediction.ranks.shape.stages_of(rank)
         )
-        stages.append(Stage(blocks, {state: int(getattr(held, state)) for state in levels}))
-    return Layout(plan.layout.name, levels, plan.mesh, tuple(stages))
+        stages.append(StageState(blocks, {state: int(getattr(held, state)) for state in levels}))
+    return StateLayout(plan.layout.name, levels, plan.mesh, tuple(stages))
 
 
-def measured(sheet: Sheet, figures: Mapping[str, str], **changes: object) -> Sheet:
+def with_measurements(sheet: Sheet, figures: Mapping[str, str], **changes: object) -> Sheet:
     """Return the sheet with measured figures beside the predicted ones, and some fields replaced."""
     found = dict(sheet.figures)
     for name, value in figures.items():

@@ -52,7 +52,7 @@ class Bar(NamedTuple):
     bytes: float = 0.0
 
 
-class Row(NamedTuple):
+class BarRow(NamedTuple):
     """Bars of one pipeline rank that do not overlap, in the order of time."""
 
     rank: int
@@ -61,12 +61,12 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timeline:
+class StepTimeline:
     """A step. title: "predicted" or "measured", with the step.  seconds: its duration; bars begin at 0."""
 
     title: str
     seconds: float
-    rows: tuple[Row, ...]
+    rows: tuple[BarRow, ...]
 
     @property
     def ranks(self) -> int:
@@ -88,24 +88,24 @@ class Timeline:
         return dict(found)
 
 
-def _rows(rank: int, lanes: Mapping[str, Iterable[Bar]]) -> Iterator[Row]:
+def _rows(rank: int, lanes: Mapping[str, Iterable[Bar]]) -> Iterator[BarRow]:
     """Return the program's row, then one or more rows of each link."""
     for lane, bars in lanes.items():
         for row in apart(bars):
-            yield Row(rank, lane, tuple(row))
+            yield BarRow(rank, lane, tuple(row))
 
 
 # ---- predicted
 
 
-def predicted_timeline(prediction: Prediction) -> Timeline:
+def predicted_timeline(prediction: Prediction) -> StepTimeline:
     """Return the last simulated step. Raises ConfigError if the prediction has no cluster."""
     origin = min(timing.begin for timing in prediction.played.timings)
-    rows: list[Row] = []
+    rows: list[BarRow] = []
     for rank in range(prediction.plan.mesh.pipeline):
         lanes = {PROGRAM: _played(prediction, rank, origin), **_travelled(prediction, rank, origin)}
         rows += _rows(rank, lanes)
-    return Timeline("predicted", prediction.seconds, tuple(rows))
+    return StepTimeline("predicted", prediction.seconds, tuple(rows))
 
 
 def _played(prediction: Prediction, rank: int, origin: float) -> Iterator[Bar]:
@@ -144,7 +144,7 @@ def _travelled(prediction: Prediction, rank: int, origin: float) -> dict[str, li
 # ---- measured
 
 
-def traced_timeline(trace: Trace, title: str = "measured") -> Timeline:
+def traced_timeline(trace: Trace, title: str = "measured") -> StepTimeline:
     """Return the timeline of a trace, whose bars are actions: waits inside actions are not separated."""
     origin = min(span.start for span in trace.spans)
     lanes: defaultdict[int, dict[str, list[Bar]]] = defaultdict(lambda: {PROGRAM: []})
@@ -152,7 +152,7 @@ def traced_timeline(trace: Trace, title: str = "measured") -> Timeline:
         lane = span.lane if span.lane in _LINK_PART else PROGRAM
         lanes[span.rank].setdefault(lane, []).append(_acted(span, origin))
     rows = tuple(row for rank in sorted(lanes) for row in _rows(rank, lanes[rank]))
-    return Timeline(title, trace.finish - origin, rows)
+    return StepTimeline(title, trace.finish - origin, rows)
 
 
 def _acted(span: Span, origin: float) -> Bar:
@@ -162,7 +162,7 @@ def _acted(span: Span, origin: float) -> Bar:
     return Bar(part, str(op), span.start - origin, span.end - origin, *where)
 
 
-def recorded_timeline(ranks: Sequence[Mapping[str, Any]], title: str = "measured") -> Timeline:
+def recorded_timeline(ranks: Sequence[Mapping[str, Any]], title: str = "measured") -> StepTimeline:
     """Return the timeline of a step with timed instructions: the `ranks` of a run's timeline.json. Raises UserError for
     invalid data.
 
@@ -182,7 +182,7 @@ def recorded_timeline(ranks: Sequence[Mapping[str, Any]], title: str = "measured
         raise UserError("a timeline without instructions")
     origin = min(starts)
     sent = {(bar.do[-1], bar.stage, bar.microbatch): bar.end for bars in read for bar in bars if bar.do in _SENDS}
-    rows: list[Row] = []
+    rows: list[BarRow] = []
     for rank, (bars, own) in enumerate(zip(read, travels, strict=True)):
         lanes: dict[str, list[Bar]] = {PROGRAM: list(_moved(_divided(_flat(bars), sent), origin))}
         for action, start, end in own:
@@ -191,7 +191,7 @@ def recorded_timeline(ranks: Sequence[Mapping[str, Any]], title: str = "measured
             lanes.setdefault(lane, []).append(bar)
         rows += _rows(rank, lanes)
     ends = max(bar.end for row in rows for bar in row.bars)
-    return Timeline(title, ends, tuple(rows))
+    return StepTimeline(title, ends, tuple(rows))
 
 
 _SENDS = ("SEND_F", "SEND_B")

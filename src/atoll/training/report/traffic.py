@@ -19,7 +19,7 @@ LINKS = {
     "tp": "tensor-parallel group (tp)",
 }
 
-CAUSES = {
+FLOW_CAUSES = {
     "activations": "activations",
     "backward": "gradients of activations",
     "vocabulary": "split vocabulary",
@@ -42,12 +42,12 @@ class Flow(NamedTuple):
     bytes: float
 
 
-def traffic(prediction: Prediction) -> tuple[Flow, ...]:
+def predicted_flows(prediction: Prediction) -> tuple[Flow, ...]:
     """Return the traffic of each pipeline rank, without small sums."""
     found: list[Flow] = []
     for rank in range(prediction.plan.mesh.pipeline):
         total = _sent(prediction, rank)
-        order = sorted(total, key=lambda each: ([*LINKS].index(each[0]), [*CAUSES].index(each[1])))
+        order = sorted(total, key=lambda each: ([*LINKS].index(each[0]), [*FLOW_CAUSES].index(each[1])))
         found += (Flow(rank, *key, total[key]) for key in order if total[key])
     return tuple(found)
 
