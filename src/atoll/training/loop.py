@@ -51,6 +51,7 @@ from atoll.runtime.pipeline.step_end import StepResult
 from atoll.runtime.sharding.outer import distance
 from atoll.runtime.sharding.state import stored_states
 from atoll.runtime.transport import Later
+from atoll.training import samples as sampling
 from atoll.training.best import Best
 from atoll.training.build import RateSchedule
 from atoll.training.config import Config
@@ -609,7 +610,7 @@ class Loop:
         elif self._is_writer:
             keep = self.config.checkpoint
             try:
-                checkpoint.prune(self.folder.checkpoints, keep.keep, hours=keep.keep_hours, best=self._keeps_best)
+                checkpoint.prune(self.folder.checkpoints, keep.keep, best=self._keeps_best)
             except OSError as error:
                 self.display.say(f"note: old checkpoints were not deleted: {error}")
 
@@ -617,16 +618,14 @@ class Loop:
 
     def _sample(self) -> str | None:
         train = self.config.train
-        if (
-            train.sample_tokens == 0 or train.objective == "masked"
-        ):  # which completes partial records, and continues nothing
+        if train.prompt is None or train.objective == "masked":  # which completes records, and continues nothing
             return None
         with self.engine.anchored():
             text = generate(
                 self.engine,
                 self.corpus.tokenizer,
                 train.prompt,
-                tokens=train.sample_tokens,
+                tokens=SAMPLE,
                 context=self.config.data.sequence,
                 seed=train.seed,
             )
@@ -635,15 +634,19 @@ class Loop:
         return text
 
 
+SAMPLE = 64
+"""Tokens that continue the prompt at the end of a run."""
+
+
 def order_of(config: Config) -> dict[str, int]:
     """Return the values that determine the order of samples, apart from the corpus."""
     data = config.data
     how: dict[str, int] = {} if data.how == "blocks" else {data.how: 1, data.rule: 1}
     if data.streaming:
-        how |= {"shard": data.shard}
+        how |= {"shard": sampling.SHARD}
     if data.weights is not None:
         how |= {f"share {number}": count for number, count in enumerate(shares(data.weights))}
-    return {"seed": config.data_seed, "sequence": data.sequence, **how}
+    return {"seed": config.train.seed, "sequence": data.sequence, **how}
 
 
 LARGEST_BATCH = 1 << 24
