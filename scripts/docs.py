@@ -66,8 +66,6 @@ MEANINGS: Mapping[str, str] = {
     "scratch; "
     "or the folder of a Hugging Face model: [models.md](models.md)",
     "model.config": "values that override the `transformers` configuration; not for the builtin model",
-    "model.attention": 'attention of a `transformers` model, as its `attn_implementation`: "eager", "sdpa", '
-    '"flash_attention_2" or another',
     "model.weights": 'a folder of safetensors or a checkpoint to start from, or "initial" for random weights; by '
     "default the weights in the source's folder if it has any",
     "model.layers": "number of transformer layers; with embedding and head, at least as many blocks as stages",
@@ -82,7 +80,6 @@ MEANINGS: Mapping[str, str] = {
     "model.vocabulary": "vocabulary size, at least the tokenizer's",
     "data.source": '"stdlib", or a file or folder, or a list of these: [data.md](data.md)',
     "data.streaming": "encode the sources during the run: [data.md](data.md#streaming)",
-    "data.shard": "bytes of a source to encode at a time, with data.streaming",
     "data.weights": "shares of the samples to draw from each source of a list: [data.md](data.md#several-sources)",
     "data.tokenizer": '"bytes" (256 ids, none special), "bpe-N" (trained on the corpus), or a tokenizer.json; "auto" '
     "takes the tokenizer in the model's folder if it has one, else bpe-4096",
@@ -102,7 +99,6 @@ MEANINGS: Mapping[str, str] = {
     "data.validation": "share of the corpus held out for validation, from 0 to 0.5, or a separate file or folder",
     "data.text_field": "key or column that contains the text in JSONL, parquet and datasets",
     "data.cache": "folder in which tokenizers and token arrays are cached",
-    "data.seed": "seed of the sample order",
     "train.steps": "number of optimizer steps, counted from the start of the run",
     "train.epochs": "passes over the corpus, instead of train.steps: [data.md](data.md#epochs)",
     "train.global_batch": "sequences per step, over all ranks",
@@ -128,8 +124,8 @@ MEANINGS: Mapping[str, str] = {
     "train.eval_batches": "maximum number of validation batches, each of `global_batch` sequences",
     "train.patience": "early stopping: end the run after so many consecutive validations without a lower loss; 0: off: "
     "[Best checkpoint](training.md#best-checkpoint)",
-    "train.sample_tokens": "tokens to generate at the end of the run; 0: none. The masked objective generates none",
-    "train.prompt": "prompt of the generated text",
+    "train.prompt": "a text that the model continues with 64 tokens at the end of the run; none if not given. The "
+    "masked objective generates none",
     "train.trainable": "name patterns (`*`, `?`) of the only parameters to train, as in `*.mlp.*`",
     "train.frozen": "name patterns (`*`, `?`) of parameters not to train, as in `embed.*`",
     "train.objective": '"causal" predicts the next token; "masked" predicts masked tokens, as BERT does',
@@ -155,13 +151,11 @@ MEANINGS: Mapping[str, str] = {
     "link that a gather crosses. 0 uses the least memory: no prefetch, and each block's gradients are reduced before "
     "the next block's backward",
     "parallel.residency": "how long gathered parameters are kept: `action` for one action, `run` while the stage fits "
-    "in `resident` bytes, `step` for the whole step",
+    "in the bytes of a rank's largest one, `step` for the whole step",
     "parallel.reduction": "how often gradients are reduced to their shards: after each microbatch, before another "
     "stage's backward, or once a step",
     "parallel.unit": "number of blocks that are gathered and reduced together: more means fewer, larger messages and "
     "more memory",
-    "parallel.resident": "bytes of gathered parameters that residency `run` may keep on a rank; its largest stage if "
-    "not given",
     "parallel.compile": '"block" compiles each block with torch.compile; "block-eager" only traces it and needs no '
     "compiler",
     "parallel.tensor": "number of tensor-parallel ranks, which split each layer and the vocabulary: "
@@ -178,8 +172,7 @@ MEANINGS: Mapping[str, str] = {
     "the outputs of matrix products",
     "parallel.codecs.gradient": "codec of gradients: [codecs.md](codecs.md)",
     "parallel.codecs.parameter": "codec of parameters, or of their differences to the copy that a rank keeps",
-    "parallel.codecs.block": "elements that share a scale, an even number",
-    "parallel.codecs.rounding": "rounding of gradients; parameters are rounded to nearest",
+    "parallel.codecs.rounding": "rounding of gradients and outer gradients; parameters are rounded to nearest",
     "parallel.codecs.feedback": "add the error of a rank's last encoding of gradients to its next one",
     "parallel.device": '"auto" uses one GPU per local rank if there are enough, else the CPU',
     "parallel.outer": "outer steps of groups that train independently: [outer.md](outer.md), keys below",
@@ -190,23 +183,18 @@ MEANINGS: Mapping[str, str] = {
     "parallel.outer.fragments": "number of parts of the model, sent after different steps; 0: each block is one",
     "parallel.outer.delay": "steps between sending a fragment and applying its mean, less than `every`",
     "parallel.outer.mix": "weight of a group's own parameters when the mean is applied",
-    "parallel.outer.codec": "codec of outer gradients: [outer.md](outer.md#codecs)",
-    "parallel.outer.block": "elements that share a scale, an even number",
-    "parallel.outer.rounding": "rounding of outer gradients",
-    "parallel.outer.feedback": "add the error of a group's last encoding to its next one",
+    "parallel.outer.codec": "codec of outer gradients, with rounding and feedback of `[parallel.codecs]`: "
+    "[outer.md](outer.md#codecs)",
     "parallel.timeout": "seconds that a rank may be silent, or keep another waiting, before all ranks end; derived "
     "from measured step times if not given: [timeout](#timeout)",
     "run.folder": "output folder of the run",
     "run.restarts": "maximum number of restarts of local ranks from the newest checkpoint after a failure; the count "
     "resets at each checkpoint",
-    "run.port": "port of the local rendezvous; 0: any free port",
     "run.tensorboard": "also write TensorBoard events, if the package is installed",
     "run.loggers": 'further loggers of metrics: "wandb", "mlflow", or "module:function": [Loggers](#loggers)',
     "run.cluster": "file of the [cluster](clusters.md) the run is on; the prediction is recorded with the measurements",
-    "run.measure": "without `run.cluster`, measure this machine [once](predict.md#this-machine) and predict step times",
     "checkpoint.every": "steps between checkpoints; 0: after the last step only",
     "checkpoint.keep": "number of newest checkpoints to keep",
-    "checkpoint.keep_hours": "also keep one checkpoint for every so many hours",
     "checkpoint.keep_best": "also keep this many checkpoints with the lowest validation loss, and save after each "
     "validation that is the best so far: [Best checkpoint](training.md#best-checkpoint)",
     "checkpoint.background": "write in the background while training continues, from a copy in host memory",
@@ -216,11 +204,9 @@ DEFAULTS: Mapping[str, str] = {
     "model.kv_heads": "`heads`",
     "model.ffn": "8/3 of `hidden`, rounded up to a multiple of 8",
     "model.vocabulary": "the tokenizer's",
-    "model.attention": "the family's own",
     "model.weights": "those of the source",
     "parallel.residency": "`step` where a gather sends nothing, else `action`",
     "data.cache": "`$XDG_CACHE_HOME/atoll` or `~/.cache/atoll`",
-    "data.seed": "`train.seed`",
     "data.weights": "as many as each has",
     "train.epochs": "none: `train.steps`",
     "train.decay": "a tenth of `steps`",

@@ -31,7 +31,6 @@ SMALL = (
     *("data.source=text.txt", "data.tokenizer=bytes", "data.sequence=16"),
     *("train.steps=4", "train.global_batch=8", "train.microbatch=1", "train.precision=fp64", "train.eval_every=0"),
     *(
-        "train.sample_tokens=0",
         "train.warmup=0",
         "parallel.device=cpu",
         "parallel.min_ranks=1",

@@ -188,7 +188,7 @@ TINY = (
     *("model.layers=2", "model.hidden=16", "model.heads=2", "model.kv_heads=2", "model.ffn=48"),
     *("data.source=text.txt", "data.tokenizer=bytes", "data.sequence=16", "data.cache=cache"),
     *("train.steps=6", "train.global_batch=8", "train.microbatch=4", "train.precision=fp32", "train.warmup=0"),
-    *("train.eval_every=3", "train.eval_batches=1", "train.sample_tokens=0"),
+    *("train.eval_every=3", "train.eval_batches=1"),
     *("parallel.ranks=1", "parallel.pipeline=1", "parallel.intra=1", "parallel.device=cpu"),
     *("run.tensorboard=false", "checkpoint.every=3"),
 )

@@ -85,7 +85,6 @@ def test_the_laptop_trains(tmp_path: Path) -> None:
         "data.tokenizer=bytes",
         "data.cache=cache",
         "train.steps=2",
-        "train.sample_tokens=0",
     ]
     words = [word for each in values for word in ("--set", each)]
     command = [sys.executable, "-m", "atoll", "train", "configs/recipes/laptop.toml", *words]

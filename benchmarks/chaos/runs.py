@@ -70,7 +70,7 @@ JOBS: Mapping[str, Job] = {
             "outer.fragments": 2,
             "outer.delay": 1,
             "outer.codec": "int8",
-            "outer.rounding": "stochastic",
+            "codecs.rounding": "stochastic",
         },
     ),
 }
@@ -90,7 +90,6 @@ steps = {steps}
 global_batch = 16
 microbatch = 1
 eval_every = 0
-sample_tokens = 0
 precision = "fp64"
 [parallel]
 device = "cpu"

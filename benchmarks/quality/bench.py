@@ -43,7 +43,7 @@ TUNED: Mapping[str, float] = {"lr": 0.8, "momentum": 0.4}
 JOB: Mapping[str, Mapping[str, Any]] = {
     "model": {"source": "builtin", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 176},
     "data": {"source": "stdlib", "tokenizer": "bpe-1024", "sequence": 128, "seed": 0},
-    "train": {"global_batch": 8, "microbatch": 4, "lr": 3e-3, "warmup": 50, "eval_batches": 32, "sample_tokens": 0},
+    "train": {"global_batch": 8, "microbatch": 4, "lr": 3e-3, "warmup": 50, "eval_batches": 32},
     "parallel": {"ranks": 2, "intra": 1, "layout": "NNG", "device": "cpu"},
     "run": {"tensorboard": False},
     "checkpoint": {"every": 0, "keep": 1},

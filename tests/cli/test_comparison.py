@@ -40,7 +40,6 @@ global_batch = 4
 microbatch = 1
 eval_every = 0
 eval_batches = 1
-sample_tokens = 0
 [parallel]
 ranks = 2
 pipeline = 2

@@ -212,7 +212,7 @@ def islands(config: Path) -> Path:
 @pytest.mark.slow
 def test_an_island_that_was_killed_takes_part_again(islands: Path) -> None:
     """The run is to the last bit the one that nobody disturbs: anchors, residuals and each island's state are saved."""
-    overrides = ("parallel.outer.codec=int8", "parallel.outer.rounding=stochastic")
+    overrides = ("parallel.outer.codec=int8", "parallel.codecs.rounding=stochastic")
     code, words = losing_a_rank(islands, *overrides)
     assert code == 0, words
     assert "note: the ranks are started again from step-" in words

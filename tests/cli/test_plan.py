@@ -36,7 +36,6 @@ cache = "{folder}/cache"
 [train]
 steps = 2
 global_batch = 8
-sample_tokens = 0
 {train}
 [run]
 folder = "{folder}/run"

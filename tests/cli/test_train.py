@@ -46,7 +46,7 @@ global_batch = 8
 microbatch = 1
 eval_every = 2
 eval_batches = 1
-sample_tokens = 4
+prompt = "a"
 [parallel]
 ranks = 2
 device = "cpu"
@@ -559,16 +559,6 @@ def test_a_folder_that_cannot_be_written_is_refused(
 ) -> None:
     below_a_file = f"run.folder={config}/run"
     assert "cannot be written" in refused(capsys, monkeypatch, "train", config, "--set", below_a_file)
-
-
-def test_a_taken_port_is_refused(
-    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = f"run.port={taken.getsockname()[1]}"
-        assert "this port is taken" in refused(capsys, monkeypatch, "train", config, "--set", port)
 
 
 def test_a_run_is_not_overwritten_nor_resumed_from_nothing(

@@ -1,8 +1,6 @@
-"""model.attention chooses the attention of a transformers model, for runs and for predictions."""
+"""`attn_implementation` chooses the attention of a transformers model, for runs and for predictions."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 
@@ -20,9 +18,10 @@ SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "nu
 CLUSTER = Cluster.of({"device": {"preset": "h100-80gb"}, "node": {"devices": 2, "link": {"preset": "nvlink4"}}})
 
 
-def config(family: str, **model: Any) -> Config:
+def config(family: str, attention: str | None = None) -> Config:
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1} if family == "gpt_oss" else {}
-    values = {"source": f"transformers:{family}", "config": {**SIZES, **experts}, "vocabulary": 64, **model}
+    chosen = {} if attention is None else {"attn_implementation": attention}
+    values = {"source": f"transformers:{family}", "config": {**SIZES, **experts, **chosen}, "vocabulary": 64}
     train = {"global_batch": 4, "microbatch": 1, "precision": "bf16"}
     parallel = {"ranks": 2, "intra": 2}
     return Config.model_validate({"model": values, "data": {"sequence": 32}, "train": train, "parallel": parallel})
@@ -68,9 +67,7 @@ def test_experts_are_counted_in_every_precision_of_their_kernels(family: str, pr
 
 
 def test_an_attention_that_a_family_does_not_have_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"model.attention = 'sdpa' .*does not support"):
+    with pytest.raises(ConfigError, match=r"attn_implementation = 'sdpa' .*does not support"):
         predict(config("gpt_oss", attention="sdpa"), CLUSTER)
-    with pytest.raises(ConfigError, match=r"model.attention = 'fast'"):
+    with pytest.raises(ConfigError, match=r"attn_implementation = 'fast'"):
         predict(config("mixtral", attention="fast"), CLUSTER)
-    with pytest.raises(ValueError, match=r"model.attention = .eager. is of transformers models"):
-        Config.model_validate({"model": {"attention": "eager"}})

@@ -37,7 +37,6 @@ def settings(folder: Path, policy: str, *, steps: int = 8, **parallel: Any) -> d
             "precision": "fp64",
             "warmup": 2,
             "eval_every": 0,
-            "sample_tokens": 0,
             "bad_steps": policy,
         },
         "parallel": {"device": "cpu", **parallel},

@@ -41,7 +41,6 @@ def settings(folder: Path, *, parallel: dict[str, Any] | None = None, **train: A
             "warmup": 0,
             "lr": 0.0,
             "eval_every": 2,
-            "sample_tokens": 0,
             **train,
         },
         "parallel": {"ranks": 1, "device": "cpu", **(parallel or {})},

@@ -492,11 +492,12 @@ def some_records(count: int) -> list[Mapping[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("streaming", [{}, {"streaming": True, "shard": 1024}])
+@pytest.mark.parametrize("streaming", [{}, {"streaming": True}])
 @pytest.mark.parametrize("packing", ["documents", "pad"])
 def test_samples_are_the_same_on_any_ranks_and_have_answers_as_labels(
-    folder: Folder, packing: str, streaming: dict[str, Any]
+    folder: Folder, packing: str, streaming: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("atoll.training.samples.SHARD", 1024)  # several of them
     folder.template(PLAIN)
     config = from_dict(settings(folder, some_records(60), packing=packing, **streaming))
     corpus = prepare_corpus(config)
@@ -557,7 +558,7 @@ def test_the_samples_of_a_record_are_held_out_together(folder: Folder) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streaming", [{}, {"streaming": True, "shard": 1 << 20}])
+@pytest.mark.parametrize("streaming", [{}, {"streaming": True}])
 def test_broken_records_are_skipped_counted_and_a_part_of_the_identity(
     folder: Folder, streaming: dict[str, Any]
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 from atoll.base.errors import CheckpointError, ConfigError, DataError
 from atoll.plans.plan import MeshShape
 from atoll.testing import run_ranks
+from atoll.training import samples as sampling
 from atoll.training.config import Config, load
 from atoll.training.config.load import from_dict
 from atoll.training.dry_run import check_run
@@ -23,6 +24,10 @@ from atoll.training.session import RunResult, run
 from atoll.training.signals import StopRequest
 
 BATCH = 8
+
+
+SHARD = 1024
+"""Bytes of a shard, of which a small source then has several."""
 
 
 def settings(folder: Path, **changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -49,7 +54,6 @@ def settings(folder: Path, **changes: dict[str, Any]) -> dict[str, dict[str, Any
             "warmup": 2,
             "eval_every": 0,
             "eval_batches": 3,
-            "sample_tokens": 0,
         },
         "parallel": {"ranks": 1, "device": "cpu"},
         "run": {"folder": str(folder / "run"), "tensorboard": False},
@@ -58,7 +62,13 @@ def settings(folder: Path, **changes: dict[str, Any]) -> dict[str, dict[str, Any
     return {name: {**section, **changes.get(name, {})} for name, section in base.items()}
 
 
+@pytest.fixture(autouse=True)
+def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "SHARD", SHARD)
+
+
 def in_rank(values: dict[str, dict[str, Any]]) -> int:
+    sampling.SHARD = SHARD
     return train(values).step
 
 
@@ -133,7 +143,6 @@ def streamed(folder: Path, **data: Any) -> dict[str, dict[str, Any]]:
     values["data"] |= {
         "source": str(folder / "lines.jsonl"),
         "streaming": True,
-        "shard": 1024,
         "validation": 0.4,
         **data,
     }
@@ -174,8 +183,6 @@ def test_what_does_not_go_with_streaming_is_refused(tmp_path: Path) -> None:
     data = {"streaming": True}
     with pytest.raises(ConfigError, match=r"train\.epochs = 2 with data\.streaming: .* set train\.steps instead"):
         from_dict({"data": data, "train": {"epochs": 2}}).to_plan()
-    with pytest.raises(ConfigError, match=r"data\.shard = 4096 has no effect; set data\.streaming = true"):
-        from_dict({"data": {"shard": 4096}})
     values = streamed(tmp_path)
     values["data"]["source"] = str(tmp_path / "nowhere")
     path = written(tmp_path / "run.toml", from_dict(values))

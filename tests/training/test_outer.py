@@ -87,7 +87,10 @@ def test_more_islands_go_on_from_the_anchors(two: Path, corpus: Path, tmp_path: 
         ({"parallel": {"outer": {"every": 4, "delay": 4}}}, "outer.delay = 4"),
         ({"parallel": {"outer": {"evry": 4}}}, "did you mean parallel.outer.every?"),
         ({"parallel": {"outer": {"every": 4, "codec": "int3"}}}, "parallel.outer.codec"),
-        ({"parallel": {"outer": {"every": 4, "codec": "int8", "block": 7}}}, "parallel.outer.block"),
+        (
+            {"parallel": {"outer": {"every": 4, "codec": "int8", "block": 7}}},
+            "parallel.outer.block = 7: this key is gone",
+        ),
         ({"parallel": {"intra": 2}}, "with parallel.intra = 2 there is one"),
         ({"train": {"bad_steps": "rollback 2"}}, "would bring one group back"),
     ],
@@ -107,11 +110,12 @@ def test_a_config_with_outer_steps_is_written_and_read(tmp_path: Path, corpus: P
     from atoll.training.config import load
     from atoll.training.config.load import from_dict
 
-    encoded = {**OUTER, "codec": "int4", "block": 64, "rounding": "stochastic", "feedback": False}
-    config = from_dict(islands(tmp_path, corpus, outer=encoded))
+    values = islands(tmp_path, corpus, outer={**OUTER, "codec": "int4"})
+    values["parallel"]["codecs"] = {"rounding": "stochastic", "feedback": False}
+    config = from_dict(values)
     outer = config.to_plan().outer
     assert outer is not None
-    assert outer.codec == Codec("int4", 64, "stochastic")
+    assert outer.codec == Codec("int4", rounding="stochastic")
     assert not outer.feedback
     path = tmp_path / "config.toml"
     path.write_text(config.dump())

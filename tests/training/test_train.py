@@ -42,7 +42,7 @@ def settings(folder: Path, corpus: Path, **changes: Mapping[str, Any]) -> dict[s
             "warmup": 2,
             "eval_every": 2,
             "eval_batches": 2,
-            "sample_tokens": 4,
+            "prompt": "a",
         },
         "parallel": {"ranks": 1, "device": "cpu"},
         "run": {"folder": str(folder), "tensorboard": False},
@@ -320,7 +320,7 @@ def test_what_cannot_be_written_names_the_path(tmp_path: Path, corpus: Path) -> 
 
 
 def test_without_a_validation_split_nothing_is_evaluated(tmp_path: Path, corpus: Path) -> None:
-    changes = {"data": {"validation": 0.0}, "train": {"steps": 1, "sample_tokens": 0}}
+    changes = {"data": {"validation": 0.0}, "train": {"steps": 1}}
     assert train_on_ranks(settings(tmp_path / "run", corpus, **changes)) == [(1, None)]
     assert not (tmp_path / "run" / "validation.jsonl").exists()
     assert (tmp_path / "run" / "trace.json").exists()

@@ -199,6 +199,6 @@ class RunCheckpoints:
         elif self._is_writer:
             keep = self._config.checkpoint
             try:
-                checkpoint.prune(self._folder.checkpoints, keep.keep, hours=keep.keep_hours, best=self.keeps_best)
+                checkpoint.prune(self._folder.checkpoints, keep.keep, best=self.keeps_best)
             except OSError as error:
                 self._display.say(f"note: old checkpoints were not deleted: {error}")

@@ -40,7 +40,7 @@ CHOSEN = {
 }
 """Keys of [parallel] that the planner chooses, with their names in `Space`."""
 
-UNKNOWN = ("resident", "layers_per_stage")
+UNKNOWN = ("layers_per_stage",)
 """Keys of [parallel] that the planner leaves at their defaults."""
 
 
@@ -96,8 +96,7 @@ def _cluster_of(config: Config) -> Cluster:
     if here is None:
         raise ConfigError(
             "a plan needs a cluster: name its file as run.cluster (`atoll doctor --measure` writes one of this machine "
-            "or of several), or let `atoll train` start the ranks of this machine, which it measures once: see "
-            "run.measure"
+            "or of several), or let `atoll train` start the ranks of this machine, which it measures once"
         )
     return here
 
@@ -156,7 +155,7 @@ def question(config: Config, cluster: Cluster, *, world: int | None = None) -> S
     workload = workload_of(config, expected_vocabulary(config), on_cpu=on_cpu)
     codecs = config.parallel.codecs.value
     space = space_of(config) if config.parallel.auto else Space(precision=(config.train.precision,), codecs=codecs)
-    outer = None if config.parallel.outer is None else config.parallel.outer.to_outer()
+    outer = None if config.parallel.outer is None else config.parallel.outer.to_outer(config.parallel.codecs)
     states, whole = states_of(config.train), whole_of(config.train)
     return Search(workload, cluster, goal, space, on_cpu, states=states, outer=outer, whole=whole)
 

@@ -20,9 +20,9 @@ from atoll.training.config import Config
 def machine_of(config: Config, ranks: int, device: str | None = None) -> Machine | None:
     """Return what would be measured for `ranks` of this machine. device: "cpu" or "cuda", if it is known.
 
-    None if run.cluster, run.measure or ATOLL_MEASURE makes it unnecessary, and without GPUs that the config requires.
+    None if run.cluster or ATOLL_MEASURE makes it unnecessary, and without GPUs that the config requires.
     """
-    if config.run.cluster is not None or not config.run.measure or not measures():
+    if config.run.cluster is not None or not measures():
         return None
     names, wanted = graphics_names(), config.parallel.device
     if device is None:

@@ -33,6 +33,9 @@ from atoll.training.results import Results
 from atoll.training.signals import StopRequest
 from atoll.training.text import generate
 
+SAMPLE = 64
+"""Tokens that continue the prompt at the end of a run."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoopOutcome:
@@ -242,14 +245,14 @@ class Loop:
 
     def _sample(self) -> str | None:
         train = self.config.train
-        if train.sample_tokens == 0 or train.objective == "masked":  # which continues nothing
+        if train.prompt is None or train.objective == "masked":  # which completes records, and continues nothing
             return None
         with self.engine.anchored():
             text = generate(
                 self.engine,
                 self.corpus.tokenizer,
                 train.prompt,
-                tokens=train.sample_tokens,
+                tokens=SAMPLE,
                 context=self.config.data.sequence,
                 seed=train.seed,
             )

@@ -124,7 +124,7 @@ def _leaves_out(config: Config) -> bool:
 
 def _is_eager(config: Config) -> bool:
     """Return True if the model has eager attention where formulas assume the fused one."""
-    return config.model.attention == "eager"
+    return config.model.config.get("attn_implementation") == "eager"
 
 
 def _without_transformers(config: Config, vocabulary: int | None = None) -> Any | None:

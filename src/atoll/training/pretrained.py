@@ -53,14 +53,14 @@ def hugging_face_model(config: Config, vocabulary: int | None) -> nn.Module:
     kind = (
         transformers.AutoModelForMaskedLM if config.train.objective == "masked" else transformers.AutoModelForCausalLM
     )
+    attention = config.model.config.get("attn_implementation")
     try:
-        given = {} if config.model.attention is None else {"attn_implementation": config.model.attention}
+        given = {} if attention is None else {"attn_implementation": attention}
         model: nn.Module = kind.from_config(sizes, **given)
     except Exception as error:  # errors of a configuration's values differ between families
-        attention = "" if config.model.attention is None else f", model.attention = {config.model.attention!r}"
+        named = "" if attention is None else f", attn_implementation = {attention!r}"
         raise ConfigError(
-            f"model.source = {config.model.source!r}{attention} with train.objective = {config.train.objective!r}: "
-            f"{error}"
+            f"model.source = {config.model.source!r}{named} with train.objective = {config.train.objective!r}: {error}"
         ) from error
     if torch.get_default_device().type == "meta":
         _leave_values(model)
@@ -86,7 +86,7 @@ def hugging_face_config(config: Config, vocabulary: int | None = None) -> Any:
     """
     transformers = package("transformers")
     model = config.model
-    given = dict(model.config)
+    given = {key: value for key, value in model.config.items() if key != "attn_implementation"}
     _check_source(model.source, transformers)
     if model.source.startswith(FAMILY) and vocabulary is not None:
         given = {"vocab_size": vocabulary, **given}

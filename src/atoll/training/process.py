@@ -152,7 +152,6 @@ def train(run: Request | str | Path, *overrides: str) -> int:
             return run_local(
                 _command(request, chosen if is_whole else load_chosen(*asked, world=ranks)[1]),
                 ranks,
-                port=config.run.port,
                 limit=config.parallel.timeout,
                 attempt=restarts() + attempt,
                 template=template if is_whole else None,
@@ -189,7 +188,7 @@ def _measure(config: Config, template: Template | None) -> int:
     machine = machine_of(config, config.parallel.ranks)
     if machine is None or machine.find() is not None:
         return 0
-    _tell("measuring this machine, once: a few seconds, see run.measure", sys.stderr)
+    _tell("measuring this machine, once: a few seconds; ATOLL_MEASURE=0 skips it", sys.stderr)
     try:
         ending = measure_here(machine, template)
     except (OSError, AtollError) as error:

@@ -9,6 +9,7 @@ from typing import Any
 from atoll.base.errors import CheckpointError, ConfigError, DamageError
 from atoll.runtime import checkpoint
 from atoll.runtime.sharding.state import stored_states
+from atoll.training import samples
 from atoll.training.best import Best
 from atoll.training.config import Config
 from atoll.training.data import Supply
@@ -21,10 +22,10 @@ def order_of(config: Config) -> dict[str, int]:
     data = config.data
     how: dict[str, int] = {} if data.how == "blocks" else {data.how: 1, data.rule: 1}
     if data.streaming:
-        how |= {"shard": data.shard}
+        how |= {"shard": samples.SHARD}
     if data.weights is not None:
         how |= {f"share {number}": count for number, count in enumerate(shares(data.weights))}
-    return {"seed": config.data_seed, "sequence": data.sequence, **how}
+    return {"seed": config.train.seed, "sequence": data.sequence, **how}
 
 
 LARGEST_BATCH = 1 << 24

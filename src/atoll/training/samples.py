@@ -19,6 +19,10 @@ def prepare_corpus(config: Config, *, say: Callable[[str], None] | None = None) 
     return prepare_supply(config.data.sources, **_recipe(config), report=say)
 
 
+SHARD = 64 << 20
+"""Bytes of a streamed source that are encoded at a time."""
+
+
 def preview_corpus(config: Config) -> Supply | None:
     """Return the configured corpus without writing to the cache; None if it would take long. See
     `atoll.training.data.preview`."""
@@ -36,8 +40,8 @@ def _recipe(config: Config) -> dict[str, Any]:
         )
     return {
         "weights": data.weights,
-        "seed": config.data_seed,
-        "shard": data.shard if data.streaming else None,
+        "seed": config.train.seed,
+        "shard": SHARD if data.streaming else None,
         "tokenizer": config.tokenizer,
         "cache": Path(data.cache) if data.cache is not None else cache_folder(),
         "sequence": data.sequence,

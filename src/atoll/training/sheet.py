@@ -145,7 +145,7 @@ def _of_prediction(prediction: Prediction, name: str) -> Sheet:
         return sheet
     note = (
         "Seconds are not predicted: the run knew no cluster. Name one with --cluster, or as run.cluster before the "
-        "next run; a run in local processes measures this machine, unless run.measure is false."
+        "next run; a run in local processes measures this machine, unless ATOLL_MEASURE=0 is set."
     )
     return replace(sheet, notes=(note,))
 

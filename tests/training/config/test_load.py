@@ -5,6 +5,7 @@ import re
 import time
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,8 @@ from atoll.base.errors import ConfigError
 from atoll.base.toml import to_toml
 from atoll.training.config import Config, from_dict, known_keys, load
 from atoll.training.config.foreign import WORDS
-from atoll.training.config.load import line_of
+from atoll.training.config.load import REMOVED, line_of
+from atoll.training.config.schema import OuterSteps
 
 QUICKSTART = """\
 # a comment
@@ -84,7 +86,7 @@ def test_overrides_are_toml_or_plain_strings(quickstart: Path) -> None:
 
 def test_an_override_cannot_smuggle_in_another_key(quickstart: Path) -> None:
     config = load(quickstart, ["run.folder=runs\nport = 5"])
-    assert (config.run.folder, config.run.port) == ("runs\nport = 5", 0)
+    assert (config.run.folder, config.run.restarts) == ("runs\nport = 5", 3)
 
 
 @pytest.mark.parametrize("text", ["steps=5", "train.steps", "train..steps=5", "=5"])
@@ -135,7 +137,7 @@ zero_optimization = { stage = 2 }
 [data]
 sequence = 0
 """
-    message = _problems(tmp_path / "a.toml", text, "run.port=70000")
+    message = _problems(tmp_path / "a.toml", text, "checkpoint.keep=0")
     assert "8 problems" in message
     for part in (
         "model.hidden = 130 is not a multiple of model.heads = 4; use hidden = 128 or 132",
@@ -144,7 +146,7 @@ sequence = 0
         "train.precision = 'int8': must be 'fp32', 'bf16', 'fp16' or 'fp64' (line 7)",
         "parallel.layout = 'IIX': no layout 'IIX'",
         "data.sequence = 0: must be greater than or equal to 1 (line 12)",
-        "run.port = 70000: must be less than or equal to 65535 (from --set)",
+        "checkpoint.keep = 0: must be greater than or equal to 1 (from --set)",
         "parallel.layout = 'IIX' and parallel.zero_optimization both choose the layout; keep one",
     ):
         assert part in message
@@ -201,9 +203,28 @@ def test_a_dominated_layout_is_noted() -> None:
     assert config.notes == (note,)
 
 
-def test_the_data_seed_is_the_training_seed_unless_given() -> None:
-    assert from_dict({"train": {"seed": 3}}).data_seed == 3
-    assert from_dict({"train": {"seed": 3}, "data": {"seed": 0}}).data_seed == 0
+@pytest.mark.parametrize("keys", REMOVED, ids=".".join)
+def test_a_removed_key_is_one_error_that_says_what_happens_now(keys: tuple[str, ...]) -> None:
+    """With what happens now as its value it is accepted: run folders of older versions have every key."""
+    now, instead = REMOVED[keys]
+    outer = {"parallel": {"outer": {"every": 2}}} if "outer" in keys else {}
+    names = {keys[0]: {**outer.get(keys[0], {})}}
+    table: dict[str, Any] = names
+    for key in keys[:-1]:
+        table = table.setdefault(key, {})
+    table[keys[-1]] = "another"
+    with pytest.raises(ConfigError) as caught:
+        from_dict(names)
+    assert f"{'.'.join(keys)} = 'another': this key is gone; {instead}" in str(caught.value)
+    table[keys[-1]] = now
+    assert from_dict(names) == from_dict(outer)
+
+
+def test_there_are_no_more_keys_than_somebody_sets() -> None:
+    known = known_keys()
+    tables = {name.rpartition(".")[2] for name in known if "." in name} | {"outer"}
+    leaves = [key for keys in known.values() for key in keys if key not in tables]
+    assert len(leaves) + len(OuterSteps.model_fields) <= 105
 
 
 def test_a_config_does_not_change() -> None:
@@ -242,12 +263,12 @@ def test_the_promised_keys_exist() -> None:
     assert tuple(known) == ("model", "data", "train", "lora", "parallel", "run", "checkpoint", "parallel.codecs")
     promised = {
         "model": "source layers hidden heads kv_heads ffn dropout tie_embeddings rope_theta norm_eps vocabulary",
-        "data": "source tokenizer sequence validation text_field cache seed",
+        "data": "source tokenizer sequence validation text_field cache",
         "train": "steps global_batch microbatch precision seed lr min_lr_ratio warmup lr_schedule betas eps "
-        "weight_decay clip eval_every eval_batches sample_tokens prompt frozen",
+        "weight_decay clip eval_every eval_batches prompt frozen",
         "lora": "rank alpha dropout targets",
         "parallel": "ranks pipeline schedule tensor intra layout zero_optimization recompute device timeout",
-        "run": "folder port tensorboard",
+        "run": "folder tensorboard",
         "checkpoint": "every keep",
     }
     for section, keys in promised.items():
@@ -307,7 +328,7 @@ def test_many_heads_are_refused_at_once() -> None:
 def test_an_unknown_key_of_a_table_in_a_section_is_told_its_neighbour() -> None:
     with pytest.raises(ConfigError, match=r"codecs.gradent: unknown key; did you mean parallel.codecs.gradient"):
         from_dict({"parallel": {"codecs": {"gradent": "int8"}}})
-    with pytest.raises(ConfigError, match=r"parallel.codecs.block = 7"):
-        from_dict({"parallel": {"codecs": {"block": 7}}})
+    with pytest.raises(ConfigError, match=r"parallel.codecs.rounding = .up."):
+        from_dict({"parallel": {"codecs": {"rounding": "up"}}})
     with pytest.raises(ConfigError, match=r"parallel.outer.evry: unknown key; did you mean parallel.outer.every"):
         from_dict({"parallel": {"outer": {"evry": 4}}})

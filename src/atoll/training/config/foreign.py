@@ -126,7 +126,7 @@ WORDS: Mapping[str, str] = {
     "tokenizer_path": "data.tokenizer",
     "tokenizer_model": "data.tokenizer",
     "tokenizer_name": "data.tokenizer",
-    "data_seed": "data.seed",
+    "data_seed": "train.seed, for all random numbers",
     # run
     "output_dir": "run.folder",
     "dump_folder": "run.folder",

@@ -20,6 +20,23 @@ from atoll.training.config.schema import Config, OuterSteps, Section
 
 Keys = tuple[str, ...]
 
+REMOVED: dict[Keys, tuple[Any, str]] = {
+    ("model", "attention"): (None, "write attn_implementation in [model.config], as transformers has it"),
+    ("data", "shard"): (64 << 20, "data.streaming encodes 64 MiB at a time"),
+    ("data", "seed"): (None, "samples are drawn by train.seed"),
+    ("train", "sample_tokens"): (64, "64 tokens are generated at the end if train.prompt is set, and none otherwise"),
+    ("parallel", "resident"): (None, "residency `run` keeps the parameters of a rank's largest stage"),
+    ("parallel", "codecs", "block"): (128, "128 elements share a scale; atoll.plans.layouts.Codec takes other blocks"),
+    ("parallel", "outer", "block"): (128, "128 elements share a scale; atoll.plans.layouts.Codec takes other blocks"),
+    ("parallel", "outer", "rounding"): ("nearest", "outer gradients are rounded by parallel.codecs.rounding"),
+    ("parallel", "outer", "feedback"): (True, "outer gradients have the feedback of parallel.codecs.feedback"),
+    ("run", "port"): (0, "local ranks meet at a free port; torchrun's --master-port chooses one"),
+    ("run", "measure"): (True, "this machine is measured without run.cluster, unless ATOLL_MEASURE=0 is set"),
+    ("checkpoint", "keep_hours"): (None, "checkpoint.keep and checkpoint.keep_best choose what is kept"),
+}
+"""Keys of older versions, with the value that every run has now, and what happens instead. That value is accepted: run
+folders and checkpoints of older versions have all keys."""
+
 RETIRED = {("run", "overwrite"): "only --overwrite on the command line deletes a run"}
 """Keys of older versions, in configs and checkpoints, and their replacements. They have no effect."""
 
@@ -48,6 +65,7 @@ def from_dict(
     changed = _override(raw, overrides)
     retired = _drop_retired(raw)
     notes, problems = _resolve_layout(raw)
+    problems += _drop_removed(raw)
     try:
         config = Config.model_validate(raw)
     except ValidationError as error:
@@ -133,6 +151,21 @@ def _drop_retired(raw: dict[str, Any]) -> list[str]:
         if isinstance(table, dict) and table.pop(key, False):
             notes.append(f"{section}.{key} has no effect: {instead}")
     return notes
+
+
+def _drop_removed(raw: dict[str, Any]) -> list[str]:
+    """Remove the keys of REMOVED from `raw`. Return a problem for each that asks for something else than happens."""
+    problems = []
+    for keys, (now, instead) in REMOVED.items():
+        table: Any = raw
+        for key in keys[:-1]:
+            table = table.get(key) if isinstance(table, dict) else None
+        if not isinstance(table, dict) or keys[-1] not in table:
+            continue
+        value = table.pop(keys[-1])
+        if value != now or type(value) is not type(now):
+            problems.append(f"{'.'.join(keys)} = {value!r}: this key is gone; {instead}")
+    return problems
 
 
 def _resolve_layout(raw: dict[str, Any]) -> tuple[tuple[str, ...], list[str]]:

@@ -74,13 +74,12 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
         prefetch=parallel.prefetch,
         residency=parallel.residency,
         reduction=parallel.reduction,
-        resident=parallel.resident,
         unit=parallel.unit,
         sequence_parallel=parallel.sequence_parallel,
         vocabulary_parallel=parallel.vocabulary,
         layers_per_stage=parallel.layers_per_stage,
         codecs=parallel.codecs.value,
-        outer=None if parallel.outer is None else parallel.outer.to_outer(),
+        outer=None if parallel.outer is None else parallel.outer.to_outer(parallel.codecs),
     )
 
 

@@ -18,7 +18,7 @@ from atoll.base.errors import ConfigError, LayoutError, PlanError
 from atoll.base.faults import Policy
 from atoll.base.toml import to_toml
 from atoll.plans.ir.residency import current
-from atoll.plans.layouts import BLOCK, ROUNDINGS, Codec, Layout
+from atoll.plans.layouts import ROUNDINGS, Codec, Layout
 from atoll.plans.layouts import Codecs as CodecsOfPlan
 from atoll.plans.outer import Outer
 from atoll.plans.plan import AXES, ORDERS, Plan
@@ -35,9 +35,6 @@ NAMED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 """Defaults of AdamW. Other optimizers keep their own."""
-
-SHARD = 64 << 20
-"""Bytes of a shard of a streamed source."""
 
 Positive = Annotated[int, Field(ge=1, le=(1 << 31) - 1)]
 Natural = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
@@ -105,8 +102,7 @@ class Model(Section):
     source: "builtin", the decoder of `atoll.runtime.models`, sized by the keys from `layers` on; "transformers:NAME", a
     family of the `transformers` package such as "transformers:llama"; or the folder of a Hugging Face model.
     config: values that override the `transformers` configuration; not for the builtin model.
-    attention: of a `transformers` model, by the name that its `attn_implementation` has: "eager", "sdpa",
-    "flash_attention_2" or another; the family's own if not given.
+    `attn_implementation` chooses the attention: "eager", "sdpa", "flash_attention_2" or another.
     weights: None loads the weights in the source's folder if it has any; "initial" initializes them at random; else a
     folder of safetensors or a checkpoint.
     `kv_heads` defaults to `heads`, `ffn` to 8/3 `hidden` rounded up to a multiple of 8.
@@ -114,7 +110,6 @@ class Model(Section):
 
     source: str = "builtin"
     config: dict[str, Any] = Field(default_factory=dict)
-    attention: str | None = None
     weights: str | None = None
     layers: Annotated[int, Field(ge=1, le=1000)] = 8
     hidden: Positive = 128
@@ -151,7 +146,7 @@ class Model(Section):
     def _check(self) -> Model:
         problems = []
         if not self.is_builtin:
-            others = {"source", "config", "attention", "weights", "vocabulary"}
+            others = {"source", "config", "weights", "vocabulary"}
             fields = type(self).model_fields.items()
             useless = sorted(key for key, field in fields if key not in others and getattr(self, key) != field.default)
             if useless:
@@ -161,11 +156,6 @@ class Model(Section):
                 )
         elif self.config:
             problems.append('model.config applies to transformers models only; model.source is "builtin"')
-        if self.is_builtin and self.attention is not None:
-            problems.append(
-                f"model.attention = {self.attention!r} is of transformers models; the built-in decoder has torch's "
-                "scaled_dot_product_attention"
-            )
         if self.hidden % self.heads:
             problems.append(
                 f"model.hidden = {self.hidden} is not a multiple of model.heads = {self.heads}; use hidden = "
@@ -209,7 +199,7 @@ class Data(Section):
 
     source: one source or a list of them.  weights: shares of the samples to draw from each source of a list; None: in
     proportion to their samples.
-    streaming: encode the sources during the run, about `shard` bytes at a time.
+    streaming: encode the sources during the run.
     format: "text", or "chat" for conversations and instructions, which the tokenizer's chat template formats;
     `chat_template` is a file that replaces the template.
     answers_only: compute the loss on the assistant's answers only.
@@ -224,7 +214,6 @@ class Data(Section):
 
     source: Annotated[str | tuple[str, ...], BeforeValidator(_as_sources)] = "stdlib"
     streaming: bool = False
-    shard: Annotated[int, Field(ge=1 << 10, le=1 << 40)] = SHARD
     weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...] | None, BeforeValidator(_as_tuple)] = None
     format: Literal["text", "chat"] = "text"
     tokenizer: str = "auto"
@@ -240,8 +229,6 @@ class Data(Section):
     text_field: str = "text"
     cache: str | None = None
     """Folder in which tokenizers and token arrays are cached; None: the user's cache folder."""
-    seed: Natural | None = None
-    """Seed of the sample order; None: train.seed."""
 
     @model_validator(mode="after")
     def _check(self) -> Data:
@@ -271,8 +258,6 @@ class Data(Section):
                 f"data.weights = {list(self.weights)}: one for each source of a list, and data.source = "
                 f"{self.source if isinstance(self.source, str) else list(self.source)!r} has {len(self.sources)}"
             )
-        if self.shard != SHARD and not self.streaming:
-            problems.append(f"data.shard = {self.shard} has no effect; set data.streaming = true, or leave it out")
         raise_all(problems)
         return self
 
@@ -310,7 +295,7 @@ class Train(Section):
     it.
     betas, eps, weight_decay: see `ADAMW`; other optimizers keep their own defaults.
     clip: maximum global gradient norm; 0: no clipping.  eval_every: 0: at the start and the end only.
-    sample_tokens: tokens to generate at the end of the run; 0: none.
+    prompt: of a text that the model continues at the end of the run; none if not given.
     trainable, frozen: name patterns (* and ?) of the only parameters to train, and of parameters not to train.
     objective: "causal" predicts the next token; "masked" predicts masked tokens, a share `mask_ratio` of all.
     bad_steps: action after a step whose loss or gradients are not finite: "stop", "skip" or "rollback N".
@@ -339,8 +324,7 @@ class Train(Section):
     eval_every: Natural = 100
     eval_batches: Positive = 8
     patience: Natural = 0
-    sample_tokens: Natural = 64
-    prompt: str = "def "
+    prompt: str | None = None
     trainable: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
     frozen: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
     objective: Literal["causal", "masked"] = "causal"
@@ -409,13 +393,13 @@ class Codecs(Section):
 
     gradient: codec of gradients.  parameter: codec of parameters: of their differences to the copy that a rank keeps,
     or of themselves where they are gathered for each use.
-    block: elements that share a scale.  rounding: of gradients; parameters are rounded to nearest.
+    rounding: of gradients; parameters are rounded to nearest.
     feedback: add the error of a rank's last encoding of gradients to its next one.
+    Both also hold for outer gradients.
     """
 
     gradient: Literal["none", "bf16", "fp8", "int8", "int4"] = "none"
     parameter: Literal["none", "bf16", "fp8", "int8", "int4"] = "none"
-    block: Annotated[int, Field(ge=2, le=1 << 20, multiple_of=2)] = BLOCK
     rounding: Literal["nearest", "stochastic"] = "nearest"
     feedback: bool = True
 
@@ -423,7 +407,7 @@ class Codecs(Section):
     def value(self) -> CodecsOfPlan:
         """The codecs of the plan."""
         gradient, parameter = (
-            None if name == "none" else Codec(name, self.block, rounding)
+            None if name == "none" else Codec(name, rounding=rounding)
             for name, rounding in ((self.gradient, self.rounding), (self.parameter, ROUNDINGS[0]))
         )
         return CodecsOfPlan(gradient, parameter, self.feedback)
@@ -437,7 +421,7 @@ class OuterSteps(Section):
     fragments: number of parts of the model that are sent after different steps; 0: each block is one.
     delay: steps between sending a fragment and applying its mean.
     mix: weight of a group's own parameters when the mean is applied; 0.5 with a delay and 0 without if not given.
-    codec: of outer gradients.  block, rounding, feedback: as in [parallel.codecs].
+    codec: of outer gradients, with rounding and feedback of [parallel.codecs].
     """
 
     every: Positive
@@ -448,22 +432,19 @@ class OuterSteps(Section):
     delay: Natural = 0
     mix: float | None = None
     codec: Literal["none", "bf16", "fp8", "int8", "int4"] = "none"
-    block: Annotated[int, Field(ge=2, le=1 << 20, multiple_of=2)] = BLOCK
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-    feedback: bool = True
 
     @model_validator(mode="after")
     def _check(self) -> OuterSteps:
         try:
-            self.to_outer()
+            self.to_outer(Codecs())
         except PlanError as error:
             raise_all([str(error)])
         return self
 
-    def to_outer(self) -> Outer:
-        """Return the value that a plan has."""
-        codec = None if self.codec == "none" else Codec(self.codec, self.block, self.rounding)
-        return Outer(**self.model_dump(exclude={"codec", "block", "rounding"}), codec=codec)
+    def to_outer(self, codecs: Codecs) -> Outer:
+        """Return the value that a plan has. codecs: their rounding and feedback."""
+        codec = None if self.codec == "none" else Codec(self.codec, rounding=codecs.rounding)
+        return Outer(**self.model_dump(exclude={"codec"}), codec=codec, feedback=codecs.feedback)
 
 
 class Parallel(Section):
@@ -480,7 +461,7 @@ class Parallel(Section):
     post_validation: take the optimizer step without waiting for the global norm, and check it afterwards.
     prefetch: bytes of parameters that may be prefetched; 0 uses the least memory, and the backward then also waits for
     each reduction.
-    residency, reduction, resident, unit: how long gathered parameters are kept, how often gradients are reduced, and
+    residency, reduction, unit: how long gathered parameters are kept, how often gradients are reduced, and
     how many blocks at once; see atoll.plans.plan.Plan.
     order: axes of the mesh, outermost first; see atoll.plans.plan.MeshShape.
     vocabulary: split the rows of embedding and head over the pipeline ranks.
@@ -505,7 +486,6 @@ class Parallel(Section):
     prefetch: Annotated[int, Field(ge=0)] | None = None
     residency: Annotated[Literal["action", "run", "step"] | None, BeforeValidator(_as_residency)] = None
     reduction: Literal["microbatch", "run", "step"] = "microbatch"
-    resident: Annotated[int, Field(ge=0)] | None = None
     unit: Positive = 1
     tensor: Positive = 1
     sequence_parallel: bool = False
@@ -523,27 +503,23 @@ class Parallel(Section):
 class Run(Section):
     """[run]: the output folder, loggers, restarts.
 
-    port: port of the local rendezvous; 0: any free port.
     loggers: further loggers of metrics: "wandb", "mlflow", or `module:function`, called with values by name and the
     step.
     cluster: TOML file of the cluster the run is on; predicted step times are recorded with the measured ones.
-    measure: without `cluster`, measure this machine once for local ranks, and predict step times with that.
+    Without it, this machine is measured once for local ranks; ATOLL_MEASURE=0 in the environment turns that off.
     restarts: maximum number of restarts of local ranks after a failure; the count resets at each checkpoint.
     """
 
     folder: str = "runs/default"
     restarts: Natural = 3
-    port: Annotated[int, Field(ge=0, le=65535)] = 0
     tensorboard: bool = True
     loggers: Annotated[tuple[Annotated[str, AfterValidator(_as_logger)], ...], BeforeValidator(_as_tuple)] = ()
     cluster: str | None = None
-    measure: bool = True
 
 
 class Checkpoint(Section):
     """[checkpoint]: save every `every` steps (0: after the last step only) and keep the newest `keep`.
 
-    keep_hours: also keep one checkpoint for every so many hours.
     keep_best: also keep this many checkpoints with the lowest validation loss, and save after each validation that is
     the best so far.
     background: write in the background while training continues, from a copy in host memory.
@@ -551,7 +527,6 @@ class Checkpoint(Section):
 
     every: Natural = 100
     keep: Positive = 2
-    keep_hours: Annotated[float, Field(gt=0)] | None = None
     keep_best: Natural = 0
     background: bool = True
 
@@ -580,11 +555,6 @@ class Config(Section):
             f"parallel.layout = {layout.name!r} is dominated by {better.name!r}, which uses less memory and no more "
             "traffic",
         )
-
-    @property
-    def data_seed(self) -> int:
-        """Seed of the sample order."""
-        return self.train.seed if self.data.seed is None else self.data.seed
 
     @property
     def tokenizer(self) -> str:
