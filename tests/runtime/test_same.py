@@ -101,7 +101,8 @@ def test_every_rank_hears_it(build: Callable[[Case], Engine], words: str) -> Non
 
 
 def test_the_package_of_another_checkout_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(same.atoll, "__file__", str(tmp_path / "__init__.py"))
+    (tmp_path / "runtime").mkdir()
+    monkeypatch.setattr(same, "__file__", str(tmp_path / "runtime" / "same.py"))
     found = []
     for text in ("a = 1", "a = 2", "a = 1"):
         (tmp_path / "__init__.py").write_text(text)
