@@ -131,7 +131,7 @@ class Count:
     def _new(self, tensors: Iterable[torch.Tensor | None], seen: set[Key]) -> dict[Key, int]:
         """Bytes of storages that have not been seen. What is lent is a part of one storage, and counts by itself."""
         found: dict[Key, int] = {}
-        memory, arena = (getattr(self.engine.transport, name, None) for name in ("_memory", "_arena"))
+        memory, arena = (getattr(self.engine.transport.memory, name, None) for name in ("_file", "_arena"))
         for tensor in tensors:
             storage = None if tensor is None else tensor.untyped_storage()
             if tensor is None or storage is None or storage.nbytes() == 0:

@@ -25,7 +25,9 @@ class Store(dict[str, str]):
 def engine_of(mesh: MeshShape, rank: int, barrier: Callable[[], object]) -> Any:
     """An engine whose rank took as many seconds as its number for one forward, and 2 more for another."""
     taken = {(Do.F, 0): [float(rank), rank + 2.0], (Do.STEP, -1): [1.0]}
-    return SimpleNamespace(place=mesh.place(rank), transport=SimpleNamespace(barrier=barrier), taken=lambda: taken)
+    return SimpleNamespace(
+        place=mesh.place(rank), transport=SimpleNamespace(barrier=barrier), timing=SimpleNamespace(taken=lambda: taken)
+    )
 
 
 @pytest.mark.parametrize("mesh", [MeshShape(pipeline=3), MeshShape(pipeline=2, inter=2, intra=2, tensor=2)], ids=str)
