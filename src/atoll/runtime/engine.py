@@ -120,7 +120,7 @@ class Engine:
             optimizer,
             groups,
             clip,
-            seed,
+            seed=seed,
             labels=labels,
             loss=loss,
             weights=folder,
@@ -176,7 +176,9 @@ class Engine:
         self.program, self.reads_in_place = lower_programs(rank)
         self.timing = StepTiming(rank)
         self._buffers, self._parameters = Buffers(self.model, rank), Parameters(rank)
-        self.saving = Checkpoints(rank, self._buffers, self._parameters, self._background, self.checkpoints)
+        self.saving = Checkpoints(
+            rank, self._buffers, self._parameters, background=self._background, known=self.checkpoints
+        )
         self.bad_steps = BadSteps(policy, rank, self.saving, replay=self._play, load=self._load)
 
     # ---- training

@@ -50,8 +50,8 @@ class EngineOptions:
     optimizer: OptimizerFactory
     groups: GroupOptions | None
     clip: float | None
-    seed: int
     _: KW_ONLY
+    seed: int
     labels: Labels
     loss: Loss | None
     weights: Path | None
@@ -143,12 +143,12 @@ def assemble(
     )
     if not sharded.trainable:
         raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained")
-    own, end = _end(sharded, plan, options, transport)
+    own, end = _end(sharded, plan, options, transport=transport)
     executor = _executor(
         outline,
         sharded,
         end,
-        collector,
+        collector=collector,
         transport=transport,
         loss=adapter.loss if options.loss is None else _OwnLoss(options.loss, device),
         seed=options.seed,
@@ -196,7 +196,7 @@ def _predicts_next(adapter: Adapter) -> bool:
 
 
 def _end(
-    sharded: Sharded, plan: Plan, options: EngineOptions, transport: Transport
+    sharded: Sharded, plan: Plan, options: EngineOptions, *, transport: Transport
 ) -> tuple[ShardedOptimizer, StepEnd]:
     """Return the optimizer of a rank, and what ends its steps."""
     own = ShardedOptimizer(
@@ -218,9 +218,7 @@ def _end(
     return own, end
 
 
-def _executor(
-    outline: Outline, sharded: Sharded, end: StepEnd, collector: Collector, *, transport: Transport, **options: Any
-) -> Executor:
+def _executor(outline: Outline, sharded: Sharded, end: StepEnd, *, transport: Transport, **options: Any) -> Executor:
     ranks, placement = transport.place.peers("pp"), outline.schedule.placement
     mail = Mail(transport, lambda stage: ranks[placement.rank_of(stage)])
     slices = sharded.vocabulary
@@ -228,11 +226,10 @@ def _executor(
         outline,
         sharded.stages,
         sharded.units,
-        end,
+        end=end,
         transport=transport,
         mail=mail,
-        collector=collector,
-        extensions=() if slices is None else (SplitVocabulary(slices, mail, placement, ranks),),
+        extensions=() if slices is None else (SplitVocabulary(slices, mail, placement, ranks=ranks),),
         **options,
     )
 
