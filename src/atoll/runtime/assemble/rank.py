@@ -49,8 +49,8 @@ class EngineOptions:
     optimizer: OptimizerFactory
     groups: GroupOptions | None
     clip: float | None
-    seed: int
     _: KW_ONLY
+    seed: int
     labels: Labels
     loss: Loss | None
     weights: Path | None
@@ -195,7 +195,7 @@ def _predicts_next(adapter: Adapter) -> bool:
 
 
 def _end(
-    sharded: Sharded, plan: Plan, options: EngineOptions, transport: Transport
+    sharded: Sharded, plan: Plan, options: EngineOptions, *, transport: Transport
 ) -> tuple[ShardedOptimizer, StepEnd]:
     """Return the optimizer of a rank, and what ends its steps."""
     own = ShardedOptimizer(
@@ -217,9 +217,7 @@ def _end(
     return own, end
 
 
-def _executor(
-    outline: Outline, sharded: Sharded, end: StepEnd, collector: Collector, *, transport: Transport, **options: Any
-) -> Executor:
+def _executor(outline: Outline, sharded: Sharded, end: StepEnd, *, transport: Transport, **options: Any) -> Executor:
     ranks, placement = transport.place.peers("pp"), outline.schedule.placement
     mail = Mail(transport, lambda stage: ranks[placement.rank_of(stage)])
     slices = sharded.vocabulary
@@ -230,7 +228,6 @@ def _executor(
         end=end,
         transport=transport,
         mail=mail,
-        collector=collector,
         extensions=() if slices is None else (SplitVocabulary(slices, mail, placement, ranks=ranks),),
         **options,
     )

@@ -26,7 +26,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self, rank: Rank, buffers: Buffers, parameters: Parameters, background: Background, known: dict[int, Path]
+        self, rank: Rank, buffers: Buffers, parameters: Parameters, *, background: Background, known: dict[int, Path]
     ) -> None:
         self._units, self._optimizer, self._end = rank.sharded.units, rank.optimizer, rank.end
         self._outer, self._island = rank.outer, 0 if rank.outer is None else rank.transport.place.inter
