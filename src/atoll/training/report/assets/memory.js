@@ -68,14 +68,15 @@ class MemoryChart {
       "aria-label": `Memory of pipeline rank ${nth}: predicted peak ${bytes(peak)}` +
         (measured ? `, measured ${bytes(measured)} (${memory.measured})` : "") + (memory.limit ? `, device ${bytes(memory.limit)}` : ""),
     });
+    const ground = style("--ground"), ink = style("--ink");  // read before what makes styles anew
     svg.replaceChildren();
-    for (const { name, d } of areas) add(svg, "path", { d, fill: colour(name), stroke: style("--ground"), "stroke-width": 0.7 });
+    for (const { name, d } of areas) add(svg, "path", { d, fill: colour(name), stroke: ground, "stroke-width": 0.7 });
     // A name is written only where its area is behind it.
     const isWide = points.length && points.at(-1).x - points[0].x > 100;
     for (const { name, x, y, tall } of areas) if (isWide && tall > 15)
       add(svg, "text", { x: clamp(x, GUTTER + 50, right - 50), y: y + 4, "text-anchor": "middle" }, name).style.fill = inkOn(colour(name));
     for (const [name, value, dash] of near) {
-      add(svg, "line", { x1: GUTTER, x2: right, y1: y(value), y2: y(value), stroke: style("--ink"), "stroke-dasharray": dash });
+      add(svg, "line", { x1: GUTTER, x2: right, y1: y(value), y2: y(value), stroke: ink, "stroke-dasharray": dash });
       add(svg, "text", { x: right - 4, y: y(value) - 4, "text-anchor": "end" }, `${name} ${bytes(value)}`);
     }
     const format = memory.unit === "s" ? seconds : integer;

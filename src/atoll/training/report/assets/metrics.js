@@ -60,12 +60,13 @@ class MetricChart {
       "aria-label": `${METRICS[this.name] || this.name} by step: ` +
         curves.map((curve) => `${curve.label} ends at ${this.value(curve.y.at(-1))}`).join("; "),
     });
+    const ground = style("--ground");
     svg.replaceChildren();
     for (const curve of curves) {
       const points = this.thinned(curve).map((at) => [this.scale(curve.x[at]), y(curve.y[at])]);
       const fill = SERIES[curve.nth % SERIES.length];
       if (curve.isDots) for (const [x, y] of points)
-        add(svg, "path", { d: DIAMOND, transform: `translate(${x},${y})`, fill, stroke: style("--ground") });
+        add(svg, "path", { d: DIAMOND, transform: `translate(${x},${y})`, fill, stroke: ground });
       else if (points.length === 1) add(svg, "circle", { cx: points[0][0], cy: points[0][1], r: 3, fill });
       else add(svg, "path", {
         d: pathOf(points), fill: "none", stroke: fill, "stroke-width": 1.8, "stroke-dasharray": DASHES[curve.nth % DASHES.length],
