@@ -80,7 +80,6 @@ def test_a_home_that_cannot_be_written_has_a_folder_among_the_temporary_ones(cac
 def test_what_decides_that_a_machine_is_measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine_of(config(), 2) == Machine.of(2, "cpu", "float32")
     assert machine_of(config(cluster="c.toml"), 2) is None
-    assert machine_of(config(measure=False), 2) is None
     needs_gpus = config().model_copy(update={"parallel": config().parallel.model_copy(update={"device": "cuda"})})
     assert machine_of(needs_gpus, 2) is None or Machine.of(2, "cuda", "float32").graphics
     monkeypatch.setenv("ATOLL_MEASURE", "off")
