@@ -128,7 +128,7 @@ def test_a_run_evaluates_first_and_writes_a_line_a_step(alone: Path) -> None:
 def test_ranks_change_nothing_of_a_run(tmp_path: Path, corpus: Path, alone: Path, parallel: dict[str, Any]) -> None:
     results = train_on_ranks(settings(tmp_path / "run", corpus, parallel=parallel))
     assert_same_run(tmp_path / "run", alone)
-    assert {text for _, text in results} == {(alone / "sample.txt").read_text()}
+    assert {text for _, text in results} == {(alone / "sample.txt").read_bytes().decode()}
 
     events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events if event["ph"] == "X"} == set(range(parallel.get("pipeline", 1)))
@@ -320,7 +320,7 @@ def test_what_cannot_be_written_names_the_path(tmp_path: Path, corpus: Path) -> 
 
 
 def test_without_a_validation_split_nothing_is_evaluated(tmp_path: Path, corpus: Path) -> None:
-    changes = {"data": {"validation": 0.0}, "train": {"steps": 1}}
+    changes = {"data": {"validation": 0.0}, "train": {"steps": 1, "prompt": None}}
     assert train_on_ranks(settings(tmp_path / "run", corpus, **changes)) == [(1, None)]
     assert not (tmp_path / "run" / "validation.jsonl").exists()
     assert (tmp_path / "run" / "trace.json").exists()
