@@ -46,7 +46,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """What the run's step takes longer than predicted, relative."""
+        """Relative error of the prediction: measured over predicted step time, minus one."""
         return self.run.measured.seconds / self.prediction.seconds - 1.0
 
     def values(self) -> dict[str, Any]:

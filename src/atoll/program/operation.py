@@ -1,4 +1,4 @@
-"""What a row of the table of instructions is made of: facts, workspaces, and the row itself (`Operation`).
+"""The types of the table of instructions: facts, workspaces, and a row (`Operation`).
 
     needs   what must hold before it, or must not, each with the words of the error
     ends    what no longer holds after it
@@ -147,8 +147,8 @@ class Need:
 
 
 class Sharing(StrEnum):
-    """Whether instructions that allocate a buffer have one each, allocate it once until it is freed, or hold one
-    together until the last of them frees it."""
+    """How instructions share a buffer: one each, one that the first allocates and a later instruction frees, or one
+    that they hold together until the last of them frees it."""
 
     EACH = "each"
     ONCE = "once"

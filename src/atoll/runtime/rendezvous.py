@@ -132,12 +132,12 @@ def watch_by(
 def host_monitor(ranks: int, *, port: int, limit: float | None, host: str = LOOPBACK) -> Monitor:
     """Return a monitor in this process; `port` 0 is any free one. Raises ConfigError if the port cannot be used."""
     if not 0 <= port <= 65535:
-        raise ConfigError(f"run.port = {port}: a port is a number from 0 to 65535")
+        raise ConfigError(f"port = {port}: a port is a number from 0 to 65535")
     try:
         return Monitor(ranks, host=host, port=port, limit=limit, secret=os.environ.get(SECRET))
     except OSError as error:
         reason = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
-        raise ConfigError(f"run.port = {port}: this port {reason}; choose another, or 0 for any free one") from error
+        raise ConfigError(f"port = {port}: this port {reason}; choose another, or 0 for any free one") from error
 
 
 def host_of_ranks() -> str:

@@ -1,4 +1,4 @@
-"""What blocks keep for their backward, and what they send: the bytes that only a workload knows of a rank.
+"""Activations that blocks save for their backward, and messages: the bytes of a rank that depend on the workload.
 
 They complete the shape of a rank, so that its program's memory can be counted (`atoll.program.memory.held_in`).
 """

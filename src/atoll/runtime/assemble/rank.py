@@ -79,7 +79,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """What a rank consists of.
+    """The parts of an assembled rank.
 
     outer: with outer steps.  notes: what of the initial weights is not used, or not as their config says.
     advice: wasteful settings of the plan.

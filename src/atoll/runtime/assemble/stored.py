@@ -1,4 +1,4 @@
-"""Bytes of the tensors that a rank stores now: what the account of state (`atoll.plans.layouts.state`) foretells."""
+"""Bytes of the tensors that a rank stores now, as predicted by `atoll.plans.layouts.state`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What replaces the modules of a Hugging Face model while one stage's forward runs; see hugging_face.py.
+"""Stand-ins for the modules of a Hugging Face model while one stage's forward runs; see hugging_face.py.
 
 [Note: one tensor for several blocks]
 Each block has a graph of its own, and the layers of a decoder all take the encoder's output. The first layer of a stage

@@ -1,4 +1,4 @@
-"""What the verdict on a step is made of: sums over ranks of loss, norms and counts, and the messages that add them up.
+"""The sums behind the verdict on a step: loss, norms and counts over the ranks, and the messages that add them up.
 
 add_up        the ranks of a stage            in SUMS: every rank of it then has the same numbers
 begin_total   all ranks at once               from TOTAL to VERDICT, and nobody waits in between

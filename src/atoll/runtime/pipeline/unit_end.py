@@ -1,4 +1,4 @@
-"""What the end of a step does to each unit: a table from instruction to function.
+"""The end of a step for one unit: a table from instruction to function.
 
 Until its verdict a step has written nothing that is kept, except parameters where it is post-validated: it has stepped
 them ahead, with `StepEnd.ahead`. Without post-validation the program has COLLECT, TRANSFORM, UPDATE and RETURN after

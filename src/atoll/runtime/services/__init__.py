@@ -1,1 +1,1 @@
-"""What an engine owns besides its step: bad steps, checkpoints, parameters, buffers, timing."""
+"""Services of an engine besides its step: bad steps, checkpoints, parameters, buffers, timing."""

@@ -20,7 +20,7 @@ from atoll.runtime.sharding.state import load_state, save_state, stored_states
 
 
 class Checkpoints:
-    """What a rank writes of itself to a folder, and reads from one: `engine.saving`.
+    """Saves a rank's part of a checkpoint and loads it: `engine.saving`.
 
     known: folders by step, those that this rank has saved and loaded, and those that the caller adds.
     """

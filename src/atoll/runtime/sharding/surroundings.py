@@ -16,7 +16,7 @@ from atoll.runtime.transport import Peers, Transport
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the segments of a rank need from the run.
+    """The run as the segments of a rank see it.
 
     lanes: lane of each kind of job; empty where nothing runs, as on `meta`.
     weights: where the parameters' first values are read; a parameter that is not in it keeps the values of the model.
