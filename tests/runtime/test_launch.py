@@ -194,12 +194,12 @@ def test_a_taken_port_is_the_users_mistake() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"run\.port = {port}: this port is taken"):
+        with pytest.raises(ConfigError, match=rf"^port = {port}: this port is taken"):
             launch_local(["true"], 1, port=port)
 
 
 def test_a_port_out_of_range_is_the_users_mistake() -> None:
-    with pytest.raises(ConfigError, match=r"run\.port = 70000"):
+    with pytest.raises(ConfigError, match=r"^port = 70000"):
         launch_local(["true"], 1, port=70000)
 
 
