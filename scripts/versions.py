@@ -117,7 +117,7 @@ WHOLE = (
 """Tests of which all cases run, also those that are marked slow."""
 
 SHOWN = ("torch", "transformers", "numpy", "typer", "click", "pydantic")
-OPTIONAL = ("datasets", "hypothesis", "jsonschema", "numba", "ortools", "peft", "scipy", "zstandard")
+OPTIONAL = ("datasets", "hypothesis", "numba", "ortools", "peft", "scipy", "zstandard")
 
 
 # ---- environments

@@ -90,7 +90,7 @@ def _deepspeed(work: Work) -> list[dict[str, Any]]:
         return []
     rows = []
     folders = {path.name.removeprefix("deepspeed-"): [str(path)] for path in BUILD.glob("deepspeed-*")}
-    for name, first in ({version("deepspeed"): []} | folders).items():
+    for name, first in sorted(({version("deepspeed"): []} | folders).items()):
         for row, tried in (("1F1B", STAGES), (ALONE, ACCUMULATED)):
             for stage, dtype in tried:
                 own = replace(work, dtype=dtype, pipeline=1 if row == ALONE else work.pipeline)
@@ -167,7 +167,7 @@ def report(result: Mapping[str, Any]) -> str:
         _TWICE,
         "## DeepSpeed: its 1F1B, two stages, two data-parallel ranks" if zero else "",
         _table(zero, down="ZeRO", across="version") if zero else "",
-        _DEEPSPEED if zero else "",
+        _DEEPSPEED.format(**result["work"]) if zero else "",
         "## DeepSpeed: ZeRO without a pipeline, two data-parallel ranks" if alone else "",
         _table(alone, down="ZeRO", across="version") if alone else "",
         _ZERO.format(**result["work"]) if alone else "",
@@ -220,7 +220,8 @@ and fails, also without sharding. On the smallest such graph, releases before 2.
 error (pytorch issue 180952): [Silent faults elsewhere](../../docs/bugs-elsewhere.md) has a script for it."""
 
 _DEEPSPEED = """\
-In 0.19.2 every stage divides by the number of microbatches, including gradients that are divided already: the first \
+In 0.18.2 no stage divides by the number of microbatches: the engine does so where it reduces in the backward, which \
+its pipeline turns off, so the gradients are {microbatches} times too large. In 0.19.2 every stage divides by the number of microbatches, including gradients that are divided already: the first \
 of the two gets an eighth of its gradients (DeepSpeed issue 8152, repaired in 0.19.3). The project pins 0.19.2 for \
 another reason (`pyproject.toml`); `bench.py` describes how to compare other versions. DeepSpeed's pipeline has one \
 schedule. It refuses gradients in float64, so it runs in float32."""
