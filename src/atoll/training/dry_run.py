@@ -14,21 +14,21 @@ from atoll.runtime.assemble.describe import describe_rank
 from atoll.runtime.checkpoint import Archive, is_complete
 from atoll.runtime.models import adapter_for
 from atoll.runtime.models.weights import weights_for
-from atoll.training.build import build_as_stored
-from atoll.training.choosing import load_chosen
 from atoll.training.config import Config
 from atoll.training.data import Supply
-from atoll.training.folder import RunFolder, Start
-from atoll.training.here import has_gpus
-from atoll.training.loggers import check_loggers
-from atoll.training.optimizers import checked
-from atoll.training.prediction import expected_vocabulary
-from atoll.training.pretrained import first_weights, notes_of_source
+from atoll.training.models.pretrained import first_weights, notes_of_source
+from atoll.training.models.sources import check_source
+from atoll.training.output.folder import RunFolder, Start
+from atoll.training.output.loggers import check_loggers
 from atoll.training.process import Request
-from atoll.training.rates import learning_rates
-from atoll.training.resumed import resumed_state
-from atoll.training.samples import preview_corpus, vocabulary_of
-from atoll.training.sources import check_source
+from atoll.training.run.resumed import resumed_state
+from atoll.training.setup.build import build_as_stored
+from atoll.training.setup.choosing import load_chosen
+from atoll.training.setup.here import has_gpus
+from atoll.training.setup.optimizers import checked
+from atoll.training.setup.prediction import expected_vocabulary
+from atoll.training.setup.rates import learning_rates
+from atoll.training.setup.samples import preview_corpus, vocabulary_of
 
 
 @dataclass(frozen=True, slots=True)
