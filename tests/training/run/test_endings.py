@@ -19,7 +19,7 @@ def ending(folder: Path, losses: list[float]) -> RunResult:
     for step, loss in enumerate(losses):
         append(found.validation, {"step": step, "loss": loss})
     return RunResult(
-        found,
+        folder=found,
         step=12,
         stopped=None,
         first_step=1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,43 +15,22 @@ from atoll.base.errors import CheckpointError, DamageError, UnverifiedWarning
 from atoll.runtime import checkpoint
 from atoll.runtime.checkpoint.manifest import Manifest
 from atoll.runtime.checkpoint.meeting import listing
-from atoll.runtime.engine import Engine
-from atoll.training.config import Config
-from atoll.training.data import Supply
-from atoll.training.output.display import Display
-from atoll.training.output.folder import RunFolder, Start, read_records, writing
-from atoll.training.run.progress import Progress
+from atoll.training.output.folder import Start, read_records, writing
 from atoll.training.run.resumed import order_of, resumed_state
+from atoll.training.run.run import Run
 
 
 class RunCheckpoints:
     """The checkpoints in a run's folder, the same on every rank; only rank 0 writes there besides the engine.
 
-    run: the run's identity: that of the checkpoint that it continues from, or a new one; on rank 0 at least.
-    check_lock: raises RunError if another run has taken over the folder.
+    run_id: that of the checkpoint that the run continues from, or a new one; on rank 0 at least.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        corpus: Supply,
-        engine: Engine,
-        *,
-        progress: Progress,
-        folder: RunFolder,
-        display: Display,
-        check_lock: Callable[[], None],
-    ) -> None:
-        self._is_writer = engine.place.rank == 0
-        self.run = uuid.uuid4().hex if self._is_writer else None
-        self.keeps_best = max(config.checkpoint.keep_best, 1 if config.train.patience else 0)
-        self._config = config
-        self._corpus = corpus
-        self._engine = engine
-        self._progress = progress
-        self._folder = folder
-        self._display = display
-        self._check_lock = check_lock
+    def __init__(self, run: Run) -> None:
+        self.run_id = uuid.uuid4().hex if run.is_writer else None
+        self.keeps_best = max(run.config.checkpoint.keep_best, 1 if run.config.train.patience else 0)
+        self._run = run
+        self._engine = run.engine
 
     # ---- start
 
@@ -66,56 +45,56 @@ class RunCheckpoints:
         steps, evaluated = self._found(start)
         if not steps:
             if start is Start.CONTINUE:
-                raise CheckpointError(f"{self._folder.checkpoints} has no finished checkpoint to resume from")
+                raise CheckpointError(f"{self._run.folder.checkpoints} has no finished checkpoint to resume from")
             return False
         damaged: list[tuple[Path, DamageError]] = []
-        known = {step: checkpoint.step_folder(self._folder.checkpoints, step) for step in steps}
+        known = {step: checkpoint.step_folder(self._run.folder.checkpoints, step) for step in steps}
         for step in steps:
-            path = checkpoint.step_folder(self._folder.checkpoints, step)
+            path = checkpoint.step_folder(self._run.folder.checkpoints, step)
             try:
                 self._load(path)
             except DamageError as error:
                 damaged.append((path, error))
                 continue
-            self._progress.saved, self._progress.evaluated = step, min(step, evaluated)
+            self._run.progress.saved, self._run.progress.evaluated = step, min(step, evaluated)
             self._engine.checkpoints |= {at: folder for at, folder in known.items() if at < step}
             self._pass_over(damaged)
-            self._display.say(f"resumed {path}: {step} steps, {self._progress.samples.position} samples")
-            if step >= self._config.train.steps:
-                self._display.say(
+            self._run.display.say(f"resumed {path}: {step} steps, {self._run.progress.samples.position} samples")
+            if step >= self._run.config.train.steps:
+                self._run.display.say(
                     "note: that was the last step; to continue, increase train.steps (or epochs); to begin again, "
                     "use --overwrite"
                 )
             return True
         words = listing([str(error) for _, error in damaged])
         raise CheckpointError(
-            f"no checkpoint in {self._folder.checkpoints} is whole: {words}\n"
+            f"no checkpoint in {self._run.folder.checkpoints} is whole: {words}\n"
             "restore one from a copy, or begin again with --overwrite"
         )
 
     def _found(self, start: Start) -> tuple[list[int], int]:
         """Return the steps of the checkpoints to try, in that order, and the last evaluated step, or -1."""
         steps, evaluated = [], -1
-        if self._is_writer and start in (Start.AUTO, Start.CONTINUE):
-            with writing(self._folder.checkpoints):
-                checkpoint.recover(self._folder.checkpoints)
-            steps = [int(path.name.rpartition("-")[2]) for path in self._folder.candidates()]
-            evaluated = max((record["step"] for record in read_records(self._folder.validation)), default=-1)
+        if self._run.is_writer and start in (Start.AUTO, Start.CONTINUE):
+            with writing(self._run.folder.checkpoints):
+                checkpoint.recover(self._run.folder.checkpoints)
+            steps = [int(path.name.rpartition("-")[2]) for path in self._run.folder.candidates()]
+            evaluated = max((record["step"] for record in read_records(self._run.folder.validation)), default=-1)
         count, evaluated = self._told([len(steps), evaluated], 2)
         return self._told(steps, count), evaluated
 
     def _told(self, values: Sequence[int], count: int) -> list[int]:
         """Return rank 0's value on every rank."""
-        told = torch.tensor(values if self._is_writer else [0] * count, dtype=torch.float64)
+        told = torch.tensor(values if self._run.is_writer else [0] * count, dtype=torch.float64)
         return [int(value) for value in self._engine.transport.total(told)]
 
     def _load(self, path: Path) -> None:
         """Continue from the checkpoint in `path`. Raises DamageError if it is damaged."""
-        run = self._folder.run_id() if self._is_writer else None
+        known = self._run.folder.run_id() if self._run.is_writer else None
         manifests: list[Manifest | None] = []
 
         def check(opened: checkpoint.Archive) -> None:
-            resumed_state(self._config, opened, self._corpus, run=run)
+            resumed_state(self._run.config, opened, self._run.corpus, run=known)
             manifests.append(opened.manifest)
 
         with warnings.catch_warnings():
@@ -123,20 +102,20 @@ class RunCheckpoints:
             state = self._engine.load(path, check=check)
         (manifest,) = manifests
         if manifest is None:
-            self._display.say(f"note: {path} was not verified: it was saved without digests")
-        self.run = run or (None if manifest is None else manifest.identity.get("run")) or self.run
-        if state["order"] != order_of(self._config):
-            self._display.say(
+            self._run.display.say(f"note: {path} was not verified: it was saved without digests")
+        self.run_id = known or (None if manifest is None else manifest.identity.get("run")) or self.run_id
+        if state["order"] != order_of(self._run.config):
+            self._run.display.say(
                 "note: data.sequence, data.packing, data.weights or the seed changed since the checkpoint, and the "
                 "order of samples with it: some may be seen twice"
             )
         position = self._position_of(self._engine.step_number, int(state["position"]))
-        self._progress.restore(state, position=position)
+        self._run.progress.restore(state, position=position)
 
     def _position_of(self, step: int, position: int) -> int:
         """Return the position in the data after `step`. See [Note: skipped samples]."""
-        if self._is_writer:
-            for record in read_records(self._folder.incidents):
+        if self._run.is_writer:
+            for record in read_records(self._run.folder.incidents):
                 if record.get("rolled_back_to") == step and isinstance(record.get("position"), int):
                     position = max(position, record["position"])
         return self._told([position], 1)[0]
@@ -145,60 +124,60 @@ class RunCheckpoints:
         """Report what was wrong with newer checkpoints, and set them aside so that their steps can be saved again."""
         for path, error in damaged:
             where = ""
-            if self._is_writer:
+            if self._run.is_writer:
                 with writing(path):
                     where = f"; set aside as {checkpoint.set_aside(path).name}"
-            self._display.say(f"note: {error}{where}")
+            self._run.display.say(f"note: {error}{where}")
 
     # ---- during the run
 
     def save(self, *, is_extra: bool = False) -> None:
         """Save a checkpoint of this step, unless there is one. is_extra: only for its validation loss."""
         step = self._engine.step_number
-        if self._progress.saved == step:
+        if self._run.progress.saved == step:
             return
-        config = self._config.dump()
+        config = self._run.config.dump()
         state = {
-            **self._progress.state(),
-            "corpus": self._corpus.fingerprint,
-            "order": order_of(self._config),
+            **self._run.progress.state(),
+            "corpus": self._run.corpus.fingerprint,
+            "order": order_of(self._run.config),
             "config": config,
         }
         whose = {
-            "run": self.run,
+            "run": self.run_id,
             "config": digest(config.encode()),
-            "corpus": self._corpus.fingerprint,
+            "corpus": self._run.corpus.fingerprint,
             "time": time.time(),
-            "validation_loss": self._progress.loss_after(step),
+            "validation_loss": self._run.progress.loss_after(step),
             **({"extra": True} if is_extra else {}),
         }
-        self._check_lock()
+        self._run.check_lock()
         self._engine.save(
-            checkpoint.step_folder(self._folder.checkpoints, step),
+            checkpoint.step_folder(self._run.folder.checkpoints, step),
             state,
             identity=whose,
             background=True,
             told=self._told_of_save,
         )
-        self._progress.saved = step
-        if not self._config.checkpoint.background:
+        self._run.progress.saved = step
+        if not self._run.config.checkpoint.background:
             self._engine.finish_saving()
 
     def drop_after(self, step: int) -> None:
         """Set newer checkpoints than that of `step` aside, after a rollback to it."""
         for newer in [each for each in self._engine.checkpoints if each > step]:
             path = self._engine.checkpoints.pop(newer)
-            if self._is_writer and path.exists():
+            if self._run.is_writer and path.exists():
                 with writing(path):
                     checkpoint.set_aside(path)
 
     def _told_of_save(self, failure: str | None) -> None:
         """Report the end of a save, which may be in the background. Called in the writing thread."""
         if failure is not None:
-            self._display.say(f"note: {failure}")
-        elif self._is_writer:
-            keep = self._config.checkpoint
+            self._run.display.say(f"note: {failure}")
+        elif self._run.is_writer:
+            keep = self._run.config.checkpoint
             try:
-                checkpoint.prune(self._folder.checkpoints, keep.keep, best=self.keeps_best)
+                checkpoint.prune(self._run.folder.checkpoints, keep.keep, best=self.keeps_best)
             except OSError as error:
-                self._display.say(f"note: old checkpoints were not deleted: {error}")
+                self._run.display.say(f"note: old checkpoints were not deleted: {error}")

@@ -22,20 +22,15 @@ import torch
 from atoll.base.errors import UserError
 from atoll.plans.layouts import Footprint
 from atoll.prediction.cost import Cluster
-from atoll.runtime.engine import Engine
 from atoll.runtime.pipeline.step_end import StepResult
 from atoll.runtime.sharding.outer import distance
 from atoll.runtime.transport import Later
-from atoll.training.config import Config
-from atoll.training.data import Supply
-from atoll.training.output.display import Display
-from atoll.training.output.folder import RunFolder
 from atoll.training.output.record import Recorder
 from atoll.training.run.measure import peak_memory, share_timeline, share_timing, share_trace
 from atoll.training.run.oddities import SLOW, Spikes, straggler
-from atoll.training.run.progress import Progress
+from atoll.training.run.run import Run
 from atoll.training.run.signals import StopRequest
-from atoll.training.run.utilisation import Peak, peak_of, utilised_seconds
+from atoll.training.run.utilisation import peak_of, utilised_seconds
 from atoll.training.setup.prediction import in_short, predict_plan
 from atoll.training.setup.samples import vocabulary_of
 
@@ -50,97 +45,63 @@ class Results:
     the order of the steps, and `record` with each result.
 
     recorder: on rank 0, once it was opened.  tokens: of this start.
-    check_lock: raises RunError if another run has taken over the folder.
     on_fault: called with a bad step, once it is written down.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        corpus: Supply,
-        engine: Engine,
-        *,
-        progress: Progress,
-        folder: RunFolder,
-        display: Display,
-        stop: StopRequest,
-        check_lock: Callable[[], None],
-        on_fault: Callable[[StepResult], None],
-    ) -> None:
+    def __init__(self, run: Run, *, on_fault: Callable[[StepResult], None]) -> None:
         self.recorder: Recorder | None = None
         self.tokens = 0
         self.traced = 0
-        self._config = config
-        self._corpus = corpus
-        self._engine = engine
-        self._progress = progress
-        self._folder = folder
-        self._display = display
-        self._stop = stop
-        self._check_lock = check_lock
+        self._run = run
+        self._engine = run.engine
         self._on_fault = on_fault
         self._utilised: float | None = None
         self._expected: deque[tuple[float, Later | None]] = deque()
         """Of each step whose result is not known: its rate, and the sum of what its ranks know."""
         self._apart: list[tuple[float, StepResult]] = []
         """Results of this island since islands met last, with their rates."""
-        self._memory = torch.zeros(engine.plan.mesh.world)
+        self._memory = torch.zeros(run.engine.plan.mesh.world)
         self._last: StepResult | None = None
         self._spikes = {"loss": Spikes(1.2), "grad_norm": Spikes(3.0)}
 
-    def open(self, first: int, *, run: str | None, is_fresh: bool, here: Cluster | None) -> None:
-        """Open the record of `run` at step `first`, and predict the run: on the config's cluster, or `here`."""
-        plan = self._engine.plan
-        own = self._engine.footprint()
+    def open(self, first: int, *, run_id: str | None, is_fresh: bool) -> None:
+        """Open the record of the run at step `first`, and predict the run."""
+        run, engine = self._run, self._engine
+        plan = engine.plan
+        own = engine.footprint()
         values = torch.zeros(plan.mesh.world, 3, dtype=torch.float64)
-        values[self._engine.place.rank] = torch.tensor([own.parameters, own.gradients, own.optimizer])
-        held = [Footprint(*(int(part) for part in row)) for row in self._engine.transport.total(values).tolist()]
-        self.traced = min(first + TRACED_STEP, self._config.train.steps)
-        if self._engine.place.rank == 0:
-            assert run is not None, "rank 0 knows the run"
-            self._check_lock()
-            self.recorder = Recorder(
-                self._folder, self._config, self._corpus.tokenizer, run=run, step=first, is_fresh=is_fresh
-            )
-            self._folder.write_run_id(run)
-            blocks = self._engine.adapter.blocks()
-            stages = [[blocks[at].name for at in run] for run in self._engine.runs]
-            vocabulary = vocabulary_of(self._config, self._corpus)
-            facts = {
-                "vocabulary": vocabulary,
-                "reads_in_place": self._engine.reads_in_place,
-                "device": self._engine.device.type,
-            }
-            peak = self._peak()
-            known = {"peak": None if peak is None else asdict(peak)}
-            self.recorder.plan(
-                plan, held, stages, **facts, **known, first_step=first + 1, corpus=[*self._progress.samples.notes]
-            )
-            self._predict(self.recorder, here, **facts)
-
-    def _predict(self, recorder: Recorder, here: Cluster | None, **facts: Any) -> None:
-        """Record and print the run's prediction; without a cluster only bytes."""
-        path = self._config.run.cluster
+        values[engine.place.rank] = torch.tensor([own.parameters, own.gradients, own.optimizer])
+        held = [Footprint(*(int(part) for part in row)) for row in engine.transport.total(values).tolist()]
+        self.traced = min(first + TRACED_STEP, run.config.train.steps)
+        if not run.is_writer:
+            return
+        assert run_id is not None, "rank 0 knows the run"
+        run.check_lock()
+        recorder = Recorder(run.folder, run.config, run.corpus.tokenizer, run=run_id, step=first, is_fresh=is_fresh)
+        self.recorder = recorder
+        run.folder.write_run_id(run_id)
+        blocks = engine.adapter.blocks()
+        stages = [[blocks[at].name for at in stage] for stage in engine.runs]
+        device = engine.device
+        facts: dict[str, Any] = {
+            "vocabulary": vocabulary_of(run.config, run.corpus),
+            "reads_in_place": engine.reads_in_place,
+            "device": device.type,
+        }
+        cluster = None if run.config.run.cluster is None else Cluster.read(run.config.run.cluster)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+        peak = peak_of(name, plan.precision.compute, cluster)
+        rates = None if peak is None else asdict(peak)
+        notes = [*run.progress.samples.notes]
+        recorder.plan(plan, held, stages, **facts, peak=rates, first_step=first + 1, corpus=notes)
         try:
-            found = predict_plan(self._config, self._engine.plan, self._cluster() or here, **facts)
+            found = predict_plan(run.config, plan, cluster or run.here, **facts)
             recorder.prediction(found)
-            self._display.say(f"predicted: {in_short(found)}")
-            peak = self._peak()
+            run.display.say(f"predicted: {in_short(found)}")
             self._utilised = None if peak is None else utilised_seconds(found, peak)
         except UserError as error:
-            if path is not None:
-                self._display.say(f"note: the run is not predicted: {error}")
-
-    def _cluster(self) -> Cluster | None:
-        """Return the cluster that the config names."""
-        path = self._config.run.cluster
-        return None if path is None else Cluster.read(path)
-
-    def _peak(self) -> Peak | None:
-        """Return the peak rate of this rank's device."""
-        device = self._engine.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-        return peak_of(name, self._engine.plan.precision.compute, self._cluster())
+            if cluster is not None:
+                run.display.say(f"note: the run is not predicted: {error}")
 
     # ---- between steps
 
@@ -151,7 +112,8 @@ class Results:
 
     def _known(self) -> torch.Tensor:
         """Return what only this rank knows."""
-        signals = torch.tensor([self._stop.received is number for number in StopRequest.numbers], dtype=torch.float64)
+        received = self._run.stop.received
+        signals = torch.tensor([received is number for number in StopRequest.numbers], dtype=torch.float64)
         memory = torch.zeros(self._engine.plan.mesh.world, dtype=torch.float64)
         memory[self._engine.place.rank] = peak_memory(self._engine.device)
         busy = torch.zeros_like(memory)
@@ -189,9 +151,9 @@ class Results:
         self._last = result
         memory = int(self._memory.max())
         self.tokens += result.tokens
-        self._check_lock()
-        epoch = self._progress.samples.epoch(self._progress.position_after(result.step))
-        self._display.step(result, memory_bytes=memory, epoch=epoch)
+        self._run.check_lock()
+        epoch = self._run.progress.samples.epoch(self._run.progress.position_after(result.step))
+        self._run.display.step(result, memory_bytes=memory, epoch=epoch)
         if self.recorder is not None:
             odd = self._odd(result, busy) | ({} if distance is None else {"island_distance": distance})
             self.recorder.step(result, rate=rate, epoch=epoch, memory_bytes=memory, odd=odd, utilised=self._utilised)
@@ -211,8 +173,8 @@ class Results:
 
     def _meets(self, step: int) -> bool:
         """Return True if islands wait for each other after `step`: see [Note: steps of islands]."""
-        train, outer = self._config.train, self._engine.outer
-        dues = (train.eval_every, self._config.checkpoint.every, train.check_replicas)
+        train, outer = self._run.config.train, self._engine.outer
+        dues = (train.eval_every, self._run.config.checkpoint.every, train.check_replicas)
         is_due = any(every and step % every == 0 for every in dues)
         return is_due or step in (self.traced, train.steps) or (outer is not None and outer.meets(step))
 
@@ -234,7 +196,7 @@ class Results:
         islands = self._engine.plan.islands
         for (rate, result), (loss, norm, bubble, skipped, tokens) in zip(pending, rows, strict=True):
             if skipped and not result.skipped:
-                self._display.say(f"note: step {result.step}: {skipped:.0f} of {islands} islands skipped it")
+                self._run.display.say(f"note: step {result.step}: {skipped:.0f} of {islands} islands skipped it")
             is_last = result is pending[-1][1]
             mean = replace(
                 result,
@@ -256,7 +218,7 @@ class Results:
                 ratio = spikes.ratio(getattr(result, name))
                 if ratio is not None:
                     found[f"{name}_spike"] = ratio
-                    self._display.say(
+                    self._run.display.say(
                         f"note: step {result.step}: {name} {getattr(result, name):.4g} is {ratio:.1f} times the usual"
                     )
         rank, ratio = straggler(busy, self._engine.plan.mesh)

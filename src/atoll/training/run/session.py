@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,35 +26,26 @@ from atoll.training.models.pretrained import notes_of_source
 from atoll.training.output.display import Display
 from atoll.training.output.folder import RunFolder, Start, is_of, read_records, typical_seconds
 from atoll.training.output.lock import RunLock
-from atoll.training.run.loop import Loop
+from atoll.training.run.loop import Loop, LoopOutcome
 from atoll.training.run.measure import peak_memory
+from atoll.training.run.progress import Progress
+from atoll.training.run.run import Run
 from atoll.training.run.signals import StopRequest
 from atoll.training.setup.build import build_as_stored, build_engine
 from atoll.training.setup.samples import prepare_corpus, vocabulary_of
 
 
-@dataclass(frozen=True, slots=True)
-class RunResult:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult(LoopOutcome):
     """The outcome of a run.
 
-    stopped: the signal that ended it early.
-    first_step, tokens, seconds: of this start, without those before a resume; the seconds are those from the first
-    evaluation to the sample.
-    peaks: for each pipeline rank, the peak bytes over its ranks: CUDA tensors, or resident memory.
-    best: the step of the lowest validation loss, if its checkpoint is kept.
+    seconds: of this start, from the first evaluation to the sample.
     before: resident bytes of rank 0 before it built its model: interpreter, libraries, corpus; 0 if peaks are of CUDA.
     """
 
     folder: RunFolder
-    step: int
-    stopped: signal.Signals | None
-    first_step: int
-    tokens: int
     seconds: float
-    sample: str | None
-    peaks: tuple[int, ...]
     device: str
-    best: int | None = None
     before: int = 0
 
     @property
@@ -185,28 +175,19 @@ def run(
     try:
         folder = RunFolder(Path(config.run.folder))
         begin = time.monotonic()
-        loop = Loop(config, corpus, engine, folder=folder, display=display, stop=stop, lock=lock, here=here)
-        for note in loop.samples.notes:
+        progress = Progress(config, corpus, engine)
+        for note in progress.samples.notes:
             display.say(f"note: {note}")
-        outcome = loop.run(start)
+        shared = Run(
+            config, corpus, engine, progress=progress, folder=folder, display=display, stop=stop, lock=lock, here=here
+        )
+        outcome = Loop(shared).run(start)
         seconds = time.monotonic() - begin
         engine.transport.barrier()
     finally:
         engine.close()
         corpus.close()
-    return RunResult(
-        folder,
-        outcome.step,
-        outcome.stopped,
-        first_step=outcome.first_step,
-        tokens=outcome.tokens,
-        seconds=seconds,
-        sample=outcome.sample,
-        peaks=outcome.peaks,
-        device=device.type,
-        best=outcome.best,
-        before=before,
-    )
+    return RunResult(**asdict(outcome), folder=folder, seconds=seconds, device=device.type, before=before)
 
 
 def _check_same_corpus(config: Config, corpus: Supply) -> None:
