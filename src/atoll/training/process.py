@@ -58,7 +58,7 @@ from atoll.training.run.restarts import start_ranks
 from atoll.training.run.signals import StopRequest, exit_code
 from atoll.training.setup.choosing import fewer_ranks, load_chosen
 from atoll.training.setup.here import has_gpus, machine_of, measured_cluster
-from atoll.training.setup.optimizers import check_optimizer, checked
+from atoll.training.setup.optimizers import checked
 from atoll.training.setup.rates import learning_rates
 from atoll.training.setup.samples import prepare_corpus, vocabulary_of
 
@@ -118,18 +118,13 @@ def train(run: Request | str | Path, *overrides: str) -> int:
         return run_rank(request, rendezvous)
 
     asked = request.path, request.overrides
-    if (given := load(*asked)).parallel.auto:  # the plan is for this machine where no cluster is named
-        code = _measure(given, None)
+    config = load(*asked)
+    if config.parallel.auto:  # the plan is for this machine where no cluster is named
+        code = _measure(config, None)
         if code in SAVED_AND_LEFT:
             return code
-    config, chosen = load_chosen(*asked)
-    config.to_plan()
-    check_optimizer(config.train)
-    if config.train.epochs is None:
-        learning_rates(config.train)
-    check_source(config)
-    check_loggers(config.run.loggers)
-    _check_cluster(config)
+    config, chosen = load_chosen(*asked, config=config)
+    check_config(config)
     folder = RunFolder(Path(config.run.folder))
     folder.check(request.effective_start)
     with RunLock(folder.root).held(lambda line: _tell(line, sys.stderr)):
@@ -288,6 +283,18 @@ def _shared_keys(config: Config) -> dict[str, str]:
         for name, value in values.items()
         if name not in PLACES and name.partition(".")[0] not in PLACES
     }
+
+
+def check_config(config: Config) -> Plan:
+    """Return the plan of a config whose optimizer, learning rates, model, loggers and cluster can be used. Raises the
+    errors of those that cannot."""
+    plan = checked(config)
+    if config.train.epochs is None:
+        learning_rates(config.train)
+    check_source(config)
+    check_loggers(config.run.loggers)
+    _check_cluster(config)
+    return plan
 
 
 def _check_cluster(config: Config) -> None:

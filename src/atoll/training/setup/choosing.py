@@ -101,16 +101,19 @@ def _cluster_of(config: Config) -> Cluster:
     return here
 
 
-def load_chosen(path: Path, overrides: Sequence[str] = (), *, world: int | None = None) -> tuple[Config, list[str]]:
+def load_chosen(
+    path: Path, overrides: Sequence[str] = (), *, world: int | None = None, config: Config | None = None
+) -> tuple[Config, list[str]]:
     """Read a config like `load`, with a plan if it leaves that to the planner, adapted to `world`. Return also the
     overrides that were applied.
 
     world: number of ranks, if a launcher decides it or there are fewer than before.
+    config: what `load` returns, if it was called before.
 
     Raises ConfigError if a config leaves the plan to the planner, sets no cluster, and this machine was not measured;
     and if no plan fits.
     """
-    config, given = load(path, overrides), list(overrides)
+    config, given = config or load(path, overrides), list(overrides)
     if config.parallel.auto:
         check_world(config, world)
         asked = question(config, _cluster_of(config), world=world)
@@ -126,10 +129,11 @@ def load_chosen(path: Path, overrides: Sequence[str] = (), *, world: int | None 
 
 def fewer_ranks(path: Path, overrides: Sequence[str], ranks: int) -> int | None:
     """Return the largest number of ranks below `ranks` that has a plan and is at least parallel.min_ranks, or None."""
-    least = load(path, overrides).parallel.min_ranks
+    config = load(path, overrides)
+    least = config.parallel.min_ranks
     for world in range(ranks - 1, (ranks if least is None else least) - 1, -1):
         with suppress(ConfigError):
-            load_chosen(path, overrides, world=world)[0].to_plan(world)
+            load_chosen(path, overrides, world=world, config=config)[0].to_plan(world)
             return world
     return None
 
