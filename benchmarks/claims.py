@@ -504,7 +504,7 @@ ALL_CLAIMS = (
         what="— import, export",
         how="folders in and out",
         result="equal to the last bit",
-        tests=["tests/training/test_interchange.py"],
+        tests=["tests/training/models/test_interchange.py"],
     ),
     Claim(
         what="right gradients where a pipeline meets sharding",

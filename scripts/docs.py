@@ -47,7 +47,7 @@ from atoll.prediction.cost import Cluster
 from atoll.program.sim import Costs, simulate
 from atoll.training.config import load
 from atoll.training.config.schema import Config, OuterSteps, Section
-from atoll.training.prediction import predict_plan
+from atoll.training.setup.prediction import predict_plan
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))

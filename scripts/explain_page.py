@@ -11,8 +11,8 @@ from charts import markdown_table
 from atoll.prediction.cost import Cluster
 from atoll.prediction.explain import QUESTIONS, Explanation, ask, text
 from atoll.training.config import Config, load
-from atoll.training.prediction import predict_plan
 from atoll.training.settings import SYSTEMS, Settings, settings_for
+from atoll.training.setup.prediction import predict_plan
 
 ROOT = Path(__file__).resolve().parents[1]
 NETWORK = "ethernet-25"

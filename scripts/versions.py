@@ -95,7 +95,7 @@ QUICK = (
     "tests/runtime/models/test_weights.py",
     "tests/runtime/test_families.py",
     "tests/runtime/test_tasks.py",
-    "tests/training/test_interchange.py",
+    "tests/training/models/test_interchange.py",
     *COMMANDS,
     # What else stands on optional packages.
     "tests/ir",

@@ -241,7 +241,7 @@ def test_json_keys_are_documented(command: str) -> None:
 
 def test_metrics_keys_are_documented() -> None:
     # What rank 0 writes, read from the source: a run is another test's.
-    source = (ROOT / "src" / "atoll" / "training" / "record.py").read_text()
+    source = (ROOT / "src" / "atoll" / "training" / "output" / "record.py").read_text()
     (record,) = re.findall(r"def step\(.*?record: [^=]* = \{(.*?)\}", source, flags=re.DOTALL)
     page = (ROOT / "docs" / "training.md").read_text()
     table = page.partition("Keys of `metrics.jsonl`")[2].partition("Keys of `validation.jsonl`")[0]

@@ -185,7 +185,7 @@ def test_a_benchmark_depends_on_what_it_starts() -> None:
 
 def test_what_trains_depends_on_the_trainer() -> None:
     found = provenance.closure("benchmarks.quality.bench")
-    assert {"src/atoll/cli/train.py", "src/atoll/training/loop.py", "src/atoll/runtime/engine.py"} <= found
+    assert {"src/atoll/cli/train.py", "src/atoll/training/run/loop.py", "src/atoll/runtime/engine.py"} <= found
 
 
 NOW = datetime(2026, 11, 26, tzinfo=UTC)

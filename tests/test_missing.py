@@ -30,10 +30,10 @@ from atoll.testing import run_ranks
 from atoll.testing.tiny import TinyConfig
 from atoll.training.config import Config, Train, from_dict
 from atoll.training.dry_run import check_run
-from atoll.training.lock import RunLock
-from atoll.training.optimizers import named_optimizer
+from atoll.training.models.sources import check_source
+from atoll.training.output.lock import RunLock
 from atoll.training.process import Request
-from atoll.training.sources import check_source
+from atoll.training.setup.optimizers import named_optimizer
 from tests.pages import ROOT, name_of
 
 HEADINGS = ("What is missing", "What is refused", "What is refused before anything starts", "What does not work yet")

@@ -271,7 +271,7 @@ def run_config(**more: Any) -> str:
 
 AS_RANK = """
 import json, os, sys
-import torch, atoll.training.session
+import torch, atoll.training.run.session
 from atoll.cli.main import main
 from tests.cli.test_train import free_port
 
@@ -577,7 +577,7 @@ def says_what_is_unlike(block: Block, desk: Path) -> None:
 
 
 SAID_BY_RANKS = "docs/training.md: step"
-"""Compared where four ranks say it: tests/training/test_bad_steps.py."""
+"""Compared where four ranks say it: tests/training/run/test_bad_steps.py."""
 
 SAYS: Mapping[str, Callable[[Block, Path], None]] = {
     "DESIGN.md": says_the_ladder,

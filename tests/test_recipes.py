@@ -16,7 +16,7 @@ from atoll.cli.main import app
 from atoll.prediction.cost import Cluster
 from atoll.testing.progress import run
 from atoll.training.config import Config, load
-from atoll.training.prediction import is_on_cpu, predict_plan
+from atoll.training.setup.prediction import is_on_cpu, predict_plan
 
 pytestmark = pytest.mark.usefixtures("warm")
 

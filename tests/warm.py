@@ -55,7 +55,7 @@ IMPORTED = (
         "atoll.cli.main",
         "atoll.prediction.planner",
         "atoll.training.process",
-        "atoll.training.session",
+        "atoll.training.run.session",
     ),
     *("pydantic", "torch.distributed.launcher.api", "torch.utils.data"),
 )

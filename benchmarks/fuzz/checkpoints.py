@@ -15,8 +15,8 @@ from atoll.runtime.checkpoint import Archive, latest
 from atoll.runtime.checkpoint.loading import tensor_of
 from atoll.runtime.checkpoint.manifest import MANIFEST, Manifest
 from atoll.runtime.checkpoint.metadata import Stored, read_contents
-from atoll.training.interchange import config_of
-from atoll.training.resumed import resumed_state
+from atoll.training.models.interchange import config_of
+from atoll.training.run.resumed import resumed_state
 from benchmarks.fuzz.reading import Made, Parser, sealed
 from benchmarks.integrity.mutations import Checkpoints
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from atoll.program.trace import from_chrome
-from atoll.training.folder import RunFolder, read_records, typical_seconds
-from atoll.training.lock import read_holder
-from atoll.training.measurements import read_rows, read_run
+from atoll.training.output.folder import RunFolder, read_records, typical_seconds
+from atoll.training.output.lock import read_holder
 from atoll.training.report.page import fragment
-from atoll.training.session import RunResult
+from atoll.training.run.measurements import read_rows, read_run
+from atoll.training.run.session import RunResult
 from atoll.training.sheet import RunReader
 from benchmarks.fuzz.configs import CONFIG
 from benchmarks.fuzz.reading import Made, Parser, of_file, of_text, sealed

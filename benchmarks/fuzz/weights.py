@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from atoll.runtime.models.safetensors_folder import INDEX, SINGLE
 from atoll.runtime.models.weights import Weights
 from atoll.training.config import from_dict
-from atoll.training.pretrained import hugging_face_model
+from atoll.training.models.pretrained import hugging_face_model
 from benchmarks.fuzz.reading import Made, Parser
 
 LLAMA = {

@@ -26,7 +26,7 @@ from atoll.base.errors import AtollError, DataError, UnverifiedWarning
 from atoll.runtime.checkpoint import Archive, Piece, load, save, step_folder
 from atoll.training.config import Config, from_dict
 from atoll.training.data import prepare
-from atoll.training.resumed import resumed_state
+from atoll.training.run.resumed import resumed_state
 
 STEPS = (100, 200)
 SHAPES = {"embed.weight": (96, 32), "layers.0.weight": (64, 48), "layers.0.bias": (48,), "head.weight": (32, 96)}

@@ -50,7 +50,7 @@ BESIDE: Mapping[str, tuple[str, ...]] = {
     "plans/schedules/exact.py": ("tests/plans/schedules/test_automatic.py",),
     "plans/schedules/problem.py": ("tests/plans/schedules/test_automatic.py",),
     "training/process.py": ("tests/cli/test_train.py",),
-    "training/signals.py": ("tests/cli/test_train.py",),
+    "training/run/signals.py": ("tests/cli/test_train.py",),
 }
 """Files that are a module's own and have another name, by the beginning of the module's path."""
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from atoll.prediction.cost import Cluster, Device, Efficiency, Held, Prediction
 from atoll.prediction.cost.calibration import Step, calibrate
-from atoll.training.prediction import predict_plan
+from atoll.training.setup.prediction import predict_plan
 from benchmarks.islands import tables
 from benchmarks.islands.allocations import library
 from benchmarks.islands.ranks import Ranks, Where

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from atoll.program import Operation
 from atoll.program.memory import Held
 from atoll.runtime.engine import Engine
-from atoll.training.build import build_engine, build_model
-from atoll.training.prediction import expected_vocabulary
+from atoll.training.setup.build import build_engine, build_model
+from atoll.training.setup.prediction import expected_vocabulary
 from benchmarks.emulated.race import go_first
 from benchmarks.islands.allocations import Allocations
 from benchmarks.islands.ranks import Rank

@@ -1,7 +1,7 @@
 """Learning rates of all steps for a run that ends before the last one."""
 
 from atoll.training.config import Train
-from atoll.training.rates import learning_rates
+from atoll.training.setup.rates import learning_rates
 from benchmarks.quality.bench import JOB, STEPS
 
 _factor = learning_rates(Train.model_validate({**JOB["train"], "steps": STEPS}))

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from atoll.program.sim import simulate
     from atoll.runtime.engine import Engine
     from atoll.runtime.sharding.muon import Muon
-    from atoll.training.choosing import plan
-    from atoll.training.prediction import predict
     from atoll.training.process import train
+    from atoll.training.setup.choosing import plan
+    from atoll.training.setup.prediction import predict
 
 __version__ = "0.1.0"
 
@@ -42,8 +42,8 @@ _HOMES = {
     "Outer": "atoll.plans.outer",
     "Plan": "atoll.plans.plan",
     "Precision": "atoll.plans.layouts.precision",
-    "plan": "atoll.training.choosing",
-    "predict": "atoll.training.prediction",
+    "plan": "atoll.training.setup.choosing",
+    "predict": "atoll.training.setup.prediction",
     "schedule": "atoll.plans.schedules.catalogue",
     "simulate": "atoll.program.sim",
     "train": "atoll.training.process",

@@ -26,7 +26,7 @@ from atoll.base.documents import (
 from atoll.base.errors import ConfigError
 from atoll.plans.ir.text import from_csv
 from atoll.training.data.files import read_file
-from atoll.training.folder import RunFolder
+from atoll.training.output.folder import RunFolder
 
 
 @pytest.mark.parametrize(

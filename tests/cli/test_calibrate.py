@@ -14,7 +14,7 @@ from atoll.cli.main import app
 from atoll.prediction.cost import Cluster
 from atoll.prediction.cost.calibration import changed
 from atoll.training.config import load
-from atoll.training.measurements import read_rows
+from atoll.training.run.measurements import read_rows
 
 CONFIG = """
 [model]

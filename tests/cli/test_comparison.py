@@ -17,8 +17,8 @@ from atoll.prediction.cost import Cluster
 from atoll.prediction.cost.comparison import Difference, Taken, by_part, compare, taken
 from atoll.program import Do, Operation
 from atoll.testing import progress
-from atoll.training.folder import RunFolder, read_records, typical_seconds
-from atoll.training.measurements import read_rows, read_run
+from atoll.training.output.folder import RunFolder, read_records, typical_seconds
+from atoll.training.run.measurements import read_rows, read_run
 from atoll.training.sheet import RunReader
 from tests.clusters import TWO_CPUS
 

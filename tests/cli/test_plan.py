@@ -15,8 +15,8 @@ from atoll.base.errors import ConfigError
 from atoll.cli.main import app
 from atoll.prediction.cost import Cluster
 from atoll.prediction.planner import Answer, settings
-from atoll.training.choosing import load_chosen, question, space_of
 from atoll.training.config import load
+from atoll.training.setup.choosing import load_chosen, question, space_of
 
 pytestmark = pytest.mark.usefixtures("warm")
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from atoll.base.errors import ConfigError
 from atoll.cli.main import app
-from atoll.training.folder import LARGEST_LINE
+from atoll.training.output.folder import LARGEST_LINE
 from atoll.training.report import page
 from atoll.training.sheet import RunReader
 from tests.clusters import TWO_CPUS

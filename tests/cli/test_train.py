@@ -23,8 +23,8 @@ from atoll.cli.main import main
 from atoll.runtime.launch import PROCESS
 from atoll.testing.progress import finish, run, wait_until
 from atoll.training.config import load
-from atoll.training.folder import Start
-from atoll.training.lock import RunLock
+from atoll.training.output.folder import Start
+from atoll.training.output.lock import RunLock
 from atoll.training.process import Request
 from tests.warm import left
 

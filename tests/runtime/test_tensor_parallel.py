@@ -16,7 +16,7 @@ from atoll.runtime.models import Decoder, DecoderConfig
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_checkpoint_parity, assert_parity, whole_parameters
 from atoll.testing.tiny import TinyConfig
-from atoll.training.text import generate
+from atoll.training.run.text import generate
 
 TINY = TinyConfig(tied=True, small=True, unused=True, frozen=True, vocabulary=17)
 PAIR = Case(tensor=2, microbatches=4, steps=2, model=TINY)

@@ -46,7 +46,7 @@ def with_cluster(overrides: Sequence[str] | None, cluster: Path | None) -> list[
 def cluster_of(config: Config) -> Cluster:
     """Return run.cluster, or this machine as `atoll train` measured it for as many ranks; that is said on stderr.
     Raises ConfigError if there is neither."""
-    from atoll.training.here import measured_cluster
+    from atoll.training.setup.here import measured_cluster
 
     here = measured_cluster(config, config.parallel.ranks)
     if here is not None:

@@ -23,8 +23,8 @@ WIDEST = 0.99
 def fit(rows: Path, output: Path, cluster: Path | None, constants: str | None, *, as_json: bool) -> None:
     """Fit the constants of a cluster to the measured steps in `rows`, write it to `output`, and print the fit."""
     from atoll.prediction.cost.calibration import calibrate, changed
-    from atoll.training.folder import write
-    from atoll.training.measurements import read_rows, steps_of
+    from atoll.training.output.folder import write
+    from atoll.training.run.measurements import read_rows, steps_of
 
     found = read_rows(rows)
     own = next((row.cluster for row in found if row.cluster is not None), None)

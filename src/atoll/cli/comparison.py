@@ -14,7 +14,7 @@ from atoll.cli.arguments import read_cluster
 if TYPE_CHECKING:
     from atoll.prediction.cost import Prediction
     from atoll.prediction.cost.comparison import Difference
-    from atoll.training.measurements import Run
+    from atoll.training.run.measurements import Run
 
 SHOWN = 10
 """Number of differences that are printed."""
@@ -35,8 +35,8 @@ class Compared:
         Raises ConfigError if records are missing or damaged, or no cluster is known.
         """
         from atoll.prediction.cost.comparison import compare
-        from atoll.training.folder import write
-        from atoll.training.measurements import read_run
+        from atoll.training.output.folder import write
+        from atoll.training.run.measurements import read_run
 
         run = read_run(path)
         prediction = run.measured.predict(read_cluster(cluster or run.measured.cluster))
@@ -66,7 +66,7 @@ class Compared:
 def side_by_side(paths: Sequence[Path]) -> Iterator[str]:
     """Yield a table of measured figures of several runs, with their ratio to the first, and the keys in which their
     configs differ. Raises ConfigError if records are missing or damaged."""
-    from atoll.training.measurements import read_run
+    from atoll.training.run.measurements import read_run
 
     runs = [read_run(path) for path in paths]
     columns = [_figures(run) for run in runs]
@@ -95,7 +95,7 @@ def _figures(run: Run) -> dict[str, Any]:
     """Return the measured figures of a run; None for those that it has not recorded."""
     from statistics import median
 
-    from atoll.training.folder import is_of, read_records
+    from atoll.training.output.folder import is_of, read_records
 
     folder, seconds = run.folder, run.measured.seconds
     steps = read_records(folder.metrics)

@@ -76,10 +76,10 @@ def _settings(system: str, path: Path, overrides: tuple[str, ...], cluster: Path
     from dataclasses import asdict
 
     from atoll.prediction.cost import Cluster
-    from atoll.training.choosing import load_chosen
-    from atoll.training.measurements import read_run
-    from atoll.training.prediction import predict
+    from atoll.training.run.measurements import read_run
     from atoll.training.settings import settings_for
+    from atoll.training.setup.choosing import load_chosen
+    from atoll.training.setup.prediction import predict
 
     if path.is_dir():
         measured = read_run(path).measured
@@ -109,8 +109,8 @@ def _echo_json(found: object) -> None:
 
 def _explanation(path: Path, overrides: tuple[str, ...], cluster: Path | None) -> Explanation:
     from atoll.prediction.explain import Explanation
-    from atoll.training.choosing import load_chosen
-    from atoll.training.prediction import predict
+    from atoll.training.setup.choosing import load_chosen
+    from atoll.training.setup.prediction import predict
 
     if path.is_dir():
         return _of_run(path, overrides, cluster)
@@ -124,7 +124,7 @@ def _of_run(path: Path, overrides: tuple[str, ...], cluster: Path | None) -> Exp
     from atoll.base.errors import ConfigError
     from atoll.prediction.cost.comparison import by_part, compare
     from atoll.prediction.explain import Explanation, Measured
-    from atoll.training.measurements import read_run
+    from atoll.training.run.measurements import read_run
 
     if overrides:
         raise ConfigError("--set changes a config, and a run is over; explain its config.toml with --set instead")

@@ -11,7 +11,7 @@ import typer
 from atoll.base.units import format_bytes
 
 if TYPE_CHECKING:
-    from atoll.training.interchange import Moved
+    from atoll.training.models.interchange import Moved
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print what was written as one JSON object.")]
 
@@ -34,7 +34,7 @@ def import_command(
 
     Keys of the JSON object: folder; tensors; bytes; files; read_whole, whether the model was loaded whole; notes.
     """
-    from atoll.training.interchange import import_folder
+    from atoll.training.models.interchange import import_folder
 
     _say(import_folder(source, target, objective="masked" if masked else "causal"), as_json=as_json)
 
@@ -57,7 +57,7 @@ def export_command(
 
     Keys of the JSON object: folder; tensors; bytes; files; read_whole, false; notes, none.
     """
-    from atoll.training.interchange import export_folder
+    from atoll.training.models.interchange import export_folder
 
     _say(export_folder(source, target, dtype=dtype), as_json=as_json)
 

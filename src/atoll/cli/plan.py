@@ -37,8 +37,8 @@ def command(
     (seconds or null) and plan; own, the seconds of the config's own plan, or null.
     """
     from atoll.prediction.planner.text import describe
-    from atoll.training.choosing import load_chosen, overrides_of, plan
     from atoll.training.config import load
+    from atoll.training.setup.choosing import load_chosen, overrides_of, plan
 
     sets = with_cluster(overrides, cluster)
     loaded = load(config, sets)
@@ -61,7 +61,7 @@ def command(
 def _own(config: Config, cluster: Cluster) -> Prediction | None:
     """Return the config's own plan, or None if it has none."""
     from atoll.base.errors import UserError
-    from atoll.training.prediction import predict
+    from atoll.training.setup.prediction import predict
 
     try:
         found = predict(config, cluster)

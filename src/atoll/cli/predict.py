@@ -33,8 +33,8 @@ def command(
     margin_bytes of the fullest rank; outer, null without outer steps: seconds that they add to a step on average (part
     of `seconds`) and at worst, bytes that a rank sends between islands on average and after one step at most.
     """
-    from atoll.training.choosing import load_chosen
-    from atoll.training.prediction import predict
+    from atoll.training.setup.choosing import load_chosen
+    from atoll.training.setup.prediction import predict
 
     loaded, _ = load_chosen(config, with_cluster(overrides, cluster))
     found = cluster_of(loaded)

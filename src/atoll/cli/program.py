@@ -36,7 +36,7 @@ def command(
     after it; outer, the work of outer steps in an interval, each with step (counted from the interval's beginning), way
     ("leaves" or "arrives"), fragment, units, and the bytes that a rank sends.
     """
-    from atoll.training.choosing import load_chosen
+    from atoll.training.setup.choosing import load_chosen
 
     loaded, _ = load_chosen(config, overrides or ())
     plan = loaded.to_plan()
@@ -91,8 +91,8 @@ def _outer_lines(turns: Sequence[Mapping[str, Any]], plan: Plan) -> list[str]:
 def _described(config: Config, plan: Plan, rank: int, *, training: bool) -> Described:
     from atoll.base.errors import UserError
     from atoll.runtime.assemble.describe import describe_rank
-    from atoll.training.build import build_as_stored
-    from atoll.training.samples import prepare_corpus, vocabulary_of
+    from atoll.training.setup.build import build_as_stored
+    from atoll.training.setup.samples import prepare_corpus, vocabulary_of
 
     if not 0 <= rank < plan.mesh.pipeline:
         raise UserError(f"--rank {rank}: the pipeline has ranks 0 to {plan.mesh.pipeline - 1}")

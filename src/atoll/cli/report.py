@@ -124,7 +124,7 @@ def _print(runs: list[Path], cluster: Path | None) -> None:
 
 def _write(paths: list[Path], output: Path, overrides: tuple[str, ...], cluster: Path | None, *, quiet: bool) -> None:
     """Write the page, and print its name, on stderr if `quiet`."""
-    from atoll.training.folder import write
+    from atoll.training.output.folder import write
     from atoll.training.report import page
 
     sheets = [_sheet(path, overrides, cluster) for path in paths]

@@ -55,7 +55,7 @@ def command(
     step_seconds and peak_bytes, each predicted (null if unknown) and measured: the seconds of a typical step, and a
     list with one number per pipeline rank. With --dry-run the keys of `atoll predict`.
     """
-    from atoll.training.folder import Start
+    from atoll.training.output.folder import Start
     from atoll.training.process import Request, train
 
     if overwrite and resume == "always":
@@ -74,8 +74,8 @@ def _dry_run(request: Request, *, elsewhere: bool) -> None:
     """Print the prediction of the run. Raises the errors of a start. elsewhere: the run is for other machines."""
     from atoll.prediction.cost import Cluster
     from atoll.training.dry_run import check_run
-    from atoll.training.here import measured_cluster
-    from atoll.training.prediction import predict_plan
+    from atoll.training.setup.here import measured_cluster
+    from atoll.training.setup.prediction import predict_plan
 
     def say(line: str) -> None:
         typer.echo(line, err=True)

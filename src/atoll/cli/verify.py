@@ -64,7 +64,7 @@ class Finding:
 def _findings(path: Path) -> Iterator[Finding]:
     from atoll.runtime import checkpoint
     from atoll.training.data.store import is_cache
-    from atoll.training.folder import RunFolder
+    from atoll.training.output.folder import RunFolder
 
     if is_cache(path):
         yield _cache(path)

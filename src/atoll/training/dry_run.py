@@ -9,26 +9,22 @@ from pathlib import Path
 
 from atoll.base.errors import CheckpointError, DamageError
 from atoll.plans.plan import Plan
-from atoll.prediction.cost import Cluster
 from atoll.runtime.assemble.describe import describe_rank
 from atoll.runtime.checkpoint import Archive, is_complete
 from atoll.runtime.models import adapter_for
 from atoll.runtime.models.weights import weights_for
-from atoll.training.build import build_as_stored
-from atoll.training.choosing import load_chosen
 from atoll.training.config import Config
 from atoll.training.data import Supply
-from atoll.training.folder import RunFolder, Start
-from atoll.training.here import has_gpus
-from atoll.training.loggers import check_loggers
-from atoll.training.optimizers import checked
-from atoll.training.prediction import expected_vocabulary
-from atoll.training.pretrained import first_weights, notes_of_source
-from atoll.training.process import Request
-from atoll.training.rates import learning_rates
-from atoll.training.resumed import resumed_state
-from atoll.training.samples import preview_corpus, vocabulary_of
-from atoll.training.sources import check_source
+from atoll.training.models.pretrained import first_weights, notes_of_source
+from atoll.training.output.folder import RunFolder, Start
+from atoll.training.process import Request, check_config
+from atoll.training.run.resumed import resumed_state
+from atoll.training.setup.build import build_as_stored
+from atoll.training.setup.choosing import load_chosen
+from atoll.training.setup.here import has_gpus
+from atoll.training.setup.prediction import expected_vocabulary
+from atoll.training.setup.rates import learning_rates
+from atoll.training.setup.samples import preview_corpus, vocabulary_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +52,8 @@ def check_run(request: Request, *, elsewhere: bool = False, say: Callable[[str],
     Raises the errors of the run.
     """
     config, _ = load_chosen(request.path, request.overrides)
-    plan = checked(config)
-    if config.train.epochs is None:
-        learning_rates(config.train)
-    check_source(config)
-    check_loggers(config.run.loggers)
+    plan = check_config(config)
     folder = RunFolder(Path(config.run.folder))
-    if config.run.cluster is not None:
-        Cluster.read(config.run.cluster)
     start = request.effective_start
     folder.check(start, makes=False)
     corpus = preview_corpus(config)

@@ -6,7 +6,7 @@ The life of a run:
        by a template and forked from there (`runtime/template.py`); torchrun and Slurm start them themselves
     2. a rank joins the others at the store, and is connected to the monitor from then on
     3. it prepares the same corpus (cached by the first), builds its part of the model, and trains
-    4. the parent starts local ranks again after a failure (`restarts.py`); torchrun does so with --max-restarts
+    4. the parent starts local ranks again after a failure (`run/restarts.py`); torchrun does so with --max-restarts
     5. a rank exits with 0; 130 or 143 after a signal and a save; 2 for invalid requests; 1 for failures
 
 No torch is imported before a rank needs it.
@@ -49,24 +49,24 @@ from atoll.runtime.rendezvous import (
 from atoll.runtime.same import check_same, software
 from atoll.runtime.template import Template, is_template
 from atoll.runtime.verdict import LONGEST_SECONDS
-from atoll.training.choosing import fewer_ranks, load_chosen
 from atoll.training.config import Config, load
-from atoll.training.folder import RunFolder, Start
-from atoll.training.here import has_gpus, machine_of, measured_cluster
-from atoll.training.lock import RunLock
-from atoll.training.loggers import check_loggers
-from atoll.training.optimizers import check_optimizer, checked
-from atoll.training.rates import learning_rates
-from atoll.training.restarts import start_ranks
-from atoll.training.samples import prepare_corpus, vocabulary_of
-from atoll.training.signals import StopRequest, exit_code
-from atoll.training.sources import check_source
+from atoll.training.models.sources import check_source
+from atoll.training.output.folder import RunFolder, Start
+from atoll.training.output.lock import RunLock
+from atoll.training.output.loggers import check_loggers
+from atoll.training.run.restarts import start_ranks
+from atoll.training.run.signals import StopRequest, exit_code
+from atoll.training.setup.choosing import fewer_ranks, load_chosen
+from atoll.training.setup.here import has_gpus, machine_of, measured_cluster
+from atoll.training.setup.optimizers import checked
+from atoll.training.setup.rates import learning_rates
+from atoll.training.setup.samples import prepare_corpus, vocabulary_of
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
-    from atoll.training.session import RunResult
+    from atoll.training.run.session import RunResult
 
 
 SLACK = 4.0
@@ -106,7 +106,7 @@ def train(run: Request | str | Path, *overrides: str) -> int:
     """
     request = run if isinstance(run, Request) else Request(Path(run), overrides)
     if is_template():
-        import atoll.training.session  # noqa: F401
+        import atoll.training.run.session  # noqa: F401
         from atoll.base._torch import import_ahead
 
         import_ahead()
@@ -118,18 +118,13 @@ def train(run: Request | str | Path, *overrides: str) -> int:
         return run_rank(request, rendezvous)
 
     asked = request.path, request.overrides
-    if (given := load(*asked)).parallel.auto:  # the plan is for this machine where no cluster is named
-        code = _measure(given, None)
+    config = load(*asked)
+    if config.parallel.auto:  # the plan is for this machine where no cluster is named
+        code = _measure(config, None)
         if code in SAVED_AND_LEFT:
             return code
-    config, chosen = load_chosen(*asked)
-    config.to_plan()
-    check_optimizer(config.train)
-    if config.train.epochs is None:
-        learning_rates(config.train)
-    check_source(config)
-    check_loggers(config.run.loggers)
-    _check_cluster(config)
+    config, chosen = load_chosen(*asked, config=config)
+    check_config(config)
     folder = RunFolder(Path(config.run.folder))
     folder.check(request.effective_start)
     with RunLock(folder.root).held(lambda line: _tell(line, sys.stderr)):
@@ -175,7 +170,7 @@ def _check_tensor(config: Config) -> None:
     import torch
 
     from atoll.runtime.models import adapter_for
-    from atoll.training.pretrained import hugging_face_model
+    from atoll.training.models.pretrained import hugging_face_model
 
     with torch.device("meta"):
         adapter = adapter_for(hugging_face_model(config, None))
@@ -236,7 +231,7 @@ def _train(
     request: Request, config: Config, plan: Plan, *, rendezvous: Rendezvous, store: Store, stop: StopRequest
 ) -> RunResult:
     from atoll.runtime import transport
-    from atoll.training.session import run
+    from atoll.training.run.session import run
 
     device = _choose_device(config, rendezvous)
     check_same(
@@ -288,6 +283,18 @@ def _shared_keys(config: Config) -> dict[str, str]:
         for name, value in values.items()
         if name not in PLACES and name.partition(".")[0] not in PLACES
     }
+
+
+def check_config(config: Config) -> Plan:
+    """Return the plan of a config whose optimizer, learning rates, model, loggers and cluster can be used. Raises the
+    errors of those that cannot."""
+    plan = checked(config)
+    if config.train.epochs is None:
+        learning_rates(config.train)
+    check_source(config)
+    check_loggers(config.run.loggers)
+    _check_cluster(config)
+    return plan
 
 
 def _check_cluster(config: Config) -> None:

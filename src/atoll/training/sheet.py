@@ -14,13 +14,8 @@ from atoll.base.errors import ConfigError, UserError
 from atoll.base.units import format_bytes, format_rate, format_seconds
 from atoll.prediction.cost import Cluster, Prediction
 from atoll.program.trace import from_chrome
-from atoll.training.choosing import load_chosen
 from atoll.training.config import load
-from atoll.training.folder import WARM_UP, RunFolder, is_of, read_records
-from atoll.training.here import measured_cluster
-from atoll.training.measurements import read_json, read_started, read_timing
-from atoll.training.optimizers import planned
-from atoll.training.prediction import predict, predict_plan
+from atoll.training.output.folder import WARM_UP, RunFolder, is_of, read_records
 from atoll.training.report import (
     Curves,
     Sheet,
@@ -30,6 +25,11 @@ from atoll.training.report import (
     traced_timeline,
     with_measurements,
 )
+from atoll.training.run.measurements import read_json, read_started, read_timing
+from atoll.training.setup.choosing import load_chosen
+from atoll.training.setup.here import measured_cluster
+from atoll.training.setup.optimizers import planned
+from atoll.training.setup.prediction import predict, predict_plan
 
 SHOWN = ("loss", "grad_norm", "tokens_per_second", "seconds", "lr", "bubble", "memory_bytes")
 """Keys of metrics.jsonl that are drawn."""

@@ -16,7 +16,7 @@ from atoll.cli.main import app
 from atoll.prediction.cost import Cluster
 from atoll.prediction.explain import Explanation, Measured, text
 from atoll.training.config import load
-from atoll.training.prediction import predict_plan
+from atoll.training.setup.prediction import predict_plan
 from tests.prediction.explain.plans import PLANS, explained
 
 ROOT = Path(__file__).parents[3]

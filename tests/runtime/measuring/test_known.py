@@ -17,7 +17,7 @@ from atoll.runtime.measuring.known import Machine, measure_here
 from atoll.runtime.measuring.measure import to_tables, to_text
 from atoll.training import process
 from atoll.training.config import Config
-from atoll.training.here import machine_of, measured_cluster
+from atoll.training.setup.here import machine_of, measured_cluster
 
 TABLES = {
     "device": {"memory": 1 << 30, "bandwidth": 1e10, "rates": {"float32": 2e10}},

@@ -23,9 +23,9 @@ from atoll.runtime.models import Decoder, DecoderConfig
 from atoll.testing import run_ranks
 from atoll.training.config import Config, from_dict, load
 from atoll.training.config.deepspeed import translate, zero_block
-from atoll.training.prediction import predict_plan
 from atoll.training.settings import SYSTEMS, Settings, settings_for
 from atoll.training.settings.convert import convert
+from atoll.training.setup.prediction import predict_plan
 
 MODEL = {"layers": 8, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 160, "vocabulary": 1000}
 

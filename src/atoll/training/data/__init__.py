@@ -15,7 +15,7 @@ from atoll.training.data.supply import Name, Supply, prepare_supply, preview_sup
 from atoll.training.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 if TYPE_CHECKING:
-    from atoll.training.loader import loader
+    from atoll.training.setup.loader import loader
 
 __all__ = [
     "IGNORED_LABEL",
@@ -50,5 +50,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "loader":
-        return import_module("atoll.training.loader").loader
+        return import_module("atoll.training.setup.loader").loader
     raise AttributeError(f"module 'atoll.training.data' has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""Models in folders of others: their kinds, `transformers` models, and conversion to and from checkpoints."""

@@ -1,0 +1,150 @@
+"""Construction of model, optimizer and learning rates from a config."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from atoll.base.errors import ConfigError, PlanError
+from atoll.plans.plan import Plan
+from atoll.runtime.assemble.ties import untie_as_stored
+from atoll.runtime.engine import Engine
+from atoll.runtime.models import Decoder, DecoderConfig, check_documents
+from atoll.runtime.sharding.optimizer import decay_matrices, spare_vectors
+from atoll.training.config import Config, Model, Train
+from atoll.training.models.pretrained import check_exported, first_weights, hugging_face_model
+from atoll.training.setup.optimizers import named_optimizer
+from atoll.training.setup.rates import learning_rates
+
+
+def build_model(config: Config, vocabulary: int) -> nn.Module:
+    """Return the configured model on `meta`, with parameters that are not trained marked."""
+    model = config.model
+    with torch.device("meta"):
+        built = _decoder(model, vocabulary) if model.is_builtin else hugging_face_model(config, vocabulary)
+    choose_trained(built, config.train.trainable, config.train.frozen)
+    if config.lora.rank:
+        check_exported(built)
+    if config.data.how == "documents":
+        try:
+            check_documents(built, config.train.microbatch)
+        except PlanError as error:
+            raise ConfigError(f'data.packing = "documents": {error}; use data.packing = "pad"') from error
+    return built
+
+
+def build_as_stored(config: Config, vocabulary: int) -> tuple[nn.Module, list[str]]:
+    """Return the configured model on `meta` as an engine trains it: parameters of which the initial weights have
+    different values are not tied, whatever the model's config says. With a sentence for each of them."""
+    model = build_model(config, vocabulary)
+    weights = first_weights(config)
+    return model, [] if weights is None else untie_as_stored(model, weights)
+
+
+def _decoder(model: Model, vocabulary: int) -> Decoder:
+    return Decoder(
+        DecoderConfig(
+            vocabulary=vocabulary,
+            layers=model.layers,
+            hidden=model.hidden,
+            heads=model.heads,
+            kv_heads=model.kv_heads,
+            ffn=model.ffn,
+            dropout=model.dropout,
+            tie_embeddings=model.tie_embeddings,
+            rope_theta=model.rope_theta,
+            norm_eps=model.norm_eps,
+        )
+    )
+
+
+def choose_trained(model: nn.Module, trainable: Sequence[str], frozen: Sequence[str]) -> None:
+    """Train the parameters whose names match `trainable` (all that are trained now, if empty) and not `frozen`.
+
+    Patterns are fnmatch's; a shared parameter is matched by any of its names. Raises ConfigError for a pattern without
+    a match, and if no parameter is left to train.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    problems = []
+    chosen: dict[str, set[str]] = {"trainable": set(), "frozen": set()}
+    for key, patterns in (("trainable", trainable), ("frozen", frozen)):
+        for pattern in patterns:
+            found = [name for name in named if fnmatchcase(name, pattern)]
+            chosen[key].update(found)
+            if not found:
+                near = difflib.get_close_matches(pattern, named, n=3, cutoff=0.3) or list(named)[:3]
+                problems.append(f"train.{key}: {pattern!r} matches no parameter; there are {', '.join(near)}, ...")
+    if trainable:
+        kept = {id(named[name]) for name in chosen["trainable"]}
+        for parameter in named.values():
+            parameter.requires_grad_(id(parameter) in kept)
+    for name in chosen["frozen"]:
+        named[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in named.values()):
+        given = {"trainable": list(trainable), "frozen": list(frozen)}
+        said = ", ".join(f"train.{key} = {patterns}" for key, patterns in given.items() if patterns)
+        problems.append(f"{said}: every parameter is frozen, so there is nothing to train")
+    if problems:
+        raise ConfigError("\n  ".join(problems))
+
+
+def build_engine(model: nn.Module, plan: Plan, config: Config, device: torch.device) -> Engine:
+    """Return the engine, with an optimizer that applies weight decay to matrices only."""
+    train = config.train
+    optimizer = named_optimizer(train)
+    groups = None if train.weight_decay is None else decay_matrices(train.weight_decay)
+    return Engine(
+        model,
+        plan,
+        optimizer=optimizer.factory,
+        groups=spare_vectors if optimizer.whole is not None else groups,
+        clip=train.clip or None,
+        seed=train.seed,
+        device=device,
+        weights=first_weights(config),
+        bad_steps=train.bad_steps,
+    )
+
+
+class RateSchedule:
+    """Learning rates of an optimizer, through torch's LambdaLR.
+
+    After a resume the config's values apply: a checkpoint only restores the number of steps, not rates, betas or
+    decays.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, train: Train) -> None:
+        self._optimizer = optimizer
+        self._factor = learning_rates(train)
+        self._inner = LambdaLR(optimizer, self._factor)
+        self._options = [
+            {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        ]
+
+    @property
+    def rate(self) -> float:
+        """Learning rate of the next step."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def advance(self) -> None:
+        """Advance by one step."""
+        self._inner.step()
+
+    def state(self) -> dict[str, Any]:
+        """State for a checkpoint, as JSON."""
+        return {key: value for key, value in self._inner.state_dict().items() if key != "lr_lambdas"}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from `state`, with this config's options."""
+        bases = self._inner.base_lrs
+        self._inner.load_state_dict({**state, "base_lrs": bases, "lr_lambdas": [None] * len(bases)})
+        rates = [base * self._factor(self._inner.last_epoch) for base in bases]
+        for group, options, rate in zip(self._optimizer.param_groups, self._options, rates, strict=True):
+            group.update(options)
+            group["lr"] = rate

@@ -1,0 +1,158 @@
+"""The samples of a data-parallel rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from atoll.base.errors import ConfigError
+from atoll.plans.plan import Place
+from atoll.runtime.places import cache_folder
+from atoll.training.config import Config
+from atoll.training.data import Batch, Name, Supply, hide, prepare_supply, preview_supply
+from atoll.training.setup.chat import chat_template
+
+
+def prepare_corpus(config: Config, *, say: Callable[[str], None] | None = None) -> Supply:
+    """Return the configured corpus, from the cache if it is there. `say` is called before long work."""
+    return prepare_supply(config.data.sources, **_recipe(config), report=say)
+
+
+SHARD = 64 << 20
+"""Bytes of a streamed source that are encoded at a time."""
+
+
+def preview_corpus(config: Config) -> Supply | None:
+    """Return the configured corpus without writing to the cache; None if it would take long. See
+    `atoll.training.data.preview`."""
+    return preview_supply(config.data.sources, **_recipe(config))
+
+
+def _recipe(config: Config) -> dict[str, Any]:
+    data = config.data
+    held_back = data.validation
+    if isinstance(held_back, str) and _path(held_back) in map(_path, data.sources):
+        one = "one of data.source" if len(data.sources) > 1 else "data.source itself"
+        raise ConfigError(
+            f"data.validation = {held_back!r} is {one}, so the validation loss would be that of what is "
+            "learned; give another file or folder, or a share of the corpus such as 0.01"
+        )
+    return {
+        "weights": data.weights,
+        "seed": config.train.seed,
+        "shard": SHARD if data.streaming else None,
+        "tokenizer": config.tokenizer,
+        "cache": Path(data.cache) if data.cache is not None else cache_folder(),
+        "sequence": data.sequence,
+        "global_batch": config.train.global_batch,
+        "validation": data.validation,
+        "text_field": data.text_field,
+        "how": data.how,
+        "too_long": data.rule,
+        "chat": chat_template(config),
+        "ignored": data.ignored_keys,
+        "bad_records": data.bad_records,
+    }
+
+
+def _path(name: str) -> Path:
+    return Path(name).expanduser().resolve()
+
+
+def vocabulary_of(config: Config, corpus: Supply) -> int:
+    """Return the model's number of ids: model.vocabulary, or that of the tokenizer, plus a mask token if one is
+    needed."""
+    ids = corpus.tokenizer.size
+    if config.train.objective == "masked":
+        ids = max(ids, mask_of(corpus) + 1)
+    wanted = config.model.vocabulary
+    if wanted is not None and wanted < ids:
+        raise ConfigError(
+            f"model.vocabulary = {wanted} is smaller than the {ids} ids of data.tokenizer = "
+            f"{config.tokenizer!r}; use at least {ids}, or leave it out"
+        )
+    return ids if wanted is None else wanted
+
+
+def mask_of(corpus: Supply) -> int:
+    """Return the id of the mask token of the masked objective: the tokenizer's, or one after all of its ids."""
+    own = corpus.tokenizer.mask
+    return corpus.tokenizer.size if own is None else own
+
+
+class Samples:
+    """A rank's share of each step of the common order, and of the validation split.
+
+    position: number of samples that all ranks together have taken since the run's start.
+    """
+
+    def __init__(self, config: Config, corpus: Supply, place: Place) -> None:
+        self.position = 0
+        self._corpus = corpus
+        self._weights = config.data.weights
+        self._batch = config.train.global_batch
+        self._eval_batches = config.train.eval_batches
+        share = self._batch // place.mesh.data
+        self._share = slice(place.data * share, (place.data + 1) * share)
+        self._next: Batch | None = None
+        self._train = config.train
+        self._mask = mask_of(corpus)
+
+    def take(self) -> Batch:
+        """Return the share of the next step: consecutive microbatches."""
+        taken = self.peek()
+        self._next = None
+        self.position += self._batch
+        return taken
+
+    def go_to(self, position: int) -> None:
+        """Continue with the samples from `position` on."""
+        self.position, self._next = position, None
+
+    def sequences(self, position: int, samples: range) -> list[Name]:
+        """Return the names of `samples` in the corpus, in a step that starts at `position`."""
+        return self._corpus.names(position + samples.start, len(samples))
+
+    def epoch(self, position: int) -> float:
+        """Return the number of passes over the corpus before `position`."""
+        return self._corpus.epoch(position)
+
+    def peek(self) -> Batch:
+        """Return the next result of `take`."""
+        if self._next is None:
+            begin = self.position + self._share.start
+            taken = self._corpus.take(begin, self._share.stop - self._share.start)
+            self._next = self._objective(taken, begin)
+        return self._next
+
+    def _objective(self, taken: Batch, position: int) -> Batch:
+        """Return the batch with the labels of the objective, for samples from `position` on."""
+        if self._train.objective == "causal":
+            return taken
+        positions = range(position, position + len(taken["input_ids"]))
+        kept = [*self._corpus.tokenizer.opening, *self._corpus.tokenizer.closing]
+        return hide(taken, positions, seed=self._train.seed, ratio=self._train.mask_ratio, token=self._mask, kept=kept)
+
+    @property
+    def has_validation(self) -> bool:
+        """True if the validation split has samples."""
+        return any(held.rows.in_order_count for held in self._corpus.held)
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Notes on split, dropped and truncated documents, and on the epochs of weighted sources."""
+        notes = [*self._corpus.notes]
+        if self._weights is not None:
+            epochs = self._corpus.epochs(self._train.steps * self._batch)
+            passes = zip(epochs, self._corpus.feeds, strict=True)
+            words = ", ".join(f"{epoch:.3g} of {feed.name}" for epoch, feed in passes)
+            notes.append(f"epochs that the run's {self._train.steps} steps take: {words} (data.weights)")
+        return notes
+
+    def validation(self) -> Iterator[tuple[str, Batch]]:
+        """Yield the shares of the first eval_batches batches of the validation split, each with a step's size and from
+        one source, with its name."""
+        for at, (source, each) in enumerate(self._corpus.validation(self._batch, limit=self._eval_batches)):
+            share = {name: values[self._share] for name, values in each.items()}
+            yield source, self._objective(share, at * self._batch + self._share.start)
