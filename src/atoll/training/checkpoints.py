@@ -127,8 +127,8 @@ class RunCheckpoints:
         self.run = run or (None if manifest is None else manifest.identity.get("run")) or self.run
         if state["order"] != order_of(self._config):
             self._display.say(
-                "note: data.sequence, data.packing, data.weights or the seed changed since the checkpoint, and the "
-                "order of samples with it: some may be seen twice"
+                "note: data.sequence, data.packing, the shares of data.source or the seed changed since the checkpoint,"
+                " and the order of samples with it: some may be seen twice"
             )
         position = self._position_of(self._engine.step_number, int(state["position"]))
         self._progress.restore(state, position=position)

@@ -245,7 +245,7 @@ class Loop:
 
     def _sample(self) -> str | None:
         train = self.config.train
-        if train.prompt is None or train.objective == "masked":  # which completes records, and continues nothing
+        if train.prompt is None or train.is_masked:  # which completes records, and continues nothing
             return None
         with self.engine.anchored():
             text = generate(
