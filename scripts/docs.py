@@ -21,7 +21,6 @@ import tradeoffs
 import typer
 import versions
 from charts import markdown_table
-from pydantic_core import PydanticUndefined
 from schedule_pages import MICROBATCHES, RANKS
 
 from atoll.base import errors
@@ -46,7 +45,7 @@ from atoll.plans.schedules import CATALOGUE, build
 from atoll.prediction.cost import Cluster
 from atoll.program.sim import Costs, simulate
 from atoll.training.config import load
-from atoll.training.config.schema import Config, OuterSteps, Section
+from atoll.training.config.schema import tables
 from atoll.training.setup.prediction import predict_plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,145 +60,6 @@ PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTAL
 
 # ---- the keys of a config
 
-MEANINGS: Mapping[str, str] = {
-    "model.source": '"builtin", the decoder of `atoll.runtime.models`; "transformers:llama" or another family, from '
-    "scratch; "
-    "or the folder of a Hugging Face model: [models.md](models.md)",
-    "model.config": "values that override the `transformers` configuration; not for the builtin model",
-    "model.weights": 'a folder of safetensors or a checkpoint to start from, or "initial" for random weights; by '
-    "default the weights in the source's folder if it has any",
-    "model.layers": "number of transformer layers; with embedding and head, at least as many blocks as stages",
-    "model.hidden": "width of the hidden state; `hidden` / `heads` must be an even whole number",
-    "model.heads": "attention heads",
-    "model.kv_heads": "key and value heads (grouped-query attention), a divisor of `heads`",
-    "model.ffn": "inner width of the SwiGLU feed-forward",
-    "model.dropout": "dropout probability, on the attention weights and on both branches of a layer",
-    "model.tie_embeddings": "share one weight between embedding and head",
-    "model.rope_theta": "base of the rotary position embedding",
-    "model.norm_eps": "epsilon of the RMSNorms",
-    "model.vocabulary": "vocabulary size, at least the tokenizer's",
-    "data.source": '"stdlib", or a file or folder, or a list of these: [data.md](data.md)',
-    "data.streaming": "encode the sources during the run: [data.md](data.md#streaming)",
-    "data.weights": "shares of the samples to draw from each source of a list: [data.md](data.md#several-sources)",
-    "data.tokenizer": '"bytes" (256 ids, none special), "bpe-N" (trained on the corpus), or a tokenizer.json; "auto" '
-    "takes the tokenizer in the model's folder if it has one, else bpe-4096",
-    "data.format": '"text", or "chat" for [conversations and instructions](data.md#conversations)',
-    "data.chat_template": "file with a Jinja template that replaces the tokenizer's own",
-    "data.answers_only": "compute the loss on the assistant's answers only; false: on all tokens of a conversation",
-    "data.ignored_keys": "keys of conversations and of their messages that are not used; any other unknown key is an "
-    "error: [data.md](data.md#keys-of-a-record)",
-    "data.bad_records": 'what to do with a broken record: "stop", or "skip" it and count it, up to a tenth of a '
-    "source: [data.md](data.md#broken-records)",
-    "data.sequence": "sequence length: tokens in a sample",
-    "data.packing": 'what a sample contains: a block of joined documents ("blocks"), several whole documents '
-    '("documents"), or one document with padding ("pad"); "auto" is "documents" for chat and "blocks" for text: '
-    "[data.md](data.md#samples)",
-    "data.too_long": '"split", "drop" or "truncate" documents longer than a sample; "auto" drops conversations and '
-    "splits text",
-    "data.validation": "share of the corpus held out for validation, from 0 to 0.5, or a separate file or folder",
-    "data.text_field": "key or column that contains the text in JSONL, parquet and datasets",
-    "data.cache": "folder in which tokenizers and token arrays are cached",
-    "train.steps": "number of optimizer steps, counted from the start of the run",
-    "train.epochs": "passes over the corpus, instead of train.steps: [data.md](data.md#epochs)",
-    "train.global_batch": "sequences per step, over all ranks",
-    "train.microbatch": "sequences per microbatch, on one data-parallel rank",
-    "train.precision": "bf16 and fp16 keep master weights, optimizer state, gradients and reductions in fp32; fp16 "
-    "scales the loss and skips steps that overflow",
-    "train.seed": "seed of initial weights, dropout and sample order",
-    "train.lr": "peak learning rate",
-    "train.min_lr_ratio": 'learning rate of the last step, as a share of `lr`; ignored by "constant" and by functions',
-    "train.warmup": "steps over which the learning rate rises linearly from 0 to `lr`",
-    "train.lr_schedule": 'schedule after the warm-up: "cosine", "constant", "linear", "wsd" (constant, then a linear '
-    'decay over the last `decay` steps), or "module:function": [Learning rates](#learning-rates)',
-    "train.decay": 'number of last steps over which "wsd" decays',
-    "train.optimizer": 'name of an optimizer of torch.optim, or "module:factory": [Optimizers](#optimizers)',
-    "train.optimizer_options": "further arguments of the optimizer, as `{ momentum = 0.9 }`",
-    "train.optimizer_states": 'state tensors per parameter of a "module:factory" optimizer, for predictions',
-    "train.betas": "`betas` of optimizers that have them; the optimizer's own default if not given",
-    "train.eps": "`eps` of the optimizer; its own default if not given",
-    "train.weight_decay": "weight decay of matrices; vectors (norms, biases) are not decayed. If not given, the "
-    "optimizer's own default applies to both",
-    "train.clip": "maximum global gradient norm; 0: no clipping",
-    "train.eval_every": "steps between validations; 0: at the start and the end only",
-    "train.eval_batches": "maximum number of validation batches, each of `global_batch` sequences",
-    "train.patience": "early stopping: end the run after so many consecutive validations without a lower loss; 0: off: "
-    "[Best checkpoint](training.md#best-checkpoint)",
-    "train.prompt": "a text that the model continues with 64 tokens at the end of the run; none if not given. The "
-    "masked objective generates none",
-    "train.trainable": "name patterns (`*`, `?`) of the only parameters to train, as in `*.mlp.*`",
-    "train.frozen": "name patterns (`*`, `?`) of parameters not to train, as in `embed.*`",
-    "train.objective": '"causal" predicts the next token; "masked" predicts masked tokens, as BERT does',
-    "train.mask_ratio": 'share of tokens that "masked" predicts: of these 80 % are masked, 10 % are replaced by a '
-    "random token, 10 % are kept",
-    "train.bad_steps": 'action after a step whose loss or gradients are not finite: "stop", "skip", or "rollback N" to '
-    "a checkpoint at least N steps older: [training.md](training.md#numbers-gone-bad)",
-    "train.check_replicas": "steps between bitwise comparisons of replicated state across ranks; 0: none",
-    "lora.rank": "rank of low-rank adapters on a frozen model; 0: no adapters. Needs `peft`",
-    "lora.alpha": "the adapters' output is multiplied by alpha / rank",
-    "lora.dropout": "dropout probability on the adapters' input",
-    "lora.targets": 'name suffixes of the layers that get adapters, or "all-linear"',
-    "lora.modules_to_save": "name suffixes of modules that are trained whole and exported with the adapters",
-    "parallel.ranks": "number of local processes; under a launcher, its world size applies instead",
-    "parallel.min_ranks": "smallest world size the run may continue with: [Fewer ranks](training.md#fewer-ranks)",
-    "parallel.pipeline": "number of pipeline ranks",
-    "parallel.schedule": "name of a schedule in the [catalogue](schedules.md), a CSV file in torch's format, or an "
-    "order as text",
-    "parallel.chunks": "stages per rank, for schedules with several",
-    "parallel.layers_per_stage": "number of layers of each stage, as in `[3, 5, 5, 3]`; split evenly if not given",
-    "parallel.post_validation": "take the optimizer step without waiting for the global norm, and check it afterwards",
-    "parallel.prefetch": "bytes of parameters that may be prefetched; if not given, the bytes of one block for each "
-    "link that a gather crosses. 0 uses the least memory: no prefetch, and each block's gradients are reduced before "
-    "the next block's backward",
-    "parallel.residency": "how long gathered parameters are kept: `action` for one action, `run` while the stage fits "
-    "in the bytes of a rank's largest one, `step` for the whole step",
-    "parallel.reduction": "how often gradients are reduced to their shards: after each microbatch, before another "
-    "stage's backward, or once a step",
-    "parallel.unit": "number of blocks that are gathered and reduced together: more means fewer, larger messages and "
-    "more memory",
-    "parallel.compile": '"block" compiles each block with torch.compile; "block-eager" only traces it and needs no '
-    "compiler",
-    "parallel.tensor": "number of tensor-parallel ranks, which split each layer and the vocabulary: "
-    "[models.md](models.md)",
-    "parallel.vocabulary": "split the rows of embedding and head over the pipeline ranks: "
-    "[Vocabulary parallelism](models.md#vocabulary-parallelism)",
-    "parallel.auto": "let the planner choose the keys that are not written, for `run.cluster`: [plan.md](plan.md)",
-    "parallel.order": "axes of the mesh, outermost first: `pp` first sends pipeline messages between nodes, "
-    '`["inter", "intra", "pp", "tp"]` keeps them inside',
-    "parallel.sequence_parallel": "shard activations along the sequence between the tensor-parallel parts of a layer",
-    "parallel.intra": "data-parallel ranks of a group; there are ranks / (pipeline · tensor · intra) groups",
-    "parallel.layout": "three levels, or an alias such as `zero-2`: [layouts.md](layouts.md)",
-    "parallel.recompute": 'activations to recompute in the backward: "block" all of a block\'s, "selective" all but '
-    "the outputs of matrix products",
-    "parallel.codecs.gradient": "codec of gradients: [codecs.md](codecs.md)",
-    "parallel.codecs.parameter": "codec of parameters, or of their differences to the copy that a rank keeps",
-    "parallel.codecs.rounding": "rounding of gradients and outer gradients; parameters are rounded to nearest",
-    "parallel.codecs.feedback": "add the error of a rank's last encoding of gradients to its next one",
-    "parallel.device": '"auto" uses one GPU per local rank if there are enough, else the CPU',
-    "parallel.outer": "outer steps of groups that train independently: [outer.md](outer.md), keys below",
-    "parallel.outer.every": "steps between two outer gradients of a block",
-    "parallel.outer.optimizer": 'outer optimizer: "nesterov" or "sgd"',
-    "parallel.outer.lr": "learning rate of the outer optimizer",
-    "parallel.outer.momentum": "momentum of the outer optimizer",
-    "parallel.outer.fragments": "number of parts of the model, sent after different steps; 0: each block is one",
-    "parallel.outer.delay": "steps between sending a fragment and applying its mean, less than `every`",
-    "parallel.outer.mix": "weight of a group's own parameters when the mean is applied",
-    "parallel.outer.codec": "codec of outer gradients, with rounding and feedback of `[parallel.codecs]`: "
-    "[outer.md](outer.md#codecs)",
-    "parallel.timeout": "seconds that a rank may be silent, or keep another waiting, before all ranks end; derived "
-    "from measured step times if not given: [timeout](#timeout)",
-    "run.folder": "output folder of the run",
-    "run.restarts": "maximum number of restarts of local ranks from the newest checkpoint after a failure; the count "
-    "resets at each checkpoint",
-    "run.tensorboard": "also write TensorBoard events, if the package is installed",
-    "run.loggers": 'further loggers of metrics: "wandb", "mlflow", or "module:function": [Loggers](#loggers)',
-    "run.cluster": "file of the [cluster](clusters.md) the run is on; the prediction is recorded with the measurements",
-    "checkpoint.every": "steps between checkpoints; 0: after the last step only",
-    "checkpoint.keep": "number of newest checkpoints to keep",
-    "checkpoint.keep_best": "also keep this many checkpoints with the lowest validation loss, and save after each "
-    "validation that is the best so far: [Best checkpoint](training.md#best-checkpoint)",
-    "checkpoint.background": "write in the background while training continues, from a copy in host memory",
-}
-
 DEFAULTS: Mapping[str, str] = {
     "model.kv_heads": "`heads`",
     "model.ffn": "8/3 of `hidden`, rounded up to a multiple of 8",
@@ -207,45 +67,45 @@ DEFAULTS: Mapping[str, str] = {
     "model.weights": "those of the source",
     "parallel.residency": "`step` where a gather sends nothing, else `action`",
     "data.cache": "`$XDG_CACHE_HOME/atoll` or `~/.cache/atoll`",
-    "data.weights": "as many as each has",
+    "data.source": "must be given to train",
     "train.epochs": "none: `train.steps`",
-    "train.decay": "a tenth of `steps`",
-    "train.betas": "`[0.9, 0.95]` of AdamW",
-    "train.eps": "`1e-08` of AdamW",
     "train.weight_decay": "`0.1` of AdamW",
     "parallel.outer": "none: all groups take each step together",
     "parallel.outer.every": "must be given",
-    "parallel.outer.lr": "`0.7` of nesterov, `1.0` of sgd",
-    "parallel.outer.momentum": "`0.9` of nesterov, `0.0` of sgd",
-    "parallel.outer.mix": "`0.5` with a delay, else `0.0`",
 }
 """Defaults that depend on something else."""
 
 
+PAGE = "training.md"
+"""The page with the keys."""
+
+
 def config_keys() -> str:
-    parts, seen = [], set()
-    schema = Config.model_json_schema()
-    waiting: list[tuple[str, Any]] = [(name, field.annotation) for name, field in Config.model_fields.items()]
-    while waiting:
-        section, model = waiting.pop(0)
-        properties = schema["$defs"][model.__name__]["properties"]
+    parts, known = [], tables()
+    for table, section in known.items():
+        properties = section.model_json_schema()["properties"]
         rows = []
-        for key, each in model.model_fields.items():
-            name = f"{section}.{key}"
-            if isinstance(each.annotation, type) and issubclass(each.annotation, Section):
-                waiting.insert(0, (name, each.annotation))
+        for key, each in section.model_fields.items():
+            name = f"{table}.{key}"
+            if name in known and name not in DEFAULTS:
                 continue
-            if each.annotation == OuterSteps | None:
-                waiting.insert(0, (name, OuterSteps))
-            seen.add(name)
             value = each.get_default(call_default_factory=True)
-            assert value is not PydanticUndefined or name in DEFAULTS, f"{name} has no default"
-            default = DEFAULTS.get(name) or f"`{value_to_toml(value)}`"
-            rows.append([f"`{key}`", _type_of(properties[key]), default, MEANINGS[name]])
-        parts.append(f"### `[{section}]`\n\n" + markdown_table(["key", "type", "default", "meaning"], rows))
-    unknown = set(MEANINGS) - seen
-    assert not unknown, f"meanings of keys that do not exist: {sorted(unknown)}"
+            default = DEFAULTS.get(name) or ("not set" if value is None else f"`{value_to_toml(value)}`")
+            rows.append([f"`{key}`", _type_of(properties[key]), default, _meaning(each.description)])
+        parts.append(f"### `[{table}]`\n\n" + markdown_table(["key", "type", "default", "meaning"], rows))
     return "\n".join(parts)
+
+
+def _meaning(description: str) -> str:
+    """The description of a key, with links to the pages that it names."""
+
+    def link(match: re.Match[str]) -> str:
+        page, anchor = match[1], match[2] or ""
+        if page == PAGE:
+            return f"[{anchor[1:].replace('-', ' ').capitalize()}]({anchor})"
+        return f"[{page}]({page}{anchor})"
+
+    return re.sub(r"docs/([\w-]+\.md)(#[\w-]+)?", link, " ".join(description.split()))
 
 
 def _type_of(schema: Mapping[str, Any]) -> str:

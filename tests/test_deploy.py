@@ -34,7 +34,7 @@ SMALL = (
         "train.warmup=0",
         "parallel.device=cpu",
         "parallel.min_ranks=1",
-        "run.tensorboard=false",
+        "run.loggers=[]",
     ),
 )
 """What makes the shipped config a run for a test."""

@@ -190,7 +190,7 @@ TINY = (
     *("train.steps=6", "train.global_batch=8", "train.microbatch=4", "train.precision=fp32", "train.warmup=0"),
     *("train.eval_every=3", "train.eval_batches=1"),
     *("parallel.ranks=1", "parallel.pipeline=1", "parallel.intra=1", "parallel.device=cpu"),
-    *("run.tensorboard=false", "checkpoint.every=3"),
+    *("run.loggers=[]", "checkpoint.every=3"),
 )
 """What is added to a page's trainings: the last word of a key counts."""
 

@@ -196,7 +196,7 @@ def start(folder: Path, **changes: Mapping[str, Any]) -> str:
         "data": {"source": "a.txt", "tokenizer": "bytes", "sequence": 16, "cache": "cache"},
         "train": {"steps": 2, "global_batch": 8, "microbatch": 1},
         "parallel": {"ranks": 1, "device": "cpu"},
-        "run": {"folder": "run", "tensorboard": False},
+        "run": {"folder": "run", "loggers": []},
     }
     for section, more in changes.items():
         values[section] = {**({} if "pretrained" in more.values() else values[section]), **more}
@@ -263,4 +263,4 @@ def test_model_tokenizer_and_schedule_do_not_go_together(folder: Path) -> None:
     assert "did you mean 'AdamW'" in start(folder, train={"optimizer": "adamw"})
     assert "rows and columns of whole matrices" in start(folder, train={"optimizer": "Adafactor"})
     said = start(folder, train={"lr_schedule": "constant", "decay": 1})
-    assert "train.decay = 1 applies to lr_schedule = \"wsd\" only, not to 'constant'" in said
+    assert "train.decay = 1: this key is gone; write the steps in train.lr_schedule" in said

@@ -96,7 +96,7 @@ device = "cpu"
 timeout = {timeout}
 [run]
 folder = "{root}/run"
-tensorboard = false
+loggers = []
 restarts = {restarts}
 [checkpoint]
 every = 5

@@ -14,9 +14,16 @@ from atoll.plans.plan import Plan
 from atoll.training.config import Config, from_dict
 
 MODELS: Mapping[str, Mapping[str, Any]] = {
-    "small": {"layers": 4, "hidden": 256, "heads": 4, "vocabulary": 2048, "tie_embeddings": False},
-    "wide": {"layers": 3, "hidden": 512, "heads": 8, "kv_heads": 4, "vocabulary": 4096, "tie_embeddings": False},
-    "deep": {"layers": 8, "hidden": 256, "heads": 8, "vocabulary": 4096, "tie_embeddings": True},
+    "small": {"layers": 4, "hidden": 256, "heads": 4, "vocabulary": 2048, "config": {"tie_embeddings": False}},
+    "wide": {
+        "layers": 3,
+        "hidden": 512,
+        "heads": 8,
+        "kv_heads": 4,
+        "vocabulary": 4096,
+        "config": {"tie_embeddings": False},
+    },
+    "deep": {"layers": 8, "hidden": 256, "heads": 8, "vocabulary": 4096, "config": {"tie_embeddings": True}},
     "llama": {
         "source": "transformers:llama",
         "vocabulary": 2048,
@@ -28,7 +35,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
             "num_key_value_heads": 4,
         },
     },
-    "tiny": {"layers": 8, "hidden": 64, "heads": 4, "vocabulary": 256, "tie_embeddings": False},
+    "tiny": {"layers": 8, "hidden": 64, "heads": 4, "vocabulary": 256, "config": {"tie_embeddings": False}},
     "gpt2": {
         "source": "transformers:gpt2",
         "vocabulary": 2048,

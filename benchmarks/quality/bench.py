@@ -37,15 +37,15 @@ EVERY = 32
 """Steps between two outer gradients of a block."""
 BEGIN = 200
 """Synchronous steps before the islands train independently, unless they start from scratch."""
-TUNED: Mapping[str, float] = {"lr": 0.8, "momentum": 0.4}
+TUNED: Mapping[str, Any] = {"name": "nesterov", "lr": 0.8, "momentum": 0.4}
 """Options of the outer optimizer: the best of three pairs for the first seed."""
 
 JOB: Mapping[str, Mapping[str, Any]] = {
     "model": {"source": "builtin", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 176},
-    "data": {"source": "stdlib", "tokenizer": "bpe-1024", "sequence": 128, "seed": 0},
+    "data": {"source": "stdlib", "tokenizer": "bpe-1024", "sequence": 128},
     "train": {"global_batch": 8, "microbatch": 4, "lr": 3e-3, "warmup": 50, "eval_batches": 32},
     "parallel": {"ranks": 2, "intra": 1, "layout": "NNG", "device": "cpu"},
-    "run": {"tensorboard": False},
+    "run": {"loggers": []},
     "checkpoint": {"every": 0, "keep": 1},
 }
 """Config shared by all runs."""
@@ -76,15 +76,15 @@ CONTENDERS = (
     Contender("fp32", "synchronous", seeds=3),
     _coded("int8", "int8", seeds=3),
     _coded("int4", "int4", seeds=3),
-    _outer("outer steps", begin=BEGIN, seeds=3, **TUNED),
-    _outer("outer steps from scratch", seeds=3, **TUNED),
+    _outer("outer steps", begin=BEGIN, seeds=3, optimizer=TUNED),
+    _outer("outer steps from scratch", seeds=3, optimizer=TUNED),
     _outer("DiLoCo from scratch", seeds=3),
     _outer("DiLoCo, int4, from scratch", codec="int4"),
     _coded("int4, no feedback", "int4", feedback=False),
     _outer("averaged once, at the end", begin=BEGIN, optimizer="sgd", every=STEPS),
     _outer("DiLoCo", begin=BEGIN),
-    _outer("outer steps, int4", begin=BEGIN, codec="int4", **TUNED),
-    _outer("streamed", begin=BEGIN, fragments=4, delay=4, **TUNED),
+    _outer("outer steps, int4", begin=BEGIN, codec="int4", optimizer=TUNED),
+    _outer("streamed", begin=BEGIN, fragments=4, delay=4, optimizer=TUNED),
     _outer("plain averaging", begin=BEGIN, optimizer="sgd"),
     _coded("bf16", "bf16"),
     _coded("fp8", "fp8"),

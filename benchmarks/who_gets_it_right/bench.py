@@ -221,7 +221,8 @@ error (pytorch issue 180952): [Silent faults elsewhere](../../docs/bugs-elsewher
 
 _DEEPSPEED = """\
 In 0.18.2 no stage divides by the number of microbatches: the engine does so where it reduces in the backward, which \
-its pipeline turns off, so the gradients are {microbatches} times too large. In 0.19.2 every stage divides by the number of microbatches, including gradients that are divided already: the first \
+its pipeline turns off, so the gradients are {microbatches} times too large. In 0.19.2 every \
+stage divides by the number of microbatches, including gradients that are divided already: the first \
 of the two gets an eighth of its gradients (DeepSpeed issue 8152, repaired in 0.19.3). The project pins 0.19.2 for \
 another reason (`pyproject.toml`); `bench.py` describes how to compare other versions. DeepSpeed's pipeline has one \
 schedule. It refuses gradients in float64, so it runs in float32."""

@@ -47,7 +47,7 @@ device = "cpu"
 [run]
 folder = "{folder}/run"
 cluster = "{folder}/cluster.toml"
-tensorboard = false
+loggers = []
 """
 
 

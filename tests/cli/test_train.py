@@ -52,7 +52,7 @@ ranks = 2
 device = "cpu"
 [run]
 folder = "{folder}/run"
-tensorboard = false
+loggers = []
 restarts = 0
 [checkpoint]
 every = 2
@@ -186,7 +186,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess
     """A run in four processes: its run folder, and what it said."""
     folder = tmp_path_factory.mktemp("finished")
     spread = ("parallel.ranks=4", "parallel.pipeline=2", "parallel.intra=2", "parallel.layout=IGI")
-    result = atoll(*ATOLL, "train", write_config(folder), *sets(*spread, "run.tensorboard=true"), "--json")
+    result = atoll(*ATOLL, "train", write_config(folder), *sets(*spread, "run.loggers=['tensorboard']"), "--json")
     assert result.returncode == 0, result.stderr
     return folder / "run", result
 
@@ -312,7 +312,7 @@ def test_a_signal_saves_and_leaves(config: Path, number: signal.Signals, code: i
 @pytest.mark.slow
 def test_the_same_command_continues_after_a_kill_and_overwrite_alone_begins_again(config: Path) -> None:
     """With run.overwrite in the config it deleted every checkpoint when it was run again after a crash."""
-    config.write_text(config.read_text().replace("tensorboard = false", "tensorboard = false\noverwrite = true"))
+    config.write_text(config.read_text().replace("loggers = []", "loggers = []\noverwrite = true"))
     command = [*ATOLL, "train", str(config), *sets("train.steps=100000", "parallel.ranks=1")]
     folder = config.parent / "run"
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:

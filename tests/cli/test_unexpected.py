@@ -23,7 +23,7 @@ CONFIG: dict[str, Any] = {
     "data": {"tokenizer": "bytes", "sequence": 16, "validation": 0.0, "source": "text.txt"},
     "train": {"steps": 1, "global_batch": 1, "microbatch": 1},
     "parallel": {"device": "cpu"},
-    "run": {"folder": "run", "tensorboard": False, "restarts": 0},
+    "run": {"folder": "run", "loggers": [], "restarts": 0},
 }
 
 

@@ -24,7 +24,7 @@ def written(folder: Path, **train: Any) -> Request:
             "data": {"source": str(source), "tokenizer": "bytes", "sequence": 8, "cache": str(folder)},
             "train": {"steps": 4, "global_batch": 4, "microbatch": 2, "warmup": 0, **train},
             "parallel": {"ranks": 1, "device": "cpu"},
-            "run": {"folder": str(folder / "run"), "tensorboard": False},
+            "run": {"folder": str(folder / "run"), "loggers": []},
         }
     )
     path = folder / "run.toml"

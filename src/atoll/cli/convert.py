@@ -10,7 +10,7 @@ import typer
 from atoll.base.errors import ConfigError
 
 if TYPE_CHECKING:
-    from atoll.training.settings.convert import Conversion
+    from atoll.training.settings.rules import Conversion
 
 
 def command(
@@ -29,12 +29,11 @@ def command(
     decide is printed to stderr, one a line, and written as a comment at the end of the config.
     """
     from atoll.base.toml import to_toml
-    from atoll.training.settings.convert import VERSIONS
 
     found = converted(path)
     told = {
         "not carried over": found.left,
-        f"default of {VERSIONS[found.system]}": list(found.filled.values()),
+        f"default of {found.version}": list(found.filled.values()),
         "not in the file": [f"{key}: {why}" for key, why in found.open.items()],
     }
     text = f"# From {path.name}, of {found.system}.\n\n{to_toml(found.tables)}"

@@ -98,7 +98,7 @@ def test_settings_are_a_config_of_the_same_plan(seed: int) -> None:
             continue
         chosen = settings(found)
         values = {
-            "model": {**SIZES, "vocabulary": IDS, "tie_embeddings": False},
+            "model": {**SIZES, "vocabulary": IDS, "config": {"tie_embeddings": False}},
             "data": {"sequence": 16},
             "train": {**chosen["train"], "global_batch": 32},
             "parallel": chosen["parallel"],

@@ -49,7 +49,7 @@ hidden = 64
 heads = 4
 ffn = 160
 vocabulary = 1000
-tie_embeddings = false
+config = { tie_embeddings = false }
 [data]
 sequence = 32
 [train]

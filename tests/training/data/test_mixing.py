@@ -211,7 +211,7 @@ def test_what_cannot_be_mixed_is_refused(tmp_path: Path) -> None:
         supply(sources, tmp_path)
     with pytest.raises(DataError, match=r"the corpus is too small: .* are 98 samples .* train\.global_batch = 99"):
         supply(sources[1:], tmp_path, global_batch=99)
-    with pytest.raises(DataError, match=r"data\.weights: 1 of 100001 .* is less than one sample in 10,000"):
+    with pytest.raises(DataError, match=r"data\.source: 1 of 100001 .* is less than one sample in 10,000"):
         supply(sources[1:], tmp_path, weights=[1, 100_000])
     with pytest.raises(DataError, match=r"data\.text_field = 'body' has no effect: data\.source = .*b\.txt', .*c\.txt"):
         supply(sources[1:], tmp_path, text_field="body")

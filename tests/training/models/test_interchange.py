@@ -207,7 +207,7 @@ def config(folder: Path, **model: Any) -> dict[str, Any]:
         "data": {"source": str(text), "tokenizer": "bytes", "sequence": 8, "cache": str(folder / "cache")},
         "train": {"steps": 2, "global_batch": 4, "microbatch": 1, "precision": "fp64", "lr": 1e-2},
         "parallel": {"ranks": 4, "pipeline": 2, "intra": 2, "layout": "IIG"},
-        "run": {"folder": str(folder / "run"), "tensorboard": False},
+        "run": {"folder": str(folder / "run"), "loggers": []},
     }
 
 
@@ -382,7 +382,7 @@ def test_the_run_s_tokenizer_goes_with_the_model(tmp_path: Path) -> None:
 def test_masked_models_train(tmp_path: Path) -> None:
     sizes = {key: value for key, value in LLAMA.items() if key not in ("num_key_value_heads", "vocab_size")}
     values = config(tmp_path, source="transformers:bert", config=sizes)
-    values["train"] |= {"objective": "masked", "mask_ratio": 0.3, "prompt": "a"}
+    values["train"] |= {"objective": "masked 0.3", "prompt": "a"}
     assert run_ranks(train_and_look_at_nothing, 4, values)[0].endswith("step-000002")
     assert not (tmp_path / "run" / "sample.txt").exists()
 

@@ -40,7 +40,7 @@ def settings(folder: Path, policy: str, *, steps: int = 8, **parallel: Any) -> d
             "bad_steps": policy,
         },
         "parallel": {"device": "cpu", **parallel},
-        "run": {"folder": str(folder), "tensorboard": False},
+        "run": {"folder": str(folder), "loggers": []},
         "checkpoint": {"every": 2, "keep": 5},
     }
 

@@ -44,7 +44,7 @@ def settings(folder: Path, *, parallel: dict[str, Any] | None = None, **train: A
             **train,
         },
         "parallel": {"ranks": 1, "device": "cpu", **(parallel or {})},
-        "run": {"folder": str(folder), "tensorboard": False},
+        "run": {"folder": str(folder), "loggers": []},
         "checkpoint": {"every": 0, "keep": 1},
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,7 @@ def settings(folder: Path, **changes: dict[str, Any]) -> dict[str, dict[str, Any
     base: dict[str, dict[str, Any]] = {
         "model": {"layers": 2, "hidden": 16, "heads": 2},
         "data": {
-            "source": [str(code), str(prose)],
-            "weights": [1, 3],
+            "source": {str(code): 1, str(prose): 3},
             "tokenizer": "bytes",
             "sequence": 16,
             "cache": str(folder / "cache"),
@@ -56,7 +56,7 @@ def settings(folder: Path, **changes: dict[str, Any]) -> dict[str, dict[str, Any
             "eval_batches": 3,
         },
         "parallel": {"ranks": 1, "device": "cpu"},
-        "run": {"folder": str(folder / "run"), "tensorboard": False},
+        "run": {"folder": str(folder / "run"), "loggers": []},
         "checkpoint": {"every": 3, "keep": 5},
     }
     return {name: {**section, **changes.get(name, {})} for name, section in base.items()}
@@ -139,7 +139,7 @@ def streamed(folder: Path, **data: Any) -> dict[str, dict[str, Any]]:
     values = settings(folder)
     lines = [json.dumps({"text": f"the {number} foxes jump over {number * number} dogs"}) for number in range(160)]
     (folder / "lines.jsonl").write_text("\n".join(lines))
-    del values["data"]["weights"], values["train"]["epochs"]
+    del values["train"]["epochs"]
     values["data"] |= {
         "source": str(folder / "lines.jsonl"),
         "streaming": True,
@@ -221,15 +221,16 @@ def test_what_cannot_be_is_refused() -> None:
         from_dict({"train": {"epochs": 0}})
     with pytest.raises(ConfigError, match=r"train\.epochs = 1e\+12 of 8 samples are \d+ steps"):
         from_dict({"train": {"epochs": 1e12}}).with_steps_of(8)
-    with pytest.raises(ConfigError, match=r"data\.weights = \[1\.0, 2\.0\]: one for each .* 'stdlib' has 1"):
-        from_dict({"data": {"weights": [1, 2]}})
-    with pytest.raises(ConfigError, match=r"data\.weights = \[1\.0\]: one for each .* \['a', 'b'\] has 2"):
-        from_dict({"data": {"source": ["a", "b"], "weights": [1]}})
+    with pytest.raises(ConfigError, match=r"data\.weights = \[1, 2\]: this key is gone; write data\.source as a table"):
+        from_dict({"data": {"source": ["a", "b"], "weights": [1, 2]}})
+    with pytest.raises(ConfigError, match=r'data\.source is not set: the file or folder .* "stdlib"'):
+        from_dict({}).data.sources  # noqa: B018
     with pytest.raises(ConfigError, match=r"'a' more than once"):
         from_dict({"data": {"source": ["a", "b", "a"]}})
-    with pytest.raises(ConfigError, match=r"data\.weights\.1 = 0\.0: must be greater than 0"):
-        from_dict({"data": {"source": ["a", "b"], "weights": [1, 0.0]}})
-    for source in ([], [1], 3):
+    for share in (0.0, "b", True, math.inf):
+        with pytest.raises(ConfigError, match=r"data\.source = .*: must be a table of sources with their shares"):
+            from_dict({"data": {"source": {"a": 1, "b": share}}})
+    for source in ([], [1], 3, {}):
         with pytest.raises(ConfigError, match=r"data\.source = .*or a list of these"):
             from_dict({"data": {"source": source}})
 

@@ -72,7 +72,7 @@ def test_a_run_says_how_often_it_takes_each_weighted_source(tmp_path: Path, capf
     sources = [tmp_path / "few.txt", tmp_path / "many.txt"]
     for source, lines in zip(sources, (40, 160), strict=True):
         source.write_text("a line of text\n" * lines)
-    train(tmp_path / "run", data={"source": list(map(str, sources)), "weights": [1, 1]})
+    train(tmp_path / "run", data={"source": {str(source): 1 for source in sources}})
     notes = [line for line in capfd.readouterr().err.splitlines() if line.startswith("note: ")]
     (said,) = [note for note in notes if "epochs" in note]
     assert "epochs that the run's 4 steps take: " in said

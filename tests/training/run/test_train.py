@@ -32,7 +32,7 @@ TEXT = "".join(f"the {number} brown foxes jump over {number * number} lazy dogs\
 def settings(folder: Path, corpus: Path, **changes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """A tiny run in float64; `changes` by section."""
     base: dict[str, dict[str, Any]] = {
-        "model": {"layers": 2, "hidden": 16, "heads": 2, "dropout": 0.1},
+        "model": {"layers": 2, "hidden": 16, "heads": 2, "config": {"dropout": 0.1}},
         "data": {"source": str(corpus), "tokenizer": "bytes", "sequence": 16, "cache": str(corpus.parent / "cache")},
         "train": {
             "steps": STEPS,
@@ -45,7 +45,7 @@ def settings(folder: Path, corpus: Path, **changes: Mapping[str, Any]) -> dict[s
             "prompt": "a",
         },
         "parallel": {"ranks": 1, "device": "cpu"},
-        "run": {"folder": str(folder), "tensorboard": False},
+        "run": {"folder": str(folder), "loggers": []},
         "checkpoint": {"every": 3, "keep": 5},
     }
     return {name: {**section, **changes.get(name, {})} for name, section in base.items()}

@@ -13,7 +13,8 @@ from atoll.base.errors import ConfigError
 from atoll.base.toml import to_toml
 from atoll.runtime.pipeline.step_end import LossScaler
 from atoll.training.config import from_dict, load
-from atoll.training.settings.convert import GROWTH, OPEN, SYSTEMS, convert
+from atoll.training.settings.convert import OPEN, SYSTEMS, convert
+from atoll.training.settings.from_deepspeed import GROWTH
 
 DEEPSPEED = {
     "train_batch_size": 64,
@@ -83,7 +84,7 @@ def test_deepspeed() -> None:
     config = from_dict(found.tables)
     assert found.system == "deepspeed"
     assert (config.train.global_batch, config.train.microbatch, config.train.precision) == (64, 4, "bf16")
-    assert (config.train.lr, config.train.betas, config.train.eps) == (2e-4, (0.9, 0.98), 1e-9)
+    assert (config.train.lr, config.train.options) == (2e-4, {"betas": [0.9, 0.98], "eps": 1e-9})
     assert (config.train.lr_schedule, config.train.warmup, config.train.steps) == ("cosine", 30, 500)
     assert (config.train.clip, config.train.weight_decay, config.parallel.layout) == (0.5, 0.05, "NGG")
     left = "\n".join(found.left)
@@ -111,7 +112,7 @@ def test_torchtitan() -> None:
     assert (parallel.layout, parallel.intra, parallel.tensor, parallel.pipeline) == ("NII", 8, 2, 4)
     assert (parallel.schedule, parallel.recompute) == ("zb-v", "selective")
     assert (config.model.hidden, config.model.kv_heads, config.data.sequence) == (4096, 8, 8192)
-    assert (config.train.betas, config.train.steps, config.run.folder) == ((0.9, 0.98), 1000, "./outputs")
+    assert (config.train.options["betas"], config.train.steps, config.run.folder) == ([0.9, 0.98], 1000, "./outputs")
     assert [line.partition(" = ")[0] for line in found.left] == [
         "model.name",
         "training.dataset",
@@ -139,7 +140,12 @@ LEFT = "left"
 Expected = dict[str, Any] | str
 
 ADAM: dict[str, Any] = {"optimizer.type": "Adam"}
-ADAMS = {"train.lr": 1e-3, "train.betas": (0.9, 0.999), "train.weight_decay": 0.0}
+ADAMS = {
+    "train.lr": 1e-3,
+    "train.optimizer_options.betas": [0.9, 0.999],
+    "train.optimizer_options.eps": 1e-8,
+    "train.weight_decay": 0.0,
+}
 """Hyperparameters of DeepSpeed's Adam that a file does not set."""
 COSINE: dict[str, Any] = {"scheduler.type": "WarmupCosineLR", "scheduler.params.warmup_type": "linear"}
 LINEAR: dict[str, Any] = {"scheduler.params.warmup_type": "linear"}
@@ -161,8 +167,8 @@ RULES: dict[str, dict[str, list[Row]]] = {
             ("Lamb", LEFT, ADAM),
         ],
         "optimizer.params.lr": [(7e-4, {"train.lr": 7e-4})],
-        "optimizer.params.betas": [([0.8, 0.97], {"train.betas": (0.8, 0.97)})],
-        "optimizer.params.eps": [(3e-7, {"train.eps": 3e-7})],
+        "optimizer.params.betas": [([0.8, 0.97], {"train.optimizer_options.betas": [0.8, 0.97]})],
+        "optimizer.params.eps": [(3e-7, {"train.optimizer_options.eps": 3e-7})],
         "optimizer.params.weight_decay": [(0.03, {"train.weight_decay": 0.03})],
         "optimizer.params.torch_adam": [(True, {"train.weight_decay": 0.01}, ADAM)],
         "optimizer.params.adam_w_mode": [
@@ -240,7 +246,7 @@ RULES: dict[str, dict[str, list[Row]]] = {
         "zero_allow_untested_optimizer": [(True, NOTHING)],
         "zero_force_ds_cpu_optimizer": [(False, NOTHING)],
         "dump_state": [(True, NOTHING)],
-        "tensorboard.enabled": [(False, {"run.tensorboard": False})],
+        "tensorboard.enabled": [(False, {"run.loggers": ()})],
         "tensorboard.output_path": [("x", NOTHING)],
         "tensorboard.job_name": [("y", NOTHING)],
         "data_types.grad_accum_dtype": [("fp32", NOTHING), ("bf16", LEFT)],
@@ -357,10 +363,10 @@ RULES: dict[str, dict[str, list[Row]]] = {
         "model.print_after_conversion": [(True, NOTHING)],
         "optimizer.name": [("Adam", {"train.optimizer": "Adam"}), ("AdamW", NOTHING), ("SGD", LEFT)],
         "optimizer.lr": [(7e-4, {"train.lr": 7e-4})],
-        "optimizer.eps": [(2e-7, {"train.eps": 2e-7})],
+        "optimizer.eps": [(2e-7, {"train.optimizer_options.eps": 2e-7})],
         "optimizer.weight_decay": [(0.02, {"train.weight_decay": 0.02})],
-        "optimizer.beta1": [(0.8, {"train.betas": (0.8, 0.95)})],
-        "optimizer.beta2": [(0.97, {"train.betas": (0.9, 0.97)})],
+        "optimizer.beta1": [(0.8, {"train.optimizer_options.betas": [0.8, 0.95]})],
+        "optimizer.beta2": [(0.97, {"train.optimizer_options.betas": [0.9, 0.97]})],
         "optimizer.implementation": [("fused", NOTHING)],
         "optimizer.early_step_in_backward": [(True, LEFT), (False, NOTHING)],
         "training.steps": [(888, {"train.steps": 888})],
@@ -368,7 +374,7 @@ RULES: dict[str, dict[str, list[Row]]] = {
         "lr_scheduler.decay_type": [("cosine", {"train.lr_schedule": "cosine"}), ("linear", NOTHING), ("sqrt", LEFT)],
         "lr_scheduler.min_lr_factor": [(0.3, {"train.min_lr_ratio": 0.3})],
         "lr_scheduler.decay_ratio": [
-            (0.8, {"train.lr_schedule": "wsd", "train.decay": 8000}),
+            (0.8, {"train.lr_schedule": "wsd 8000"}),
             (0.8, LEFT, {"lr_scheduler.decay_type": "cosine"}),
         ],
         "parallelism.pipeline_parallel_degree": [(2, {"parallel.pipeline": 2, "train.microbatch": 1, **KEPT})],
@@ -445,7 +451,7 @@ RULES: dict[str, dict[str, list[Row]]] = {
         "job.description": [("a run", NOTHING)],
         "job.print_config": [(True, NOTHING)],
         "job.config_file": [("a.toml", NOTHING)],
-        "metrics.enable_tensorboard": [(True, {"run.tensorboard": True})],
+        "metrics.enable_tensorboard": [(True, {"run.loggers": ("tensorboard",)})],
         "metrics.enable_wandb": [(True, {"run.loggers": ("wandb",)}), (False, NOTHING)],
         "metrics.save_for_all_ranks": [(True, NOTHING)],
         "metrics.log_freq": [(10, NOTHING)],
@@ -507,7 +513,7 @@ TOGETHER: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         },
         {"parallel.layout": "NII", "parallel.intra": 4},
     ),
-    ("torchtitan", {"optimizer.beta1": 0.8, "optimizer.beta2": 0.99}, {"train.betas": (0.8, 0.99)}),
+    ("torchtitan", {"optimizer.beta1": 0.8, "optimizer.beta2": 0.99}, {"train.optimizer_options.betas": [0.8, 0.99]}),
     (
         "torchtitan",
         {"parallelism.data_parallel_replicate_degree": 2, "parallelism.data_parallel_shard_degree": 4},
@@ -582,7 +588,7 @@ def changes_of(
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_every_rule_carries_values_that_are_not_the_default(system: str, tmp_path: Path) -> None:
-    assert RULES[system].keys() == SYSTEMS[system].keys()
+    assert RULES[system].keys() == SYSTEMS[system].rules.keys()
     for path, cases in RULES[system].items():
         for value, expected, *beside in cases:
             changed, left = changes_of({path: value}, system, tmp_path / "run.toml", beside=dict(*beside))
@@ -616,8 +622,8 @@ def test_counts_that_are_none_are_left() -> None:
 
 
 def test_values_of_another_type_are_said() -> None:
-    for system, rules in SYSTEMS.items():
-        for path in rules:
+    for system, found in SYSTEMS.items():
+        for path in found.rules:
             table: Any = [1]
             for part in reversed(path.split(".")):
                 table = {part: table}
@@ -670,7 +676,7 @@ def test_what_a_deepspeed_file_leaves_out_is_deepspeeds_default() -> None:
         }
     )
     train = from_dict(found.tables).train
-    assert (train.lr, train.betas, train.eps, train.weight_decay) == (2e-4, (0.9, 0.999), 1e-8, 0.0)
+    assert (train.lr, train.options, train.weight_decay) == (2e-4, {"betas": [0.9, 0.999], "eps": 1e-8}, 0.0)
     assert (train.clip, train.lr_schedule, train.warmup, train.precision) == (0.0, "constant", 0, "bf16")
     assert found.left == []
     assert found.filled["train.clip"] == "train.clip = 0.0: gradient_clipping is absent"
@@ -749,7 +755,7 @@ def test_muon_is_carried_over_and_its_options_are_not() -> None:
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_every_key_that_decides_what_is_trained_is_converted_or_named(system: str) -> None:
     found = convert({}, system)
-    known = {f"{section}.{key}" for section, keys in found.tables.items() for key in keys}
+    known = flat(found.tables).keys()
     assert set(OPEN) <= known | set(found.open)
     assert set(found.filled) <= known
 

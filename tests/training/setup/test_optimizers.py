@@ -122,8 +122,11 @@ def test_states_are_counted(name: str) -> None:
 
 def test_adamw_is_what_it_was_and_others_have_their_own_defaults() -> None:
     adamw, adam = Train(), Train(optimizer="Adam")
-    assert (adamw.betas, adamw.eps, adamw.weight_decay) == ((0.9, 0.95), 1e-8, 0.1)
-    assert (adam.betas, adam.eps, adam.weight_decay) == (None, None, None)
+    assert (adamw.options, adamw.weight_decay) == ({"betas": (0.9, 0.95), "eps": 1e-8}, 0.1)
+    assert (adam.options, adam.weight_decay) == ({}, None)
+    changed = Train(optimizer_options={"betas": [0.8, 0.9]})
+    assert changed.options == {"betas": [0.8, 0.9], "eps": 1e-8}
+    assert named_optimizer(changed).factory([{"params": []}]).defaults["betas"] == (0.8, 0.9)
     made = named_optimizer(adam).factory([{"params": [torch.nn.Parameter(torch.zeros(3))]}])
     assert made.defaults["betas"] == (0.9, 0.999)
     again = from_dict(Config(train=adam).model_dump())
@@ -154,7 +157,7 @@ def not_an_optimizer(groups: Any, lr: float) -> int:
         ({"optimizer": "adamw"}, "torch.optim has none of that name; did you mean 'AdamW'"),
         ({"optimizer": "Lion"}, "Adadelta, .*SGD; or name your own"),
         ({"optimizer": "Adafactor"}, "rows and columns of whole matrices.*use an elementwise one"),
-        ({"optimizer": "Muon", "betas": (0.9, 0.99)}, r"train\.optimizer_options\.adamw\.betas"),
+        ({"optimizer": "Muon", "optimizer_options": {"betas": [0.9, 0.99]}}, r"train\.optimizer_options\.adamw\.betas"),
         ({"optimizer": "Muon", "optimizer_options": {"momentun": 0.9}}, "no option 'momentun'; did you mean momentum"),
         ({"optimizer": "Muon", "optimizer_options": {"adamw": {"beta": 0.9}}}, "unexpected keyword argument 'beta'"),
         ({"optimizer": "Muon", "optimizer_options": {"split": {"*": [0]}}}, "the rows of each part"),
@@ -162,7 +165,7 @@ def not_an_optimizer(groups: Any, lr: float) -> int:
         ({"optimizer": "SparseAdam"}, "sparse gradients"),
         ({"optimizer": "SGD", "optimizer_options": {"momentun": 0.9}}, "no option 'momentun'; did you mean momentum"),
         ({"optimizer": "SGD", "optimizer_options": {"lr": 0.9}}, r"a key of its own, train\.lr"),
-        ({"optimizer": "SGD", "betas": (0.9, 0.99)}, r"train\.betas = \[0\.9, 0\.99\]: SGD does not take it"),
+        ({"optimizer": "SGD", "optimizer_options": {"betas": [0.9, 0.99]}}, "SGD has no option 'betas'; "),
         ({"optimizer": "Rprop", "weight_decay": 0.1}, r"train\.weight_decay = 0\.1: Rprop does not take it"),
         ({"optimizer": "SGD", "optimizer_options": {"momentum": -1.0}}, "momentum = -1.0: .*Invalid momentum"),
         ({"optimizer": "SGD", "optimizer_options": {"momentum": "much"}}, "momentum = much: .* raised TypeError"),
@@ -171,7 +174,7 @@ def not_an_optimizer(groups: Any, lr: float) -> int:
         ({"optimizer": f"{__name__}:Normed"}, "update of one element depends on the others"),
         ({"optimizer": f"{__name__}:not_an_optimizer"}, "it made a int, not a torch.optim.Optimizer"),
         ({"optimizer": f"{__name__}:by_halves", "optimizer_options": {"size": 2}}, "has no option 'size'; It takes"),
-        ({"optimizer": f"{__name__}:by_halves", "optimizer_states": 2}, "by_halves keeps 1 tensors of each parameter"),
+        ({"optimizer": f"{__name__}:by_halves", "optimizer_options": {"states": 2}}, "by_halves keeps 1 tensors"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_an_optimizer_is_said(train: dict[str, Any], says: str) -> None:
@@ -183,9 +186,12 @@ def test_what_is_wrong_with_an_optimizer_is_said(train: dict[str, Any], says: st
     ("train", "says"),
     [
         ({"optimizer": "my optimizer"}, r"must be the name of an optimizer of torch\.optim"),
-        ({"lr_schedule": "cosin"}, "'cosine', 'constant', 'linear' or 'wsd', or \"module:function\""),
-        ({"decay": 5}, r"train\.decay = 5 applies to lr_schedule = \"wsd\" only, not to 'cosine'"),
-        ({"optimizer": "SGD", "optimizer_states": 1}, "the states of torch's SGD are counted"),
+        (
+            {"lr_schedule": "cosin"},
+            "'cosine', 'constant', 'linear', 'wsd', \"wsd N\" with N steps, or \"module:function\"",
+        ),
+        ({"lr_schedule": "wsd many"}, '"wsd N" with N steps'),
+        ({"optimizer": "SGD", "optimizer_options": {"states": 1}}, "the states of torch's SGD are counted"),
     ],
 )
 def test_what_cannot_be_named_is_refused_with_the_config(train: dict[str, Any], says: str) -> None:
@@ -256,9 +262,9 @@ def test_fewer_states_are_stepped_faster_and_a_planner_knows() -> None:
 
 def test_a_prediction_runs_no_code_that_a_config_names() -> None:
     own = f"{__name__}:by_halves"
-    with pytest.raises(ConfigError, match=r"predictions do not run it.*train\.optimizer_states = 2"):
+    with pytest.raises(ConfigError, match=r"predictions do not run it.*train\.optimizer_options\.states = 2"):
         predict(config_of(optimizer=own), None)
-    known = config_of(optimizer="no.such_module:factory", optimizer_states=1)
+    known = config_of(optimizer="no.such_module:factory", optimizer_options={"states": 1})
     assert states_of(known.train) == 1
     assert predict(known, None).ranks.of(0).footprint().optimizer > 0
 
@@ -267,13 +273,13 @@ def test_a_prediction_runs_no_code_that_a_config_names() -> None:
 
 
 def test_wsd_warms_up_stays_and_falls() -> None:
-    train = Train(steps=10, warmup=2, min_lr_ratio=0.0, lr_schedule="wsd", decay=4)
+    train = Train(steps=10, warmup=2, min_lr_ratio=0.0, lr_schedule="wsd 4")
     factors = [learning_rates(train)(done) for done in range(12)]
     assert factors == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0, 0, 0])
     tenth = Train(steps=20, warmup=0, min_lr_ratio=0.1, lr_schedule="wsd")
     assert [learning_rates(tenth)(done) for done in (0, 17, 18, 19)] == pytest.approx([1, 1, 0.55, 0.1])
     # A fall that would begin in the warm-up begins behind it.
-    short = Train(steps=4, warmup=3, min_lr_ratio=0.5, lr_schedule="wsd", decay=4)
+    short = Train(steps=4, warmup=3, min_lr_ratio=0.5, lr_schedule="wsd 4")
     assert [learning_rates(short)(done) for done in range(4)] == pytest.approx([1 / 3, 2 / 3, 1, 0.5])
 
 
@@ -304,8 +310,7 @@ NAMED = {
     "optimizer": "NAdam",
     "optimizer_options": {"momentum_decay": 0.01},
     "weight_decay": 0.01,
-    "lr_schedule": "wsd",
-    "decay": 2,
+    "lr_schedule": "wsd 2",
 }
 
 

@@ -14,7 +14,7 @@ from atoll.training.setup.samples import Samples, prepare_corpus
 BATCH = 12
 
 
-@pytest.fixture(scope="module", params=["causal", "masked"])
+@pytest.fixture(scope="module", params=["causal", "masked 0.4"])
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Supply]:
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "text.txt").write_text("ab" * 3000)  # all samples are alike: only their positions differ
@@ -27,7 +27,7 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
                 "cache": str(folder),
                 "validation": 0.4,
             },
-            "train": {"global_batch": BATCH, "microbatch": 1, "objective": request.param, "mask_ratio": 0.4},
+            "train": {"global_batch": BATCH, "microbatch": 1, "objective": request.param},
         }
     )
     return config, prepare_corpus(config)

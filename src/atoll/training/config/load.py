@@ -16,20 +16,34 @@ from atoll.base.documents import LARGEST_TOML, parse_toml, read_text
 from atoll.base.errors import ConfigError
 from atoll.training.config.deepspeed import translate
 from atoll.training.config.foreign import answer
-from atoll.training.config.schema import Config, OuterSteps, Section
+from atoll.training.config.schema import Config, tables
 
 Keys = tuple[str, ...]
 
 REMOVED: dict[Keys, tuple[Any, str]] = {
     ("model", "attention"): (None, "write attn_implementation in [model.config], as transformers has it"),
+    ("model", "dropout"): (0.0, "write it in [model.config]"),
+    ("model", "tie_embeddings"): (True, "write it in [model.config]"),
+    ("model", "rope_theta"): (10000.0, "write it in [model.config]"),
+    ("model", "norm_eps"): (1e-5, "write it in [model.config]"),
     ("data", "shard"): (64 << 20, "data.streaming encodes 64 MiB at a time"),
     ("data", "seed"): (None, "samples are drawn by train.seed"),
+    ("data", "weights"): (None, "write data.source as a table of sources with their shares: { web = 0.6, code = 0.4 }"),
+    ("train", "betas"): (None, "write it in train.optimizer_options"),
+    ("train", "eps"): (None, "write it in train.optimizer_options"),
+    ("train", "optimizer_states"): (None, "write `states` in train.optimizer_options"),
+    ("train", "decay"): (None, 'write the steps in train.lr_schedule, as in "wsd 100"'),
+    ("train", "mask_ratio"): (0.15, 'write the share in train.objective, as in "masked 0.3"'),
     ("train", "sample_tokens"): (64, "64 tokens are generated at the end if train.prompt is set, and none otherwise"),
     ("parallel", "resident"): (None, "residency `run` keeps the parameters of a rank's largest stage"),
     ("parallel", "codecs", "block"): (128, "128 elements share a scale; atoll.plans.layouts.Codec takes other blocks"),
     ("parallel", "outer", "block"): (128, "128 elements share a scale; atoll.plans.layouts.Codec takes other blocks"),
     ("parallel", "outer", "rounding"): ("nearest", "outer gradients are rounded by parallel.codecs.rounding"),
     ("parallel", "outer", "feedback"): (True, "outer gradients have the feedback of parallel.codecs.feedback"),
+    ("parallel", "outer", "lr"): (None, 'write parallel.outer.optimizer = { name = "nesterov", lr = 0.8 }'),
+    ("parallel", "outer", "momentum"): (None, 'write parallel.outer.optimizer = { name = "nesterov", momentum = 0.8 }'),
+    ("parallel", "outer", "mix"): (None, "it is 0.5 with a delay and 0 without; atoll.plans.outer.Outer takes others"),
+    ("run", "tensorboard"): (True, 'name "tensorboard" in run.loggers, or leave it out there'),
     ("run", "port"): (0, "local ranks meet at a free port; torchrun's --master-port chooses one"),
     ("run", "measure"): (True, "this machine is measured without run.cluster, unless ATOLL_MEASURE=0 is set"),
     ("checkpoint", "keep_hours"): (None, "checkpoint.keep and checkpoint.keep_best choose what is kept"),
@@ -224,13 +238,6 @@ def _nearest(keys: Keys) -> str:
         homes = [f"{section}.{keys[0]}" for section, names in known.items() if keys[0] in names]
         near = homes or [f"[{name}]" for name in difflib.get_close_matches(keys[0], known, n=1)]
         return f"did you mean {near[0]}?" if near else f"the sections are {', '.join(known)}"
-    if len(keys) > 2 and keys[1] == "outer":
-        near = difflib.get_close_matches(keys[2], OuterSteps.model_fields, n=1)
-        return (
-            f"did you mean parallel.outer.{near[0]}?"
-            if near
-            else f"[parallel.outer] has {', '.join(OuterSteps.model_fields)}"
-        )
     section, name = ".".join(keys[:-1]), keys[-1]
     homes = [f"{other}.{name}" for other, names in known.items() if name in names]
     near = homes or [f"{section}.{key}" for key in difflib.get_close_matches(name, known[section], n=1)]
@@ -239,13 +246,7 @@ def _nearest(keys: Keys) -> str:
 
 def known_keys() -> dict[str, tuple[str, ...]]:
     """Return the keys of each section, in order."""
-    known: dict[str, tuple[str, ...]] = {}
-    waiting: list[tuple[str, Any]] = [(name, field.annotation) for name, field in Config.model_fields.items()]
-    while waiting:
-        name, section = waiting.pop(0)
-        if isinstance(section, type) and issubclass(section, Section):
-            known[name] = tuple(section.model_fields)
-            waiting += [(f"{name}.{key}", field.annotation) for key, field in section.model_fields.items()]
+    known = {name: tuple(section.model_fields) for name, section in tables().items()}
     known["parallel"] = (*known["parallel"], "zero_optimization")
     return known
 

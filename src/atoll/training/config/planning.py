@@ -17,7 +17,8 @@ from atoll.plans.stages import BlockWeight, split_blocks
 from atoll.prediction.cost.layer import head_problem
 
 if TYPE_CHECKING:
-    from atoll.training.config.schema import Config, Parallel
+    from atoll.training.config.parallel import Parallel
+    from atoll.training.config.schema import Config
 
 
 MOST_FORWARDS = 100_000
@@ -205,10 +206,10 @@ def _length_problems(config: Config) -> list[str]:
 def _objective_problems(config: Config) -> list[str]:
     """Return problems between the objective and other settings."""
     problems = []
-    if config.train.objective == "masked" and config.data.how != "blocks":
+    if config.train.is_masked and config.data.how != "blocks":
         problems.append(
-            f'train.objective = "masked" masks tokens of joined text; it is not compatible with data.packing = '
-            f'"{config.data.how}"'
+            f"train.objective = {config.train.objective!r} masks tokens of joined text; it is not compatible with "
+            f'data.packing = "{config.data.how}"'
         )
     if config.data.streaming and config.train.epochs is not None:
         problems.append(

@@ -78,7 +78,7 @@ def weighted(names: Sequence[str], weights: Sequence[float]) -> list[int]:
     for name, weight, count in zip(names, weights, found, strict=True):
         if count == 0:
             raise DataError(
-                f"data.weights: {weight:g} of {sum(weights):g} for {name!r} is less than one sample in {PERIOD:,}; "
+                f"data.source: {weight:g} of {sum(weights):g} for {name!r} is less than one sample in {PERIOD:,}; "
                 "raise it, or leave the source out"
             )
     return found

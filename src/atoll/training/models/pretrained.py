@@ -50,9 +50,7 @@ def hugging_face_model(config: Config, vocabulary: int | None) -> nn.Module:
     """
     transformers = package("transformers")
     sizes = hugging_face_config(config, vocabulary)
-    kind = (
-        transformers.AutoModelForMaskedLM if config.train.objective == "masked" else transformers.AutoModelForCausalLM
-    )
+    kind = transformers.AutoModelForMaskedLM if config.train.is_masked else transformers.AutoModelForCausalLM
     attention = config.model.config.get("attn_implementation")
     try:
         given = {} if attention is None else {"attn_implementation": attention}
@@ -92,7 +90,7 @@ def hugging_face_config(config: Config, vocabulary: int | None = None) -> Any:
         given = {"vocab_size": vocabulary, **given}
     try:
         found = _read_config(model.source, transformers, given)
-        if config.train.objective == "causal" and (text := text_part_of(found)) is not None:
+        if not config.train.is_masked and (text := text_part_of(found)) is not None:
             for key in given.keys() - found.sub_configs.keys():
                 setattr(text, key, given[key])
             found = text
@@ -127,7 +125,7 @@ def _read_config(source: str, transformers: Any, given: Mapping[str, Any]) -> An
 
 def notes_of_source(config: Config) -> tuple[str, ...]:
     """Return what the model of a config leaves out of model.source."""
-    if config.model.is_builtin or config.train.objective != "causal":
+    if config.model.is_builtin or config.train.is_masked:
         return ()
     whole = _read_config(config.model.source, package("transformers"), config.model.config)
     text = text_part_of(whole)

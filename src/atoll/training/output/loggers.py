@@ -1,4 +1,4 @@
-"""Loggers of a run's metrics, in addition to its folder. Each is one function."""
+"""Loggers of a run's metrics, in addition to its folder. Each is one function; `record` has that of TensorBoard."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_loggers(names: tuple[str, ...]) -> None:
     for name in names:
         if ":" in name:
             load_named("run.loggers", name)
-        elif name not in sys.modules and importlib.util.find_spec(name) is None:
+        elif name in OPENED and name not in sys.modules and importlib.util.find_spec(name) is None:
             raise ConfigError(f"run.loggers names {name}, which is not installed: pip install {name}, or leave it out")
 
 
@@ -51,6 +51,7 @@ def open_loggers(config: Config, run: str) -> tuple[Logger, ...]:
     return tuple(
         Logger(name, load_named("run.loggers", name)) if ":" in name else OPENED[name](config, run)
         for name in config.run.loggers
+        if name != "tensorboard"
     )
 
 

@@ -57,7 +57,7 @@ class Recorder:
             for name, content in tokenizer.beside().items():
                 files.write(folder.root / name, content)
         self._events: SummaryWriter | None = None
-        if config.run.tensorboard and importlib.util.find_spec("tensorboard") is not None:
+        if "tensorboard" in config.run.loggers and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
             with files.writing(folder.tensorboard):

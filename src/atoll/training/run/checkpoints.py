@@ -106,8 +106,8 @@ class RunCheckpoints:
         self.run_id = known or (None if manifest is None else manifest.identity.get("run")) or self.run_id
         if state["order"] != order_of(self._run.config):
             self._run.display.say(
-                "note: data.sequence, data.packing, data.weights or the seed changed since the checkpoint, and the "
-                "order of samples with it: some may be seen twice"
+                "note: data.sequence, data.packing, the shares of data.source or the seed changed since the checkpoint,"
+                " and the order of samples with it: some may be seen twice"
             )
         position = self._position_of(self._engine.step_number, int(state["position"]))
         self._run.progress.restore(state, position=position)

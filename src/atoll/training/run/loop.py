@@ -207,7 +207,7 @@ class Loop:
 
     def _sample(self) -> str | None:
         train = self._run.config.train
-        if train.prompt is None or train.objective == "masked":  # which completes records, and continues nothing
+        if train.prompt is None or train.is_masked:  # which completes records, and continues nothing
             return None
         with self._engine.anchored():
             text = generate(

@@ -23,8 +23,8 @@ def order_of(config: Config) -> dict[str, int]:
     how: dict[str, int] = {} if data.how == "blocks" else {data.how: 1, data.rule: 1}
     if data.streaming:
         how |= {"shard": samples.SHARD}
-    if data.weights is not None:
-        how |= {f"share {number}": count for number, count in enumerate(shares(data.weights))}
+    if data.shares is not None:
+        how |= {f"share {number}": count for number, count in enumerate(shares(data.shares))}
     return {"seed": config.train.seed, "sequence": data.sequence, **how}
 
 

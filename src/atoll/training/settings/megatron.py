@@ -157,7 +157,7 @@ def _model(subject: Subject, limits: list[str]) -> list[str]:
     if not model.is_builtin:
         limits.append(f"the sizes of {model.source!r}: take them from its configuration")
         return []
-    grouped = model.kv_heads != model.heads
+    options, grouped = model.options, model.kv_heads != model.heads
     return [
         f"--num-layers {model.layers}",
         f"--hidden-size {model.hidden}",
@@ -166,11 +166,11 @@ def _model(subject: Subject, limits: list[str]) -> list[str]:
         *(["--group-query-attention", f"--num-query-groups {model.kv_heads}"] if grouped else []),
         "--swiglu",
         "--normalization RMSNorm",
-        f"--norm-epsilon {model.norm_eps}",
+        f"--norm-epsilon {options.norm_eps}",
         "--disable-bias-linear",
         "--position-embedding-type rope",
-        f"--rotary-base {round(model.rope_theta)}",
-        f"--attention-dropout {model.dropout}",
-        f"--hidden-dropout {model.dropout}",
-        *([] if model.tie_embeddings else ["--untie-embeddings-and-output-weights"]),
+        f"--rotary-base {round(options.rope_theta)}",
+        f"--attention-dropout {options.dropout}",
+        f"--hidden-dropout {options.dropout}",
+        *([] if options.tie_embeddings else ["--untie-embeddings-and-output-weights"]),
     ]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from atoll.plans.layouts import Layout, Level
 from atoll.plans.plan import Plan
 from atoll.prediction.cost import Prediction
-from atoll.training.config import Config
-from atoll.training.config.schema import ADAMW, Train
+from atoll.training.config import Config, Train
+from atoll.training.config.train import WEIGHT_DECAY
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,9 @@ class Subject:
     def train(self) -> Train:
         """The training settings, with AdamW and a cosine schedule in place of values that none of the systems has."""
         train = self.config.train
-        others: dict[str, object] = {} if train.optimizer == "AdamW" else {"optimizer": "AdamW", **ADAMW}
+        others: dict[str, object] = {}
+        if train.optimizer != "AdamW":
+            others = {"optimizer": "AdamW", "weight_decay": WEIGHT_DECAY, "optimizer_options": {}}
         if train.lr_schedule not in SCHEDULES:
             others["lr_schedule"] = "cosine"
         return train.model_copy(update=others)
@@ -65,9 +67,9 @@ class Subject:
     @property
     def adam(self) -> Adam:
         """Arguments of AdamW."""
-        train = self.train
-        assert train.betas is not None, "AdamW has betas"
-        return Adam(*train.betas, eps=float(train.eps or 0.0), weight_decay=float(train.weight_decay or 0.0))
+        options = self.train.options
+        beta1, beta2 = options["betas"]
+        return Adam(beta1, beta2, eps=float(options["eps"]), weight_decay=float(self.train.weight_decay or 0.0))
 
     @property
     def layers(self) -> range:

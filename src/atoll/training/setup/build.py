@@ -56,10 +56,7 @@ def _decoder(model: Model, vocabulary: int) -> Decoder:
             heads=model.heads,
             kv_heads=model.kv_heads,
             ffn=model.ffn,
-            dropout=model.dropout,
-            tie_embeddings=model.tie_embeddings,
-            rope_theta=model.rope_theta,
-            norm_eps=model.norm_eps,
+            **model.options.model_dump(),
         )
     )
 

@@ -17,7 +17,7 @@ from atoll.base.errors import ConfigError, PlanError
 from atoll.plans.layouts import Whole
 from atoll.plans.plan import Plan
 from atoll.training.config import Config, Train
-from atoll.training.config.schema import ADAMW
+from atoll.training.config.train import ADAMW, WEIGHT_DECAY
 from atoll.training.named import load_named
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from atoll.runtime.sharding.optimizer import OptimizerFactory
 
-OWN_KEYS = ("lr", "betas", "eps", "weight_decay")
+OWN_KEYS = ("lr", "weight_decay")
 """Options that have keys of their own in [train]."""
 
 FUSED = ("AdamW", "Adam")
@@ -89,16 +89,17 @@ def states_of(train: Train) -> int:
 
     Raises ConfigError where only that code knows.
     """
-    if train.optimizer == "AdamW" and not train.optimizer_options:
+    if _is_plain(train):
         return 2
     if ":" not in train.optimizer:
         return named_optimizer(train).states
-    if train.optimizer_states is None:
+    if "states" not in train.optimizer_options:
         raise ConfigError(
             f"train.optimizer = {train.optimizer!r}: predictions do not run it, so they do not know its bytes; say how "
-            "many tensors it keeps of each parameter, as in train.optimizer_states = 2"
+            "many tensors it keeps of each parameter, as in train.optimizer_options.states = 2"
         )
-    return train.optimizer_states
+    states: int = train.optimizer_options["states"]
+    return states
 
 
 def whole_of(train: Train) -> Whole | None:
@@ -118,15 +119,19 @@ def checked(config: Config, world: int | None = None) -> Plan:
 
 def check_optimizer(train: Train) -> int:
     """Try the optimizer, and count its states. Raises ConfigError as `named_optimizer` does."""
-    if train.optimizer == "AdamW" and not train.optimizer_options:
+    if _is_plain(train):
         return 2
     found = named_optimizer(train).states
-    if train.optimizer_states not in (None, found):
+    if (said := train.optimizer_options.get("states", found)) != found:
         raise ConfigError(
-            f"train.optimizer_states = {train.optimizer_states}: {train.optimizer} keeps {found} tensors of each "
-            "parameter"
+            f"train.optimizer_options.states = {said}: {train.optimizer} keeps {found} tensors of each parameter"
         )
     return found
+
+
+def _is_plain(train: Train) -> bool:
+    """Return True for AdamW without options that change what it keeps; the schema checks the others."""
+    return train.optimizer == "AdamW" and train.optimizer_options.keys() <= ADAMW.keys()
 
 
 def _muon(train: Train) -> Named:
@@ -134,20 +139,21 @@ def _muon(train: Train) -> Named:
     from atoll.runtime.sharding.muon import Muon
 
     problems = []
-    if train.betas is not None:
+    betas = train.optimizer_options.get("betas")
+    if betas is not None:
         problems.append(
-            f"train.betas = {_shown(train.betas)}: Muon does not take them; those of AdamW, which steps everything but "
-            "matrices, are train.optimizer_options.adamw.betas"
+            f"train.optimizer_options.betas = {_shown(betas)}: Muon does not take them; those of AdamW, which steps "
+            "everything but matrices, are train.optimizer_options.adamw.betas"
         )
-    adamw = {"lr": train.lr, **ADAMW}
+    adamw = {"lr": train.lr, **ADAMW, "weight_decay": WEIGHT_DECAY}
     given = train.optimizer_options.get("adamw", {})
     if isinstance(given, dict):
         adamw |= {name: _plain(value) for name, value in given.items()}
     else:
         problems.append(f"train.optimizer_options.adamw = {given!r}; give a table of AdamW's options")
-    others = train.model_copy(update={"betas": None, "optimizer_options": _without(train.optimizer_options, "adamw")})
+    others = {key: value for key, value in train.optimizer_options.items() if key not in ("adamw", "betas")}
     try:
-        options = _options(others, Muon)
+        options = _options(train.model_copy(update={"optimizer_options": others}), Muon)
     except ConfigError as error:
         problems.append(str(error))
     if problems:
@@ -158,10 +164,6 @@ def _muon(train: Train) -> Named:
         raise ConfigError(f"train.optimizer = 'Muon': {error}") from error
     kept = frozenset({"step", "exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if adamw.get("amsgrad") else set()))
     return Named(made, kept, len(kept) - 1, made.whole, frozenset({"momentum_buffer"}))
-
-
-def _without(options: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in options.items() if key != name}
 
 
 def _make(train: Train) -> Callable[..., Any]:
@@ -196,7 +198,7 @@ def _options(train: Train, make: Callable[..., Any]) -> dict[str, Any]:
     first = next(iter(taken), None)
     known = [name for name in taken if name not in (first, *OWN_KEYS)]
     problems = []
-    for name in train.optimizer_options:
+    for name in train.options:
         if name in OWN_KEYS:
             problems.append(f"train.optimizer_options: {name} has a key of its own, train.{name}")
         elif not takes_all and name not in known:
@@ -205,16 +207,12 @@ def _options(train: Train, make: Callable[..., Any]) -> dict[str, Any]:
             problems.append(
                 f"train.optimizer_options: {train.optimizer} has no option {name!r}; {hint}It takes {', '.join(known)}"
             )
-    own = {"betas": train.betas, "eps": train.eps, "weight_decay": train.weight_decay}
-    given = {name: value for name, value in own.items() if value is not None}
-    problems += [
-        f"train.{name} = {_shown(value)}: {train.optimizer} does not take it; leave it out"
-        for name, value in given.items()
-        if not takes_all and name not in taken
-    ]
+    decay = {} if train.weight_decay is None else {"weight_decay": train.weight_decay}
+    if decay and not takes_all and "weight_decay" not in taken:
+        problems.append(f"train.weight_decay = {train.weight_decay}: {train.optimizer} does not take it; leave it out")
     if problems:
         raise ConfigError("\n  ".join(problems))
-    return {"lr": train.lr, **given, **{name: _plain(value) for name, value in train.optimizer_options.items()}}
+    return {"lr": train.lr, **decay, **{name: _plain(value) for name, value in train.options.items()}}
 
 
 def _shown(value: Any) -> Any:

@@ -143,7 +143,7 @@ def _without_transformers(config: Config, vocabulary: int | None = None) -> Any 
         family = str(values.get("model_type"))
     if vocabulary is not None:
         values = {"vocab_size": vocabulary, **values}
-    is_own = (family == "bert") == (config.train.objective == "masked")
+    is_own = (family == "bert") == (config.train.is_masked)
     return known_config(family, values) if is_own else None
 
 
@@ -162,7 +162,7 @@ def expected_vocabulary(config: Config) -> int:
 
         if not config.model.source.startswith(FAMILY):
             return int(hugging_face_config(config).get_text_config().vocab_size)
-    return expected_ids(config.tokenizer, masked=config.train.objective == "masked")
+    return expected_ids(config.tokenizer, masked=config.train.is_masked)
 
 
 def _sizes(config: Config, vocabulary: int, on_cpu: bool) -> Transformer | None:
@@ -174,7 +174,7 @@ def _sizes(config: Config, vocabulary: int, on_cpu: bool) -> Transformer | None:
         if found is not None:
             return transformer_of(found)
         found = hugging_face_config(config, vocabulary)
-        is_known = found.model_type in PREDICTED and config.train.objective == "causal"
+        is_known = found.model_type in PREDICTED and not config.train.is_masked
         return transformer_of(found) if is_known else None
     model = config.model
     return Transformer.decoder(
@@ -184,7 +184,7 @@ def _sizes(config: Config, vocabulary: int, on_cpu: bool) -> Transformer | None:
         kv_heads=model.kv_heads,
         ffn=model.ffn,
         vocabulary=vocabulary,
-        tied=model.tie_embeddings,
-        dropout=model.dropout > 0,
+        tied=model.options.tie_embeddings,
+        dropout=model.options.dropout > 0,
         on_cpu=on_cpu,
     )

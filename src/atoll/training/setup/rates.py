@@ -17,7 +17,7 @@ def learning_rates(train: Train) -> Rates:
     """Return a linear warm-up followed by `train.lr_schedule`, or the whole schedule from the function that it names.
 
     After the warm-up "constant" stays at 1, "cosine" and "linear" fall to min_lr_ratio at the last step, and "wsd" does
-    so in the last `train.decays` steps.
+    so in the last `train.decay` steps.
 
     Raises ConfigError for a function that cannot be imported, or whose factor for the first or the last step is not a
     non-negative number.
@@ -25,9 +25,10 @@ def learning_rates(train: Train) -> Rates:
     if ":" in train.lr_schedule:
         return _given(train)
     low, last = train.min_lr_ratio, train.steps - 1
-    stable = max(train.warmup, train.steps - train.decays) if train.lr_schedule == "wsd" else train.warmup
+    is_wsd = train.lr_schedule.startswith("wsd")
+    stable = max(train.warmup, train.steps - train.decay) if is_wsd else train.warmup
     # "wsd" leaves the full rate with its first falling step, the others with the one after.
-    begin = stable - 1 if train.lr_schedule == "wsd" else stable
+    begin = stable - 1 if is_wsd else stable
     falling = max(1, last - begin)
 
     def factor(done: int) -> float:

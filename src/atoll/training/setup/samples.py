@@ -39,7 +39,7 @@ def _recipe(config: Config) -> dict[str, Any]:
             "learned; give another file or folder, or a share of the corpus such as 0.01"
         )
     return {
-        "weights": data.weights,
+        "weights": data.shares,
         "seed": config.train.seed,
         "shard": SHARD if data.streaming else None,
         "tokenizer": config.tokenizer,
@@ -64,7 +64,7 @@ def vocabulary_of(config: Config, corpus: Supply) -> int:
     """Return the model's number of ids: model.vocabulary, or that of the tokenizer, plus a mask token if one is
     needed."""
     ids = corpus.tokenizer.size
-    if config.train.objective == "masked":
+    if config.train.is_masked:
         ids = max(ids, mask_of(corpus) + 1)
     wanted = config.model.vocabulary
     if wanted is not None and wanted < ids:
@@ -90,7 +90,7 @@ class Samples:
     def __init__(self, config: Config, corpus: Supply, place: Place) -> None:
         self.position = 0
         self._corpus = corpus
-        self._weights = config.data.weights
+        self._weights = config.data.shares
         self._batch = config.train.global_batch
         self._eval_batches = config.train.eval_batches
         share = self._batch // place.mesh.data
@@ -128,7 +128,7 @@ class Samples:
 
     def _objective(self, taken: Batch, position: int) -> Batch:
         """Return the batch with the labels of the objective, for samples from `position` on."""
-        if self._train.objective == "causal":
+        if not self._train.is_masked:
             return taken
         positions = range(position, position + len(taken["input_ids"]))
         kept = [*self._corpus.tokenizer.opening, *self._corpus.tokenizer.closing]
@@ -147,7 +147,7 @@ class Samples:
             epochs = self._corpus.epochs(self._train.steps * self._batch)
             passes = zip(epochs, self._corpus.feeds, strict=True)
             words = ", ".join(f"{epoch:.3g} of {feed.name}" for epoch, feed in passes)
-            notes.append(f"epochs that the run's {self._train.steps} steps take: {words} (data.weights)")
+            notes.append(f"epochs that the run's {self._train.steps} steps take: {words} (data.source)")
         return notes
 
     def validation(self) -> Iterator[tuple[str, Batch]]:

@@ -1,0 +1,172 @@
+"""[parallel], [parallel.codecs] and [parallel.outer]: mesh, layout, schedule and what is sent."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from atoll.base.errors import LayoutError, PlanError
+from atoll.plans.ir.residency import current
+from atoll.plans.layouts import ROUNDINGS, Codec, Layout
+from atoll.plans.layouts import Codecs as CodecsOfPlan
+from atoll.plans.outer import Outer
+from atoll.plans.plan import AXES, ORDERS
+from atoll.training.config.section import Natural, Positive, Section, as_tuple, join_or, raise_all
+
+CodecName = Literal["none", "bf16", "fp8", "int8", "int4"]
+
+
+def _as_residency(value: Any) -> Any:
+    return current(value) if isinstance(value, str) else value
+
+
+def _as_layout(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return Layout.parse(value).name
+    except LayoutError as error:
+        raise ValueError(str(error)) from error
+
+
+def _as_named(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+def _known_order(value: tuple[str, ...]) -> tuple[str, ...]:
+    if value not in ORDERS:
+        raise ValueError(f"must be {join_or([list(order) for order in ORDERS])}")
+    return value
+
+
+class Codecs(Section):
+    """[parallel.codecs]: what is sent between groups of data-parallel ranks instead of elements; see docs/codecs.md."""
+
+    gradient: CodecName = "none"
+    """codec of gradients: docs/codecs.md"""
+    parameter: CodecName = "none"
+    """codec of parameters, or of their differences to the copy that a rank keeps"""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """rounding of gradients and outer gradients; parameters are rounded to nearest"""
+    feedback: bool = True
+    """add the error of a rank's last encoding of gradients, and of outer gradients, to its next one"""
+
+    @property
+    def value(self) -> CodecsOfPlan:
+        """The codecs of the plan."""
+        gradient, parameter = (
+            None if name == "none" else Codec(name, rounding=rounding)
+            for name, rounding in ((self.gradient, self.rounding), (self.parameter, ROUNDINGS[0]))
+        )
+        return CodecsOfPlan(gradient, parameter, self.feedback)
+
+
+class OuterOptimizer(Section):
+    """`parallel.outer.optimizer` as a table. What is not given has the defaults of `atoll.plans.outer.Outer`."""
+
+    name: str = "nesterov"
+    lr: float | None = None
+    momentum: float | None = None
+
+
+class OuterSteps(Section):
+    """[parallel.outer]: outer steps of groups that train independently; see `atoll.plans.outer.Outer`."""
+
+    every: Positive
+    """steps between two outer gradients of a block"""
+    optimizer: Annotated[dict[str, Any], BeforeValidator(_as_named)] = Field(
+        default_factory=lambda: {"name": "nesterov"}
+    )
+    """outer optimizer: "nesterov", with a learning rate of 0.7 and a momentum of 0.9, or "sgd", with 1 and 0; a table
+    changes these, as `{ name = "nesterov", lr = 0.8, momentum = 0.4 }`"""
+    fragments: Natural = 1
+    """number of parts of the model, sent after different steps; 0: each block is one"""
+    delay: Natural = 0
+    """steps between sending a fragment and applying its mean, less than `every`; with a delay a group keeps half of its
+    own parameters when the mean is applied"""
+    codec: CodecName = "none"
+    """codec of outer gradients, with rounding and feedback of `[parallel.codecs]`: docs/outer.md#codecs"""
+
+    @model_validator(mode="after")
+    def _check(self) -> OuterSteps:
+        problems = OuterOptimizer.problems_of(self.optimizer, "parallel.outer.optimizer")
+        if not problems:
+            try:
+                self.to_outer(Codecs())
+            except PlanError as error:
+                problems.append(str(error))
+        raise_all(problems)
+        return self
+
+    def to_outer(self, codecs: Codecs) -> Outer:
+        """Return the value that a plan has. codecs: their rounding and feedback."""
+        codec = None if self.codec == "none" else Codec(self.codec, rounding=codecs.rounding)
+        by = OuterOptimizer(**self.optimizer)
+        given = self.model_dump(include={"every", "fragments", "delay"})
+        return Outer(**given, optimizer=by.name, lr=by.lr, momentum=by.momentum, codec=codec, feedback=codecs.feedback)
+
+
+class Parallel(Section):
+    """[parallel]: mesh, layout, schedule and other settings of parallelism.
+
+    A file may give DeepSpeed's `zero_optimization` instead of `layout`.
+    """
+
+    auto: bool = False
+    """let the planner choose the keys that are not written, and train.microbatch, for `run.cluster` or this machine as
+    measured; `parallel = "auto"` lets it choose all of them: docs/plan.md"""
+    ranks: Positive = 1
+    """number of local processes; under a launcher, its world size applies instead"""
+    min_ranks: Positive | None = None
+    """smallest world size the run may continue with, on a new plan: docs/training.md#fewer-ranks"""
+    pipeline: Positive = 1
+    """number of pipeline ranks"""
+    schedule: str = "1f1b"
+    """name of a schedule in the catalogue, a CSV file in torch's format, or an order as text, for the plan's number of
+    ranks and microbatches: docs/schedules.md"""
+    chunks: Positive | None = None
+    """stages per rank, for schedules with several"""
+    layers_per_stage: Annotated[tuple[Natural, ...] | None, BeforeValidator(as_tuple)] = None
+    """number of layers of each stage, as in `[3, 5, 5, 3]`; split evenly if not given"""
+    post_validation: bool = False
+    """take the optimizer step without waiting for the global norm, and check it afterwards"""
+    compile: Literal["none", "block", "block-eager"] = "none"
+    """"block" compiles each block with torch.compile; "block-eager" only traces it and needs no compiler"""
+    prefetch: Annotated[int, Field(ge=0)] | None = None
+    """bytes of parameters that may be prefetched; if not given, the bytes of one block for each link that a gather
+    crosses. 0 uses the least memory: no prefetch, and each block's gradients are reduced before the next block's
+    backward"""
+    residency: Annotated[Literal["action", "run", "step"] | None, BeforeValidator(_as_residency)] = None
+    """how long gathered parameters are kept: `action` for one action, `run` while the stage fits in the bytes of a
+    rank's largest one, `step` for the whole step"""
+    reduction: Literal["microbatch", "run", "step"] = "microbatch"
+    """how often gradients are reduced to their shards: after each microbatch, before another stage's backward, or once
+    a step"""
+    unit: Positive = 1
+    """number of blocks that are gathered and reduced together: more means fewer, larger messages and more memory"""
+    tensor: Positive = 1
+    """number of tensor-parallel ranks, which split each layer and the vocabulary: docs/models.md"""
+    sequence_parallel: bool = False
+    """shard activations along the sequence between the tensor-parallel parts of a layer"""
+    vocabulary: bool = False
+    """split the rows of embedding and head over the pipeline ranks: docs/models.md#vocabulary-parallelism"""
+    intra: Positive = 1
+    """data-parallel ranks of a group; there are ranks / (pipeline · tensor · intra) groups"""
+    order: Annotated[tuple[str, ...], BeforeValidator(as_tuple), AfterValidator(_known_order)] = AXES
+    """axes of the mesh, outermost first: `pp` first sends pipeline messages between nodes,
+    `["inter", "intra", "pp", "tp"]` keeps them inside"""
+    layout: Annotated[str, BeforeValidator(_as_layout)] = "NNN"
+    """three levels, or an alias such as `zero-2`: docs/layouts.md"""
+    recompute: Literal["none", "block", "selective"] = "none"
+    """activations to recompute in the backward: "block" all of a block's, "selective" all but the outputs of matrix
+    products"""
+    codecs: Codecs = Field(default_factory=Codecs)
+    """what is sent between groups: docs/codecs.md"""
+    outer: OuterSteps | None = None
+    """outer steps of groups that train independently: docs/outer.md, keys below"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """"auto" uses one GPU per local rank if there are enough, else the CPU"""
+    timeout: Annotated[float, Field(gt=0)] | None = None
+    """seconds that a rank may be silent, or keep another waiting, before all ranks end and the error names it; derived
+    from measured step times if not given: docs/training.md#timeout"""

@@ -1,0 +1,180 @@
+"""A config that is being converted, and the rules for the values of another system's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from atoll.base.toml import value_to_toml
+from atoll.training.config.foreign import WORDS
+
+
+@dataclass
+class Conversion:
+    """A config under construction. system, version: what is converted.  tables: of TOML.
+
+    left: sentences about settings without a counterpart.
+    filled: sentences about keys that have a default of the system, by key.  open: the same of keys that have Atoll's
+    default, because the file does not say them.
+    counts: of machines, replicas and so on, which determine other values.
+    """
+
+    system: str
+    version: str
+    tables: dict[str, dict[str, Any]] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+    filled: dict[str, str] = field(default_factory=dict)
+    open: dict[str, str] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    default_of: str | None = None
+    """The path whose default is being converted; None while it is a value of the file."""
+
+    def put(self, key: str, value: Any) -> None:
+        """Set a key such as `train.lr`."""
+        *tables, name = key.split(".")
+        table: dict[str, Any] = self.tables
+        for each in tables:
+            table = table.setdefault(each, {})
+        table[name] = value
+        self.filled.pop(key, None)
+        if self.default_of is not None:
+            self.filled[key] = f"{key} = {value_to_toml(value)}: {self.default_of} is absent"
+
+    def get(self, key: str, default: Any) -> Any:
+        """Return the value of a key."""
+        found: Any = self.tables
+        for each in key.split("."):
+            if each not in found:
+                return default
+            found = found[each]
+        return found
+
+    def leave(self, path: str, value: Any, why: str) -> None:
+        """Note a setting that is not carried over."""
+        absent = "" if self.default_of is None else f" (absent, and {self.version} has it)"
+        self.left.append(f"{path} = {value!r}{absent}: {why}")
+
+
+Rule = Callable[[Conversion, str, Any], None]
+"""Converts a value; it also gets the value's path."""
+
+
+def to(key: str, **values: Any) -> Rule:
+    """Return a rule that sets a key to the value, or to its translation in `values`."""
+
+    def rule(into: Conversion, path: str, value: Any) -> None:
+        if not values:
+            into.put(key, value)
+        elif str(value).lower() in values:
+            into.put(key, values[str(value).lower()])
+        else:
+            into.leave(path, value, f"{key} takes {', '.join(map(repr, dict.fromkeys(values.values())))}")
+
+    return rule
+
+
+def to_or(nearest: Any, key: str, **values: Any) -> Rule:
+    """Return a rule like `to`, which sets the key to `nearest` where a value has no translation."""
+    translate_or_leave = to(key, **values)
+
+    def rule(into: Conversion, path: str, value: Any) -> None:
+        into.put(key, nearest)
+        translate_or_leave(into, path, value)
+
+    return rule
+
+
+def counts(what: str) -> Rule:
+    """Return a rule for a number of machines, replicas and so on."""
+
+    def rule(into: Conversion, path: str, value: Any) -> None:
+        if type(value) is int and value > 0:
+            into.counts[what] = value
+        else:
+            into.leave(path, value, f"no number of {what}")
+
+    return rule
+
+
+def needless(into: Conversion, path: str, value: Any) -> None:
+    """Ignore a setting that does not affect training."""
+
+
+def says(why: str) -> Rule:
+    """Return a rule for a setting that is not converted."""
+    return lambda into, path, value: into.leave(path, value, why)
+
+
+def if_set(why: str) -> Rule:
+    """Return a rule for a setting that is not converted if it is on."""
+
+    def rule(into: Conversion, path: str, value: Any) -> None:
+        if value is True or (value and value not in ("none", "None", "no", 1)):
+            into.leave(path, value, why)
+
+    return rule
+
+
+def unless(usual: Any, why: str) -> Rule:
+    """Return a rule for a setting that is not converted if it differs from Atoll's behaviour."""
+    return lambda into, path, value: None if value == usual else into.leave(path, value, why)
+
+
+def positive(rule: Rule) -> Rule:
+    """Return a rule for systems that write -1 for a value that they choose themselves."""
+    return lambda into, path, value: rule(into, path, value) if type(value) is int and value > 0 else None
+
+
+def enabled(key: str, value_here: Any) -> Rule:
+    """Return a rule that sets a key if the setting is on."""
+    return lambda into, path, value: into.put(key, value_here) if value is True else None
+
+
+def logs(name: str) -> Rule:
+    """Return a rule for a logger that is on or off."""
+
+    def rule(into: Conversion, path: str, value: Any) -> None:
+        others = [each for each in into.get("run.loggers", []) if each != name]
+        into.put("run.loggers", [*others, name] if value is True else others)
+
+    return rule
+
+
+def over_replicas(into: Conversion, ranks: int) -> None:
+    """Give sharded parameters of several replicas their groups: the ranks of one replica."""
+    replicas = into.counts.get("replicas", 1)
+    layout = into.get("parallel.layout", "NNN")
+    if replicas == 1 or layout == "NNN" or into.get("parallel.intra", 1) > 1:
+        return
+    into.put("parallel.layout", layout.replace("G", "I"))
+    others = into.get("parallel.pipeline", 1) * into.get("parallel.tensor", 1) * replicas
+    if ranks and ranks % others == 0:
+        into.put("parallel.intra", ranks // others)
+    elif into.get("parallel.intra", None) is None:
+        into.open["parallel.intra"] = (
+            f"parameters are sharded in {replicas} groups: the data-parallel ranks / {replicas}"
+        )
+
+
+OFFLOAD = WORDS["offload_param"]
+
+Given = Mapping[str, Any]
+"""Settings of a file, by path."""
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A system whose configs are converted.
+
+    version: whose settings and defaults these are.  marks: top-level keys by which a document is recognized, as words.
+    rules: by path; a value that depends on another one comes after it.
+    defaults: the settings in a file -> the defaults of relevant settings that it leaves out.
+    ends: converts what follows from several settings.
+    """
+
+    version: str
+    marks: str
+    rules: Mapping[str, Rule]
+    defaults: Callable[[Given], dict[str, Any]]
+    ends: Callable[[Conversion, Given], None]
