@@ -7,8 +7,9 @@ urgencies for the list scheduler, which places W where the rank waits.
 
 from __future__ import annotations
 
+from atoll.plans.schedules.arrays import NEVER, Listing, Model, Rules
+from atoll.plans.schedules.events import list_actions
 from atoll.plans.schedules.jit import Floats, Integers, kernel
-from atoll.plans.schedules.kernels import NEVER, Listing, Model, Rules, list_actions
 
 SAME = 1e-9
 """Times that differ by less than this share of a period are equal."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from atoll.plans.schedules.arrays import Model, Played
 from atoll.plans.schedules.jit import Integers, kernel
-from atoll.plans.schedules.kernels import Model, Played, fits, play
+from atoll.plans.schedules.playing import fits, play
 
 
 @kernel

@@ -6,8 +6,9 @@ a microbatch, of two, of all or of every second or third from one on, in one F o
 
 from __future__ import annotations
 
+from atoll.plans.schedules.arrays import NEVER, Listing, Model, Rules
+from atoll.plans.schedules.events import list_actions
 from atoll.plans.schedules.jit import Floats, Integers, kernel
-from atoll.plans.schedules.kernels import NEVER, Listing, Model, Rules, list_actions
 
 
 @kernel
