@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from atoll.plans.schedules.jit import Floats, Integers
+from atoll.plans.schedules.jit import Floats, Integers, kernel
 
 NEVER = 1e300
 """Later than any time; finite, so that arithmetic on it stays a number."""
@@ -116,3 +116,25 @@ class Listing(NamedTuple):
     head: Integers  # rank -> W that have run
     tail: Integers  # rank -> I that have run; neither wraps, since a row has room for all
     busy: Floats
+
+
+@kernel
+def next_state(state: int) -> int:
+    """Return the next state of the generator of random searches, a linear congruential one: its upper bits are used."""
+    return (state * 1103515245 + 12345) % 2147483648
+
+
+@kernel
+def with_ties(cost: Floats, is_span: bool) -> float:
+    """Return the objective of (makespan, largest span), and a millionth of the other."""
+    main = 1 if is_span else 0
+    return cost[main] + 1e-6 * cost[1 - main]
+
+
+@kernel
+def longest_action(model: Model) -> float:
+    """Return the longest F or I of the ranks' first stages."""
+    longest = 0.0
+    for rank in range(model.ranks):
+        longest = max(longest, model.takes[rank * 4], model.takes[rank * 4 + 1])
+    return longest

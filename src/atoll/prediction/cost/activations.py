@@ -54,7 +54,7 @@ def _block(block: BlockShape, ranks: Ranks, run: range, received: Mapping[str, i
     again = sum(each.nbytes for each in work.again)
     # A received gradient is kept by the last block for W, in the buffer of the message.
     answer = received.get("B", 0) if at == run.stop - 1 and work.matrices else 0
-    if ranks.is_split and work.matrices:
+    if at in ranks.weighed_with:
         pending = work.kept_for_weights
         passing = own + again - sum(each.nbytes for each in (*work.saved, *work.again) if each.until == "W")
     else:
