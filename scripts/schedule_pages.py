@@ -49,7 +49,6 @@ REFUSED: Mapping[str, Mapping[str, Any]] = {
     "auto": {"static_bytes": 4.0, "memory_limit": (4.5, 8.0, 8.0, 8.0)},
     "zb-1p": {"placement": "v", "chunks": 3},
     "zb-2p": {"memory_limit": (4.0, 4.0)},
-    "optimal": {"microbatches": 200},
 }
 """Options that a schedule of RANKS and MICROBATCHES refuses."""
 

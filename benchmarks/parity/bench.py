@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         for name in list(schedules.CATALOGUE)[few]
         for p in (2, 4)
         for layout in ("NNN", "NNG", "GGG")
-        if not (name == "dualpipe-v" and p == 4) and name != "optimal"
+        if not (name == "dualpipe-v" and p == 4)
     ]
     return {
         "rows": [

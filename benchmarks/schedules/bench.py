@@ -18,10 +18,10 @@ from typing import Any
 from atoll.plans.ir import Placement
 from atoll.plans.schedules import Memory, Problem, build
 from atoll.plans.schedules.automatic import find
-from atoll.plans.schedules.exact import solve
 from atoll.plans.schedules.jit import IS_COMPILED
 from atoll.program.sim import Costs, simulate
 from benchmarks.islands import tables
+from benchmarks.schedules.exact import solve
 from benchmarks.schedules.instances import Instance, draw, fits, rivals
 
 INSTANCES = 200

@@ -16,7 +16,7 @@ from atoll.plans.schedules.problem import TOLERANCE
 from atoll.plans.schedules.search import Search
 from atoll.program.sim import Costs, simulate
 
-SEARCHED = ("auto", "zb-1p", "zb-2p", "optimal")
+SEARCHED = ("auto", "zb-1p", "zb-2p")
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from atoll.prediction.joint import Layer, split_and_order
 from atoll.program.sim import Costs, simulate
 from benchmarks.islands import tables
 
-SEARCHED = ("auto", "zb-1p", "zb-2p", "optimal")
+SEARCHED = ("auto", "zb-1p", "zb-2p")
 
 
 @dataclass(frozen=True)

@@ -103,13 +103,6 @@ def test_a_fixed_schedule_says_that_it_exceeds_the_limit() -> None:
     assert "rank 1" not in result.stderr
 
 
-def test_the_solver_says_what_it_proved() -> None:
-    pytest.importorskip("ortools")
-    result = run("optimal", "--ranks", "2", "--microbatches", "3", "--memory-limit", "2")
-    assert result.exit_code == 0
-    assert "note: proven" in result.stderr
-
-
 def test_costs_per_rank_and_fused_backward() -> None:
     found = payload("gpipe", "--ranks", "2", "--microbatches", "1", "--forward", "1,2", "--weight-grad", "3")
     assert found["makespan"] == 1 + 2 + 1 + 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.util import find_spec
 
 import pytest
 
@@ -17,8 +16,6 @@ SAMPLE = sample()
 @pytest.mark.pairs
 @pytest.mark.parametrize("choice", SAMPLE, ids=[name_of(choice) for choice in SAMPLE])
 def test_a_sample(choice: Choice) -> None:
-    if choice["schedule"] == "optimal" and find_spec("ortools") is None:
-        pytest.skip("needs ortools")
     case = case_of(choice)
     # Three layers make five blocks, which no pipeline size divides either.
     assert_parity(replace(case, model=replace(case.model, layers=3)))

@@ -22,7 +22,7 @@ from atoll.testing.parity import Case, History, reference, train, worst_differen
 from atoll.testing.tiny import TinyConfig
 
 BASE = Case(pipeline=4, microbatches=8, steps=3, model=TinyConfig(layers=6))
-SCHEDULES = sorted(set(CATALOGUE) - {"optimal"})
+SCHEDULES = sorted(CATALOGUE)
 
 
 def trained(case: Case) -> History:

@@ -72,7 +72,6 @@ OPTIONAL = (
     ("transformers", "Hugging Face models, from scratch or from their folders", "hf"),
     ("peft", "low-rank adapters on such models", "hf"),
     ("numba", "automatic schedules found faster, the first time after compiling for some seconds", "fast"),
-    ("ortools", "the schedule `optimal`", "optimal"),
 )
 
 

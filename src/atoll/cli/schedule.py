@@ -12,7 +12,7 @@ from atoll.cli.arguments import AsJson
 
 if TYPE_CHECKING:
     from atoll.plans.ir.schedule import Schedule
-    from atoll.plans.schedules import Links, Memory, Problem
+    from atoll.plans.schedules import Links, Memory
     from atoll.plans.schedules.problem import Objective
     from atoll.program.sim import Costs
     from atoll.program.trace import Trace
@@ -109,7 +109,6 @@ def _build(
 ) -> tuple[Schedule, float]:
     """Return the schedule and the lower bound of its problem. Prints a note for each option without effect."""
     from atoll.plans import schedules
-    from atoll.plans.schedules.exact import solve
 
     _check_words(asked)
     entry = schedules.CATALOGUE.get(name)
@@ -121,14 +120,8 @@ def _build(
         "weight_grad_bytes": memory.weight_grad,
     }
     given = {option: value for option, value in options.items() if option in known}
-    if name == "optimal":
-        optimum = solve(_problem_of(given, sizes, costs, memory))
-        schedule, bound = optimum.schedule, optimum.bound
-        proof = "proven" if optimum.is_proven else f"at most {optimum.gap:.2%} from the best"
-        typer.echo(f"note: {proof}", err=True)
-    else:
-        schedule = schedules.build(name, **sizes, costs=costs, **given)
-        bound = _bound(schedule, asked["objective"], costs, memory)
+    schedule = schedules.build(name, **sizes, costs=costs, **given)
+    bound = _bound(schedule, asked["objective"], costs, memory)
     for option, own in (("chunks", schedule.chunks), ("placement", schedule.placement.kind), ("unit", None)):
         if option not in known and asked[option] not in (None, own):
             typer.echo(f"note: {name} ignores --{option}", err=True)
@@ -147,14 +140,6 @@ def _split_head(schedule: Schedule, costs: Costs, head: float) -> tuple[Schedule
     found = replace(costs, score=2 * each, score_grad=each)
     relative = {"score": 2 * each / forward, "hop": Links.of(costs.hop).longest / forward} if forward else {}
     return insert_vocabulary(schedule, **relative), found
-
-
-def _problem_of(given: dict[str, Any], sizes: dict[str, int], costs: Costs, memory: Memory) -> Problem:
-    from atoll.plans.schedules import Problem
-    from atoll.plans.schedules.automatic import placement_of
-
-    placement = placement_of(given["placement"], sizes["ranks"], given["chunks"])
-    return Problem.of(placement, sizes["microbatches"], costs=costs, memory=memory, objective=given["objective"])
 
 
 def _bound(schedule: Schedule, objective: Objective, costs: Costs, memory: Memory) -> float:

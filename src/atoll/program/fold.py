@@ -45,7 +45,7 @@ class Resolved:
         all phases."""
         if per is Per.STEP:
             yield OF_STEP
-        elif per is Per.UNIT:
+        elif per in (Per.UNIT, Per.WEIGHT):
             yield from ((unit, None) for unit in self.units)
         elif per is Per.PHASE:
             yield from ((unit, phase) for unit in self.units for phase in (PHASES if of_all else self.phases))

@@ -29,7 +29,7 @@ from atoll.plans.layouts import (
 from atoll.program.fold import Key, Resolved
 from atoll.program.instruction import Instruction
 from atoll.program.operation import Amount, Operation, Per, Phase, Sharing, Workspace
-from atoll.program.shape import RankShape
+from atoll.program.shape import RankShape, WeightShape
 
 
 class Bytes(NamedTuple):
@@ -218,13 +218,15 @@ def _allocations(
         if workspace.part not in names:
             continue
         for key in resolved.keys(workspace.per, of_all=amount.of_all):
-            size = amount.size and amount.size(_object(shape, workspace.per, key), key[1])
+            size = amount.size and amount.size(_object(shape, workspace.per, key, resolved.stage), key[1])
             if size != 0:
                 yield _Change(names.index(workspace.part), (workspace, key), size)
 
 
-def _object(shape: RankShape, per: Per, key: Key) -> object:
+def _object(shape: RankShape, per: Per, key: Key, stage: int) -> object:
     """Return what a size is asked of."""
+    if per is Per.WEIGHT:
+        return shape.stages[stage].weights.get(key[0], WeightShape())
     of: Mapping[Per, Mapping[int, object]] = {Per.BLOCK: shape.blocks, Per.STAGE: shape.stages}
     return shape if per is Per.STEP else of.get(per, shape.units)[key[0]]
 

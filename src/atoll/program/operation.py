@@ -80,9 +80,10 @@ class Side(StrEnum):
 
 
 class Per(StrEnum):
-    """The kind of object that a fact or a buffer belongs to."""
+    """The kind of object that a fact or a buffer belongs to. WEIGHT: a unit's W in a stage, which may have others."""
 
     UNIT = "unit"
+    WEIGHT = "weight"
     PHASE = "phase"
     BLOCK = "block"
     STAGE = "stage"
@@ -166,7 +167,8 @@ class Workspace:
 
 
 Size = Callable[[Any, "Phase | None"], int]
-"""Bytes of a `UnitShape`, of a phase of its gradients, of a `BlockShape`, a `StageShape` or a `RankShape`."""
+"""Bytes of a `UnitShape`, of a phase of its gradients, of a `BlockShape`, a `WeightShape`, a `StageShape` or a
+`RankShape`."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from atoll.plans.layouts import Footprint, SegmentShape, Sharding, footprint
 from atoll.program.operation import Operation, Phase
@@ -35,9 +36,6 @@ class UnitShape:
     transformed: bytes that come and go within TRANSFORM.
     sharded: bytes of the sharded gradients of each phase, from the first of a step on; none if they are always there.
     segments: its flat buffers.
-
-    pending: bytes that its W frees, of those that I keeps for it.  answered: the received gradient that W was the last
-    to need, whose buffer is idle again.
     """
 
     index: int
@@ -54,8 +52,6 @@ class UnitShape:
     transformed: int = 0
     sharded: Mapping[Phase, int] = field(default_factory=dict)
     segments: tuple[SegmentShape, ...] = field(default=(), compare=False)
-    pending: int = field(default=0, compare=False)
-    answered: int = field(default=0, compare=False)
 
     @property
     def trainable(self) -> bool:
@@ -87,6 +83,17 @@ class BlockShape:
     in_backward: int = field(default=0, compare=False)
 
 
+class WeightShape(NamedTuple):
+    """Bytes of a unit's W in a stage.
+
+    pending: those that it frees, of what I keeps for it.  answered: the received gradient that it is the last to need,
+    whose buffer is idle again.
+    """
+
+    pending: int = 0
+    answered: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class StageShape:
     """A stage: its blocks, and its units in the order of the backward.
@@ -94,6 +101,7 @@ class StageShape:
     is_recomputed: whether its blocks run their forward again in the backward.
     received: bytes of a message from the stage before (F) and from the one behind (B), if they are on other ranks.
     loss: bytes that START_I is the last to need.  in_loss: those that come and go within it.
+    weights: of the W of its units.
     """
 
     index: int
@@ -103,6 +111,7 @@ class StageShape:
     received: Mapping[str, int] = field(default_factory=dict, compare=False)
     loss: int = field(default=0, compare=False)
     in_loss: int = field(default=0, compare=False)
+    weights: Mapping[int, WeightShape] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)

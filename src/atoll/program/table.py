@@ -84,9 +84,9 @@ class Workspaces:
     ARRIVING = Workspace("arriving", Per.STEP, Sharing.TOGETHER)
     KEPT = Workspace("activations", Per.BLOCK, Sharing.EACH)
     KEPT_FOR_LOSS = Workspace("activations", Per.STAGE, Sharing.EACH)
-    ANSWERED = Workspace("activations", Per.UNIT, Sharing.EACH)
+    ANSWERED = Workspace("activations", Per.WEIGHT, Sharing.EACH)
     PENDING = Workspace("pending", Per.BLOCK, Sharing.EACH)
-    WEIGHED = Workspace("pending", Per.UNIT, Sharing.EACH)
+    WEIGHED = Workspace("pending", Per.WEIGHT, Sharing.EACH)
     PASSING = Workspace("passing", Per.BLOCK, Sharing.EACH)
     IN_LOSS = Workspace("passing", Per.STAGE, Sharing.EACH)
     MESSAGES = Workspace("messages", Per.STAGE, Sharing.EACH)
@@ -235,8 +235,8 @@ class Do:
     FINISH_I = computes()
     W = computes(
         scope=Scope.UNIT, over=Over.UNIT, phase="W", needs=(WRITES, WORKS), gives=(Facts.MADE,),
-        takes=(*GRADIENT, Amount(Workspaces.ANSWERED, lambda unit, _: unit.answered)), cause="weights", column="W",
-        frees=(Amount(Workspaces.WEIGHED, lambda unit, _: unit.pending),),
+        takes=(*GRADIENT, Amount(Workspaces.ANSWERED, lambda weight, _: weight.answered)), cause="weights", column="W",
+        frees=(Amount(Workspaces.WEIGHED, lambda weight, _: weight.pending),),
     )  # fmt: skip
     FINISH_W = computes(frees=(Amount(Workspaces.MESSAGES, lambda stage, _: sum(stage.received.values())),))
 

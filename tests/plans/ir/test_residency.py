@@ -160,7 +160,7 @@ def test_forward_only_keeps_what_a_forward_needs() -> None:
 
 
 def test_the_catalogue_is_covered() -> None:
-    searched = {"auto", "zb-1p", "zb-2p", "optimal"}
+    searched = {"auto", "zb-1p", "zb-2p"}
     assert {schedule.name for schedule in ALL} >= set(schedules.CATALOGUE) - searched
 
 

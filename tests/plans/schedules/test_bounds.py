@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from atoll.base.errors import AtollError
 from atoll.plans.ir import Placement
 from atoll.plans.ir.placement import Kind
-from atoll.plans.schedules import CATALOGUE, Memory, Problem, build, exact, lower_bound, one_rank, search
+from atoll.plans.schedules import CATALOGUE, Memory, Problem, build, lower_bound, one_rank, search
 from atoll.plans.schedules.memory import peak_of
 from atoll.plans.schedules.problem import OBJECTIVES
 from atoll.program.sim import Costs, simulate
+from benchmarks.schedules import exact
 
 
 def small(seed: int) -> Problem:
@@ -44,7 +45,7 @@ def test_no_order_is_below(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @given(
-    name=st.sampled_from([name for name in CATALOGUE if name not in ("auto", "zb-1p", "zb-2p", "optimal")]),
+    name=st.sampled_from([name for name in CATALOGUE if name not in ("auto", "zb-1p", "zb-2p")]),
     ranks=st.integers(2, 6),
     microbatches=st.integers(1, 16),
     times=st.tuples(*[st.floats(0.1, 3.0)] * 3),

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from atoll.plans.ir import Placement
+from atoll.plans.schedules.arrays import NEVER, Rules
 from atoll.plans.schedules.jit import floats, integers
-from atoll.plans.schedules.kernels import NEVER, Rules
 from atoll.plans.schedules.links import Link, Links
 from atoll.plans.schedules.problem import Problem
 from atoll.plans.schedules.search import Board

@@ -10,7 +10,7 @@ import pytest
 from atoll.base.errors import ConfigError
 from atoll.plans.ir import Op, Placement, Schedule, lower
 from atoll.plans.ir.placement import Kind
-from atoll.plans.schedules import Link, Links, Memory, Problem, build, exact, lower_bound, search
+from atoll.plans.schedules import Link, Links, Memory, Problem, build, lower_bound, search
 from atoll.plans.schedules.automatic import find
 from atoll.plans.schedules.links import Hops
 from atoll.plans.schedules.memory import peak_of
@@ -18,6 +18,7 @@ from atoll.plans.schedules.portfolio import fixed_orders
 from atoll.plans.schedules.search import Board
 from atoll.program import Do, Programs, lower_row
 from atoll.program.sim import Costs, Rates, Speed, simulate
+from benchmarks.schedules import exact
 from tests.plans.ir.shapes import typed
 from tests.program.shapes import shapes_of
 

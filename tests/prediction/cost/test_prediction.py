@@ -14,6 +14,7 @@ from atoll.prediction.cost import Clock, Cluster, Efficiency, Prediction, Produc
 from atoll.program import Do
 
 MODEL = Transformer.llama(layers=16, hidden=1024, heads=16, ffn=2816, vocabulary=32000)
+TIED = replace(MODEL, tied=True)
 EFFICIENCY = Efficiency(dispatch=0.0, launch=0.0)
 MESH = MeshShape()
 
@@ -149,6 +150,17 @@ def test_all_that_is_kept_is_given_back(schedule: str, recompute: str, unit: int
         )
         assert min(min(each) for each in held) >= 0
         assert found.peak(rank).total > held[0].total == found.rest(rank).total
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("zb-v", 2), ("dualpipe-v", 2), ("breadth-first", 1)])
+def test_what_the_head_keeps_for_w_is_given_back_once(schedule: str, ranks: int) -> None:
+    """Past bug: where one rank has both ends of a tied model, the W of the embedding's stage freed it again."""
+    tied = replace(predicted(mesh=MeshShape(ranks), on=cluster(), schedule=schedule), workload=TIED.workload)
+    for rank in range(ranks):
+        held = list(tied.held(rank))
+        assert min(each.pending for each in held) == held[-1].pending == 0
+    apart = replace(tied, workload=MODEL.workload)
+    assert max(each.pending for each in tied.held(0)) == max(each.pending for each in apart.held(0))
 
 
 def test_the_first_rank_of_1f1b_keeps_as_many_microbatches_as_there_are_ranks() -> None:

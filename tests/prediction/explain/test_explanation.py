@@ -238,7 +238,6 @@ def test_what_cannot_be_is_there_with_its_refusal() -> None:
 
 def test_a_searched_order_is_not_searched_again() -> None:
     assert "auto" not in FIXED
-    assert "optimal" not in FIXED
     plan = predicted("NNG", "auto", MeshShape(2, 1, 2)).plan
     with pytest.raises(PlanError, match="is made for one size"):
         rebuilt(plan, batch=plan.global_batch // 2)

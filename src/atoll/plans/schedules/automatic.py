@@ -14,7 +14,7 @@ The best is kept, so the result is never worse than any of them; the search ends
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from atoll.plans.ir.placement import Kind, Placement
 from atoll.plans.ir.schedule import Schedule
@@ -39,9 +39,11 @@ def automatic(
     static_bytes: PerRank = 0.0,
     activation_bytes: PerRank = 1.0,
     weight_grad_bytes: PerRank = 1.0,
+    name: str = "auto",
 ) -> Schedule:
-    """Return the best order found for `costs` within `memory_limit` bytes per rank (default: no limit), on any
-    placement.
+    """Return the best order found for `costs` within `memory_limit` bytes per rank, on any placement.
+
+    name: of the schedule; without a limit, its own holds (`own_limit`), which `auto` does not have.
 
     Raises ConfigError if a rank cannot hold one microbatch's activations, with the rank and the bytes that it needs.
 
@@ -50,22 +52,14 @@ def automatic(
         rank 2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
     """
     memory = Memory(activation_bytes, weight_grad_bytes, static_bytes, memory_limit)
-    return _search("auto", placement_of(placement, ranks, chunks), microbatches, costs, memory, objective)
+    limited = own_limit(name, memory, ranks, microbatches)
+    problem = Problem.of(
+        placement_of(placement, ranks, chunks), microbatches, costs=costs, memory=limited, objective=objective
+    )
+    return find(problem).schedule(name)
 
 
-def zb_1p(
-    *,
-    ranks: int,
-    microbatches: int,
-    placement: Kind | None = None,
-    chunks: int | None = None,
-    costs: StageCosts | None = None,
-    objective: Objective = "makespan",
-    memory_limit: PerRank | None = None,
-    static_bytes: PerRank = 0.0,
-    activation_bytes: PerRank = 1.0,
-    weight_grad_bytes: PerRank = 1.0,
-) -> Schedule:
+def zb_1p(**options: Any) -> Schedule:
     """`auto` in the activation memory of 1F1B: by default a rank may keep p times its `activation_bytes`.
 
     Raises ConfigError if a rank cannot hold one microbatch's activations.
@@ -74,23 +68,10 @@ def zb_1p(
         rank 1  .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
         rank 2  .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
     """
-    memory = Memory(activation_bytes, weight_grad_bytes, static_bytes, memory_limit)
-    return _search("zb-1p", placement_of(placement, ranks, chunks), microbatches, costs, memory, objective)
+    return automatic(name="zb-1p", **options)
 
 
-def zb_2p(
-    *,
-    ranks: int,
-    microbatches: int,
-    placement: Kind | None = None,
-    chunks: int | None = None,
-    costs: StageCosts | None = None,
-    objective: Objective = "makespan",
-    memory_limit: PerRank | None = None,
-    static_bytes: PerRank = 0.0,
-    activation_bytes: PerRank = 1.0,
-    weight_grad_bytes: PerRank = 1.0,
-) -> Schedule:
+def zb_2p(**options: Any) -> Schedule:
     """`auto` in twice the activation memory of 1F1B: by default a rank may keep 2p times its `activation_bytes`.
 
     Raises ConfigError if a rank cannot hold one microbatch's activations.
@@ -99,8 +80,7 @@ def zb_2p(
         rank 1  .  F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4
         rank 2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
     """
-    memory = Memory(activation_bytes, weight_grad_bytes, static_bytes, memory_limit)
-    return _search("zb-2p", placement_of(placement, ranks, chunks), microbatches, costs, memory, objective)
+    return automatic(name="zb-2p", **options)
 
 
 def zero_bubble_v(
@@ -122,57 +102,43 @@ def zero_bubble_v(
         rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3
         rank 1  .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
     """
-    placement = Placement("v", ranks, 2)
     if costs is None and memory_limit is None:
         return fixed_zero_bubble_v(ranks=ranks, microbatches=microbatches)
-    memory = Memory(activation_bytes, weight_grad_bytes, static_bytes, memory_limit)
-    return _search("zb-v", placement, microbatches, costs, memory, objective)
-
-
-def memory_of_zero_bubble_v(memory: Memory, ranks: int, microbatches: int) -> Memory:
-    """Return `memory` with ZB-V's own limit if it has none: p microbatches, or those of its fixed order if more."""
-    if memory.limit is not None:
-        return memory
-    fixed = fixed_zero_bubble_v(ranks=ranks, microbatches=microbatches)
-    limits = []
-    for row, bytes_of in zip(fixed.actions, memory.per_rank(ranks), strict=True):
-        peak = peak_of(row, fixed.chunks, bytes_of)
-        limits.append(max(peak, bytes_of.static + ranks * bytes_of.activation))
-    return replace(memory, limit=tuple(limits))
+    return automatic(
+        name="zb-v",
+        ranks=ranks,
+        microbatches=microbatches,
+        placement="v",
+        costs=costs,
+        objective=objective,
+        memory_limit=memory_limit,
+        static_bytes=static_bytes,
+        activation_bytes=activation_bytes,
+        weight_grad_bytes=weight_grad_bytes,
+    )
 
 
 def own_limit(name: str, memory: Memory, ranks: int, microbatches: int) -> Memory:
-    """Return `memory` with the limit of the schedule `name` if it has none."""
+    """Return `memory` with the limit of the schedule `name` if it has none.
+
+    That of ZB-V is p microbatches, or those of its fixed order if more.
+    """
+    kept = {"zb-1p": ranks, "zb-2p": 2 * ranks, "zb-v": ranks}.get(name)
+    if memory.limit is not None or kept is None:
+        return memory
+    each = memory.per_rank(ranks)
+    limits = [row.static + kept * row.activation for row in each]
     if name == "zb-v":
-        return memory_of_zero_bubble_v(memory, ranks, microbatches)
-    kept = {"zb-1p": ranks, "zb-2p": 2 * ranks}.get(name)
-    return memory if kept is None else _limited(memory, ranks, kept)
+        fixed = fixed_zero_bubble_v(ranks=ranks, microbatches=microbatches)
+        peaks = [peak_of(row, fixed.chunks, own) for row, own in zip(fixed.actions, each, strict=True)]
+        limits = list(map(max, peaks, limits))
+    return replace(memory, limit=tuple(limits))
 
 
 def placement_of(kind: Kind | None, ranks: int, chunks: int | None) -> Placement:
     """Return the requested placement: a line, or a loop if only chunks are given."""
     chosen: Kind = kind or ("loop" if (chunks or 1) > 1 else "line")
     return Placement(chosen, ranks, chunks or {"line": 1, "v": 2, "loop": 2}[chosen])
-
-
-def _limited(memory: Memory, ranks: int, kept: int) -> Memory:
-    """Return `memory` with a limit of `kept` microbatches plus the static bytes, if it has none."""
-    if memory.limit is not None:
-        return memory
-    return replace(memory, limit=tuple(row.static + kept * row.activation for row in memory.per_rank(ranks)))
-
-
-def _search(
-    name: str,
-    placement: Placement,
-    microbatches: int,
-    costs: StageCosts | None,
-    memory: Memory,
-    objective: Objective,
-) -> Schedule:
-    limited = own_limit(name, memory, placement.ranks, microbatches)
-    problem = Problem.of(placement, microbatches, costs=costs, memory=limited, objective=objective)
-    return find(problem).schedule(name)
 
 
 def find(problem: Problem) -> Search:

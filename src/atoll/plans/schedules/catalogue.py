@@ -16,7 +16,6 @@ from atoll.plans.schedules.breadth_first import breadth_first
 from atoll.plans.schedules.closed_form import ClosedForm, RankForm
 from atoll.plans.schedules.controllable_memory import v_half, v_min
 from atoll.plans.schedules.dualpipe_v import dualpipe_v
-from atoll.plans.schedules.exact import optimal
 from atoll.plans.schedules.generalized_interleaved import gis, gis_h
 from atoll.plans.schedules.gpipe import gpipe
 from atoll.plans.schedules.interleaved import interleaved
@@ -254,16 +253,6 @@ _ENTRIES = (
         bubbles=(),
         activations=forms.UP_TO_2P,
         kept=forms.UP_TO_2P,
-        options=_SEARCHED,
-    ),
-    Entry(
-        name="optimal",
-        function=optimal,
-        summary="the best order there is, proved by a solver, for small steps; needs the extra `optimal`",
-        paper="developers.google.com/optimization",
-        bubbles=(),
-        activations=forms.ANY,
-        kept=forms.ANY,
         options=_SEARCHED,
     ),
 )

@@ -7,8 +7,9 @@ urgencies for the list scheduler, which places W where the rank waits.
 
 from __future__ import annotations
 
+from atoll.plans.schedules.arrays import NEVER, Listing, Model, Rules, longest_action, next_state, with_ties
+from atoll.plans.schedules.events import list_actions
 from atoll.plans.schedules.jit import Floats, Integers, kernel
-from atoll.plans.schedules.kernels import NEVER, Listing, Model, Rules, list_actions
 
 SAME = 1e-9
 """Times that differ by less than this share of a period are equal."""
@@ -130,24 +131,21 @@ def nudge(
     Changes that make the listed order no longer are kept: `slots` and `rules.patience` end as the best. Return its
     cost.
     """
-    main = 1 if is_span else 0
     stages = model.ranks * model.chunks
     repeat(model, period, slots, rules.keys)
     if not list_actions(model, rules, listing, order, length, cost):
         return NEVER
-    lowest = cost[main] + 1e-6 * cost[1 - main]
-    longest = 0.0
-    for rank in range(model.ranks):
-        longest = max(longest, model.takes[rank * 4], model.takes[rank * 4 + 1])
+    lowest = with_ties(cost, is_span)
+    longest = longest_action(model)
     state = seed
     for _ in range(tries):
         if lowest <= goal:
             break
-        state = (state * 1103515245 + 12345) % 2147483648
+        state = next_state(state)
         step = (state // 64) % (2 * stages + model.ranks)
-        state = (state * 1103515245 + 12345) % 2147483648
+        state = next_state(state)
         share = ((state // 64) % 4096) / 2048.0 - 1.0
-        state = (state * 1103515245 + 12345) % 2147483648
+        state = next_state(state)
         is_alone = (state // 4096) % 2 == 0
         rank = step - 2 * stages
         before = 0.0
@@ -159,7 +157,7 @@ def nudge(
                 slots[later if later < stages else 3 * stages - 1 - later] += share * longest
             repeat(model, period, slots, rules.keys)
         if list_actions(model, rules, listing, order, length, cost):
-            found = cost[main] + 1e-6 * cost[1 - main]
+            found = with_ties(cost, is_span)
             if found <= lowest:
                 lowest = found
                 continue

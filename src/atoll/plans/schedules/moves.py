@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from atoll.plans.schedules.arrays import Model, Played, next_state, with_ties
 from atoll.plans.schedules.jit import Integers, kernel
-from atoll.plans.schedules.kernels import Model, Played, fits, play
+from atoll.plans.schedules.playing import fits, play
 
 
 @kernel
@@ -57,11 +58,9 @@ def improve(
     Stops when `goal` is reached or after `tries` simulations; `order` and `length` end as the best found. Ties are
     broken by the other cost. A small threshold, decreasing to zero, lets it leave a local optimum.
     """
-    main = 1 if is_span else 0
-    minor = 1 - main
     if not play(model, order, length, played):
         return 0
-    current = played.cost[main] + 1e-6 * played.cost[minor]
+    current = with_ties(played.cost, is_span)
     lowest = current
     ranks = model.ranks
     width = 3 * model.chunks * model.microbatches
@@ -77,12 +76,12 @@ def improve(
     for _ in range(20 * tries):
         if done >= tries or lowest <= goal:
             break
-        state = (state * 1103515245 + 12345) % 2147483648
+        state = next_state(state)
         at = path[(state // 8) % found]
-        state = (state * 1103515245 + 12345) % 2147483648
+        state = next_state(state)
         shift = 1 + (state // 8) % window
         rank = at // width
-        state = (state * 1103515245 + 12345) % 2147483648
+        state = next_state(state)
         is_later = (state // 65536) % 2 == 0
         base = rank * width
         target = min(base + length[rank] - 1, at + shift) if is_later else max(base, at - shift)
@@ -106,7 +105,7 @@ def improve(
         if fits(model, order, length, rank, played.counts):
             done += 1
             if play(model, order, length, played):
-                cost = played.cost[main] + 1e-6 * played.cost[minor]
+                cost = with_ties(played.cost, is_span)
                 allowed = 0.05 * threshold * max(0.0, 1.0 - 1.5 * done / tries)
                 is_better = cost <= lowest + allowed and cost <= current + 0.5 * allowed
         if is_better:

@@ -1,6 +1,6 @@
 """Lower bound: the minimum time of one rank if all others have unlimited parallelism.
 
-[Note: one rank alone] Every kind of every stage takes the microbatches in order (atoll.plans.schedules.kernels). So an
+[Note: one rank alone] Every kind of every stage takes the microbatches in order (atoll.plans.schedules.arrays). So an
 action waits for the same action of the previous microbatch, for its input, and on its own rank for memory to be freed.
 With chunks of `activation` bytes until their I and of `weight_grad` bytes from there to their W, an order that fits
 has, with k chunks kept and q pending, k activation + q weight_grad <= room at all times. So, for each stage alone,

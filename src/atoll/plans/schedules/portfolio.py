@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from atoll.plans.ir.action import Action
 from atoll.plans.ir.schedule import Schedule
-from atoll.plans.schedules import kernels, modulo
+from atoll.plans.schedules import modulo, playing
 from atoll.plans.schedules.breadth_first import breadth_first
 from atoll.plans.schedules.controllable_memory import LOOK_AHEADS, PERIOD, TRIAL_ROUNDS, half_slots, min_slots
 from atoll.plans.schedules.dualpipe_v import dualpipe_v
@@ -264,7 +264,7 @@ def key_families(board: Board, fixed: Schedule) -> list[Floats]:
         keys(grouped, lambda chunk, number: grouped(chunks - 1 - chunk, number)),
     ]
     board.load(fixed)
-    if kernels.play(model, board.order, board.length, board.played):
+    if playing.play(model, board.order, board.length, board.played):
         families.append(keys_from(board))
     return families
 
@@ -353,7 +353,7 @@ def relist(search: Search) -> None:
     for _ in range(3):
         before = search.cost
         search.take_best()
-        kernels.play(board.model, board.order, board.length, board.played)
+        playing.play(board.model, board.order, board.length, board.played)
         keys = [keys_from(board)]
         for look_ahead in (0.0, 0.5 * longest, 2.0 * longest, math.inf):
             for patience in (0, 1, 2, 4):
@@ -379,7 +379,7 @@ def shaken(search: Search) -> None:
         if search.is_done:
             return
         search.take_best()
-        kernels.play(board.model, board.order, board.length, board.played)
+        playing.play(board.model, board.order, board.length, board.played)
         keys = keys_from(board)
         look_ahead = longest if serial % 2 else math.inf
         scored: list[tuple[Cost, int, Settings]] = []

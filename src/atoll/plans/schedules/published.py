@@ -6,8 +6,9 @@ all ranks together, round by round, and compare a gap with the largest bubble so
 
 from __future__ import annotations
 
+from atoll.plans.schedules.arrays import NEVER, Listing, Model
+from atoll.plans.schedules.events import begin_action, clear, run_pending
 from atoll.plans.schedules.jit import Floats, Integers, kernel
-from atoll.plans.schedules.kernels import NEVER, Listing, Model, begin_action, clear, run_pending
 
 
 @kernel

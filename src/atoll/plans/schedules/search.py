@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 from atoll.plans.ir.action import COMPUTE, Action
 from atoll.plans.ir.schedule import Rows, Schedule
-from atoll.plans.schedules import kernels, moves
+from atoll.plans.schedules import moves, playing
+from atoll.plans.schedules.arrays import Listing, Model, Played, Rules
 from atoll.plans.schedules.bounds import lower_bound
+from atoll.plans.schedules.events import list_actions
 from atoll.plans.schedules.jit import IS_COMPILED, Floats, counts, floats, integers, zeros
-from atoll.plans.schedules.kernels import Listing, Model, Played, Rules
 from atoll.plans.schedules.links import Hops
 from atoll.plans.schedules.problem import Problem
 from atoll.plans.schedules.published import published_line, published_v
@@ -44,7 +45,7 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """Rules of list scheduling as integers per rank: see kernels.Rules. Waits are in quarters of a W or F."""
+    """Rules of list scheduling as integers per rank: see arrays.Rules. Waits are in quarters of a W or F."""
 
     flight: tuple[int, ...]
     patience: tuple[int, ...]
@@ -121,12 +122,12 @@ class Board:
     def fits(self) -> bool:
         """Return True if the order keeps every rank within its memory."""
         ranks = range(self.model.ranks)
-        return all(kernels.fits(self.model, self.order, self.length, rank, self.played.counts) for rank in ranks)
+        return all(playing.fits(self.model, self.order, self.length, rank, self.played.counts) for rank in ranks)
 
     def play(self) -> Cost | None:
         """Return the cost of the order; None if it does not fit or deadlocks."""
         self.spent += self.cells
-        if not self.fits() or not kernels.play(self.model, self.order, self.length, self.played):
+        if not self.fits() or not playing.play(self.model, self.order, self.length, self.played):
             return None
         return self.of(self.played.cost)
 
@@ -178,7 +179,7 @@ class Board:
     def list(self, rules: Rules) -> Cost | None:
         """Do the same with rules as times."""
         self.spent += 3 * self.cells
-        if not kernels.list_actions(self.model, rules, self.listing, self.order, self.length, self.cost):
+        if not list_actions(self.model, rules, self.listing, self.order, self.length, self.cost):
             return None
         return self.of(self.cost)
 
@@ -195,8 +196,11 @@ class Search:
 
     @property
     def is_done(self) -> bool:
-        """True if nothing better exists."""
-        return self.cost is not None and kernels.is_reached(self.cost.main, self.bound)
+        """True if nothing better exists, apart from rounding."""
+        if self.cost is None:
+            return False
+        cost = self.cost.main
+        return cost <= self.bound * (1 + 1e-9) or math.isclose(cost, self.bound, rel_tol=1e-9)
 
     def consider(self, source: str) -> Cost | None:
         """Simulate the board's order and keep it if it is the best so far."""

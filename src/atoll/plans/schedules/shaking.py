@@ -6,8 +6,9 @@ a microbatch, of two, of all or of every second or third from one on, in one F o
 
 from __future__ import annotations
 
+from atoll.plans.schedules.arrays import NEVER, Listing, Model, Rules, longest_action, next_state, with_ties
+from atoll.plans.schedules.events import list_actions
 from atoll.plans.schedules.jit import Floats, Integers, kernel
-from atoll.plans.schedules.kernels import NEVER, Listing, Model, Rules, list_actions
 
 
 @kernel
@@ -27,27 +28,24 @@ def shake(
 
     Stops when `goal` is reached; `order` and `rules` end as the best.
     """
-    main = 1 if is_span else 0
     stages, microbatches = model.ranks * model.chunks, model.microbatches
     if not list_actions(model, rules, listing, order, length, cost):
         return NEVER
-    lowest = cost[main] + 1e-6 * cost[1 - main]
-    longest = 0.0
-    for rank in range(model.ranks):
-        longest = max(longest, model.takes[rank * 4], model.takes[rank * 4 + 1])
+    lowest = with_ties(cost, is_span)
+    longest = longest_action(model)
     state = seed
     for _ in range(tries):
         if lowest <= goal:
             break
-        state = (state * 1103515245 + 12345) % 2147483648
+        state = next_state(state)
         slot = (state // 64) % (2 * stages + model.ranks)
-        state = (state * 1103515245 + 12345) % 2147483648
+        state = next_state(state)
         share = ((state // 64) % 4096) / 2048.0 - 1.0
-        state = (state * 1103515245 + 12345) % 2147483648
+        state = next_state(state)
         shift = share * longest * 0.5 * (1 << ((state // 4096) % 3))
-        state = (state * 1103515245 + 12345) % 2147483648
+        state = next_state(state)
         kind = (state // 4096) % 4
-        state = (state * 1103515245 + 12345) % 2147483648
+        state = next_state(state)
         first = (state // 64) % microbatches
         is_first_choice = (state // 4096) % 2 == 0
         step = 1
@@ -71,7 +69,7 @@ def shake(
             for number in range(first, after, step):
                 rules.keys[slot * microbatches + number] += shift
         if list_actions(model, rules, listing, order, length, cost):
-            found = cost[main] + 1e-6 * cost[1 - main]
+            found = with_ties(cost, is_span)
             if found <= lowest:
                 lowest = found
                 continue

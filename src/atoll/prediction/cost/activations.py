@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from atoll.program import BlockShape, RankShape, StageShape, UnitShape
+from atoll.program import BlockShape, RankShape, StageShape
+from atoll.program.shape import WeightShape
 
 if TYPE_CHECKING:
     from atoll.prediction.cost.ranks import Ranks
@@ -18,19 +19,7 @@ if TYPE_CHECKING:
 def with_activations(shape: RankShape, ranks: Ranks) -> RankShape:
     """Return the shape of a pipeline rank with the bytes of its blocks' activations and messages."""
     stages = {index: _stage(stage, ranks) for index, stage in shape.stages.items()}
-    weighed: dict[int, int] = {}
-    for at, unit in ranks.weighed_with.items():
-        weighed[unit] = weighed.get(unit, 0) + ranks.works[at].kept_for_weights
-    answered = {
-        ranks.weighed_with[ranks.runs[index].stop - 1]: stage.received["B"]
-        for index, stage in stages.items()
-        if ranks.runs[index].stop - 1 in ranks.weighed_with and "B" in stage.received
-    }
-    units: Mapping[int, UnitShape] = {
-        index: replace(unit, pending=weighed.get(index, 0), answered=answered.get(index, 0))
-        for index, unit in shape.units.items()
-    }
-    return replace(shape, stages=stages, units=units, besides=ranks.slices.held(shape.rank))
+    return replace(shape, stages=stages, besides=ranks.slices.held(shape.rank))
 
 
 def _stage(stage: StageShape, ranks: Ranks) -> StageShape:
@@ -44,8 +33,15 @@ def _stage(stage: StageShape, ranks: Ranks) -> StageShape:
     if stage.index == last:
         head = ranks.works[-1]
         loss, in_loss = head.kept_for_loss, head.kept_for_loss + head.loss
-    blocks = tuple(_block(block, ranks, ranks.runs[stage.index], received) for block in stage.blocks)
-    return replace(stage, blocks=blocks, received=received, loss=loss, in_loss=in_loss)
+    run = ranks.runs[stage.index]
+    blocks = tuple(_block(block, ranks, run, received) for block in stage.blocks)
+    weights: dict[int, WeightShape] = {}
+    for at in run:
+        if at in ranks.weighed_with:
+            unit = ranks.weighed_with[at]
+            pending = weights.get(unit, WeightShape()).pending + ranks.works[at].kept_for_weights
+            weights[unit] = WeightShape(pending, received.get("B", 0) if at == run.stop - 1 else 0)
+    return replace(stage, blocks=blocks, received=received, loss=loss, in_loss=in_loss, weights=weights)
 
 
 def _block(block: BlockShape, ranks: Ranks, run: range, received: Mapping[str, int]) -> BlockShape:
@@ -58,7 +54,7 @@ def _block(block: BlockShape, ranks: Ranks, run: range, received: Mapping[str, i
     again = sum(each.nbytes for each in work.again)
     # A received gradient is kept by the last block for W, in the buffer of the message.
     answer = received.get("B", 0) if at == run.stop - 1 and work.matrices else 0
-    if ranks.is_split and work.matrices:
+    if at in ranks.weighed_with:
         pending = work.kept_for_weights
         passing = own + again - sum(each.nbytes for each in (*work.saved, *work.again) if each.until == "W")
     else:

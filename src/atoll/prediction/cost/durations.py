@@ -159,14 +159,13 @@ class Durations:
     def _by_instruction(self, rank: int, of_work: Callable[[Work], Parts]) -> dict[tuple[Operation, int], float]:
         """Return the seconds of a rank's blocks and slices, given F, I and W of each, by instruction."""
         found: defaultdict[tuple[Operation, int], float] = defaultdict(float)
-        is_split = len(self.ranks.runs) > 1
+        weighed_with = self.ranks.weighed_with
         for at in self.ranks.shape.blocks_of(rank):
             forward, backward, weights = of_work(self.ranks.works[at])
             found[Do.F, at] += forward
             found[Do.I, at] += backward
             # A block whose gradients are all computed in I, such as an embedding, has no W.
-            is_deferred = is_split and at in self.ranks.weighed_with
-            found[(Do.W, self.ranks.weighed_with[at]) if is_deferred else (Do.I, at)] += weights
+            found[(Do.W, weighed_with[at]) if at in weighed_with else (Do.I, at)] += weights
         for work, begins, ends in zip(
             self.ranks.slices.works, (Sliced.L, Sliced.S), (Sliced.G, Sliced.T), strict=False
         ):

@@ -146,7 +146,7 @@ class Ranks:
 
     @cached_property
     def weighed_with(self) -> Mapping[int, int]:
-        """For each block with matrices, the unit whose W computes their gradients in a split backward."""
+        """For each block with matrices, the unit whose W computes their gradients; none if there is one stage."""
         units, shared = self.shape.units, self.shared
         return {
             at: next(
@@ -155,7 +155,7 @@ class Ranks:
                 if units[unit].is_shared == (at in self.ends and work.matrices == shared)
             )
             for at, work in enumerate(self.works)
-            if work.matrices
+            if work.matrices and self.is_split
         }
 
     @property

@@ -136,7 +136,7 @@ class Skeleton:
                 forward, backward, weights = base.durations.parts(ranks.works[at])
                 takes[F] += forward
                 takes[I] += backward
-                takes[W if len(ranks.runs) > 1 and at in ranks.weighed_with else I] += weights
+                takes[W if at in ranks.weighed_with else I] += weights
             takes[FULL] = takes[I] + takes[W]
             found.append(takes)
         for work, begins, ends in zip(ranks.slices.works, (L, S), (G, T), strict=False):
@@ -269,8 +269,8 @@ class Skeleton:
             (own[-1].peak, 0 if self._is_shared(run[-1]) else own[-1].parameters)
             for own, run in zip(works, ranks.runs, strict=True)
         ]
-        is_split = len(ranks.runs) > 1
-        pending = [sum(work.kept_for_weights for work in own if work.matrices and is_split) for own in works]
+        weighed = ranks.weighed_with
+        pending = [sum(ranks.works[at].kept_for_weights for at in run if at in weighed) for run in ranks.runs]
         found = []
         for row in schedule.actions:
             held = 0

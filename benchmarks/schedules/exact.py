@@ -1,4 +1,4 @@
-"""`optimal`: the best possible order, proved by a solver, for small steps. Needs OR-Tools (the extra `optimal`).
+"""The best possible order, proved by a solver, for small steps: the judge of the search. Needs OR-Tools.
 
 [Note: the model]
 Every F, I and W is an interval of its rank, one at a time; each kind of each stage takes the microbatches in order. An
@@ -19,14 +19,11 @@ from typing import Any
 
 from atoll.base.errors import ConfigError
 from atoll.plans.ir.action import Action, Op
-from atoll.plans.ir.placement import Kind
 from atoll.plans.ir.schedule import Schedule
 from atoll.plans.ir.table import F, I, W
-from atoll.plans.schedules.automatic import find, placement_of
+from atoll.plans.schedules.automatic import find
 from atoll.plans.schedules.bounds import lower_bound
-from atoll.plans.schedules.memory import Memory, PerRank
-from atoll.plans.schedules.problem import TOLERANCE, Objective, Problem
-from atoll.plans.schedules.timing import StageCosts
+from atoll.plans.schedules.problem import TOLERANCE, Problem
 
 LARGEST = 2_000
 """Largest number of actions of a step for the solver: beyond it, the solver would only repeat the result of `auto`."""
@@ -60,46 +57,18 @@ class Optimum:
         return max(0.0, 1 - self.bound / self.cost) if self.cost else 0.0
 
 
-def optimal(
-    *,
-    ranks: int,
-    microbatches: int,
-    placement: Kind | None = None,
-    chunks: int | None = None,
-    costs: StageCosts | None = None,
-    objective: Objective = "makespan",
-    memory_limit: PerRank | None = None,
-    static_bytes: PerRank = 0.0,
-    activation_bytes: PerRank = 1.0,
-    weight_grad_bytes: PerRank = 1.0,
-) -> Schedule:
-    """Return the best possible order for small steps; `solve` also returns the proved bound.
-
-    Raises ConfigError if OR-Tools is missing, the step is too large, or a rank cannot hold one microbatch.
-
-        rank 0  F0 F1 F2 F3 .  I0 W0 I1 W1 I2 W2 I3 W3
-        rank 1  .  F0 F1 F2 I0 F3 I1 .  I2 W0 I3 W1 W2 W3
-        rank 2  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
-    """
-    memory = Memory(activation_bytes, weight_grad_bytes, static_bytes, memory_limit)
-    problem = Problem.of(
-        placement_of(placement, ranks, chunks), microbatches, costs=costs, memory=memory, objective=objective
-    )
-    return solve(problem).schedule
-
-
 def solve(problem: Problem, *, effort: float = EFFORT, is_verbose: bool = False) -> Optimum:
     """Return the best order, starting from the result of `auto`; `effort` in deterministic seconds of the solver."""
     if find_spec("ortools") is None:
-        raise ConfigError("schedule 'optimal' needs OR-Tools: install the extra, as in pip install 'atoll[optimal]'")
+        raise ConfigError("the exact solver needs OR-Tools: pip install ortools")
     actions = 3 * problem.placement.stages * problem.microbatches
     if actions > LARGEST:
         raise ConfigError(
-            f"schedule 'optimal' is for steps of at most {LARGEST} actions, not {actions}: take fewer ranks, chunks or "
-            "microbatches, or take 'auto'"
+            f"the exact solver is for steps of at most {LARGEST} actions, not {actions}: take fewer ranks, chunks or "
+            "microbatches"
         )
     start = find(problem)
-    schedule, bound = start.schedule("optimal"), lower_bound(problem)
+    schedule, bound = start.schedule("exact"), lower_bound(problem)
     assert start.cost is not None
     cost = start.cost.main
     if start.is_done:
@@ -319,7 +288,7 @@ class _Model:
 
         placement = self.problem.placement
         ordered = tuple(tuple(rows[rank]) for rank in range(placement.ranks))
-        schedule = Schedule("optimal", placement, self.problem.microbatches, ordered)
+        schedule = Schedule("exact", placement, self.problem.microbatches, ordered)
         board = Board(self.problem)
         board.load(schedule)
         cost = board.play()
