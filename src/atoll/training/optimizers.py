@@ -145,7 +145,8 @@ def _muon(train: Train) -> Named:
         adamw |= {name: _plain(value) for name, value in given.items()}
     else:
         problems.append(f"train.optimizer_options.adamw = {given!r}; give a table of AdamW's options")
-    others = train.model_copy(update={"betas": None, "optimizer_options": _without(train.optimizer_options, "adamw")})
+    options = {key: value for key, value in train.optimizer_options.items() if key != "adamw"}
+    others = train.model_copy(update={"betas": None, "optimizer_options": options})
     try:
         options = _options(others, Muon)
     except ConfigError as error:
@@ -158,10 +159,6 @@ def _muon(train: Train) -> Named:
         raise ConfigError(f"train.optimizer = 'Muon': {error}") from error
     kept = frozenset({"step", "exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if adamw.get("amsgrad") else set()))
     return Named(made, kept, len(kept) - 1, made.whole, frozenset({"momentum_buffer"}))
-
-
-def _without(options: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in options.items() if key != name}
 
 
 def _make(train: Train) -> Callable[..., Any]:
