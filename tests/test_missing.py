@@ -25,7 +25,7 @@ from atoll.plans import schedules
 from atoll.runtime.assemble.describe import describe_rank
 from atoll.runtime.models import SequentialAdapter, adapter_for
 from atoll.runtime.models.weights import weights_for
-from atoll.runtime.rendezvous import host_monitor, torchrun_environment
+from atoll.runtime.rendezvous import host_store, torchrun_environment
 from atoll.testing import run_ranks
 from atoll.testing.tiny import TinyConfig
 from atoll.training.config import Config, Train, from_dict
@@ -188,7 +188,7 @@ def port_in_use(_: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        host_monitor(1, port=taken.getsockname()[1], limit=None)
+        host_store("127.0.0.1", taken.getsockname()[1])
 
 
 def lock_twice(folder: Path) -> None:

@@ -57,7 +57,7 @@ class Optimum:
         return max(0.0, 1 - self.bound / self.cost) if self.cost else 0.0
 
 
-def solve(problem: Problem, *, effort: float = EFFORT, is_verbose: bool = False) -> Optimum:
+def solve(problem: Problem, *, effort: float = EFFORT) -> Optimum:
     """Return the best order, starting from the result of `auto`; `effort` in deterministic seconds of the solver."""
     if find_spec("ortools") is None:
         raise ConfigError("the exact solver needs OR-Tools: pip install ortools")
@@ -74,7 +74,7 @@ def solve(problem: Problem, *, effort: float = EFFORT, is_verbose: bool = False)
     if start.is_done:
         return Optimum(schedule, cost, bound)
     model = _Model(problem, schedule)
-    order, proven = model.run(effort, is_verbose)
+    order, proven = model.run(effort)
     bound = max(bound, proven)
     if order is not None:
         better = model.played(order)
@@ -231,14 +231,13 @@ class _Model:
             cp.add(cost >= self.end(stage, W, last) - first)
         cp.minimize(cost)
 
-    def run(self, effort: float, is_verbose: bool) -> tuple[dict[int, list[Action]] | None, float]:
+    def run(self, effort: float) -> tuple[dict[int, list[Action]] | None, float]:
         """Return the orders of the ranks, if any were found, and the proved bound."""
         self._give_hint()
         solver = self.solver_of()
         solver.parameters.max_deterministic_time = effort
         solver.parameters.num_workers = 1  # several workers would race for one of equal orders
         solver.parameters.random_seed = 1
-        solver.parameters.log_search_progress = is_verbose
         status = solver.solve(self.cp)
         bound = max(0.0, solver.best_objective_bound) * self.tick
         if status not in self.known:

@@ -204,41 +204,6 @@ def test_memory_decides_between_equal_costs() -> None:
     assert counts(weights([0, *[2] * 5, 0], [1, *[2] * 5, 9]), Placement("line", 2)) == [4, 3]
 
 
-def test_a_limit_of_memory_moves_blocks() -> None:
-    blocks = weights([0, *[2] * 6, 0], [6, *[2] * 6, 0])
-    assert counts(blocks, Placement("line", 2)) == [4, 4]
-    assert counts(blocks, Placement("line", 2), limit=10) == [3, 5]
-    assert counts(blocks, Placement("v", 2, 2), limit=10) == [2, 2, 2, 2]
-
-
-@LAW
-@given(drawn=BLOCKS, placement=st.sampled_from(LINES), limit=st.integers(1, 60))
-def test_on_a_line_a_limit_is_kept_where_it_can_be(
-    drawn: list[tuple[int, int, bool]], placement: Placement, limit: int
-) -> None:
-    blocks = [BlockWeight(f"block {at}", "", *values) for at, values in enumerate(drawn)]
-    memory = [int(block.memory) for block in blocks]
-    every = every_split(blocks, placement.stages)
-    fitting = [split for split in every if amounts(memory, placement, split)[0][0] <= limit]
-    if fitting:
-        found = list(split_blocks(blocks, placement, limit=limit))
-        assert found in fitting
-        assert evenness(blocks, placement, found) == min(evenness(blocks, placement, split) for split in fitting)
-    elif every:
-        with pytest.raises(PlanError, match="the limit is"):
-            split_blocks(blocks, placement, limit=limit)
-
-
-def test_a_limit_that_nothing_fits_names_the_rank() -> None:
-    blocks = weights([0, *[2] * 4, 2], [3 << 30, *[1 << 30] * 4, 3 << 30])
-    with pytest.raises(PlanError) as caught:
-        split_blocks(blocks, Placement("v", 2, 2), limit=5 << 30)
-    assert str(caught.value) == (
-        "4 stages need 6 GiB on pipeline rank 0 (stage 0, 'block 0' to 'block 0' and stage 3, 'block 5' to 'block 5'), "
-        "the limit is 5 GiB; use more stages or a layout that shards more"
-    )
-
-
 # ---- by hand
 
 
@@ -279,8 +244,3 @@ def test_which_blocks_are_layers(kinds: str, layers: range) -> None:
 def test_impossible_layers_by_hand(by_hand: list[int], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         split_blocks(even(8), Placement("line", 3), layers_per_stage=by_hand)
-
-
-def test_memory_by_hand_is_checked() -> None:
-    with pytest.raises(PlanError, match=r"19 B on pipeline rank 0 .*'block 0' to 'block 8'.* the limit is 10 B"):
-        split_blocks(even(8), Placement("line", 2), layers_per_stage=[8, 0], limit=10)

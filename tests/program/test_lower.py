@@ -14,6 +14,7 @@ from atoll.plans.ir import Op, Schedule, insert_vocabulary, lower
 from atoll.plans.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, counts
 from atoll.program import Bytes, Do, Ending, Instruction, Operation, Program, lower_row, makes
 from atoll.program.memory import held_after
+from atoll.program.operation import Scope
 from tests.drawn import drawn, example
 from tests.program.shapes import RETURNED, WHOLE, shapes_of
 
@@ -248,12 +249,12 @@ def test_nothing_is_held_when_a_step_is_over(name: str, end: Ending) -> None:
 BREAKS = {
     "is used before it is unsharded": lambda program: [each for each in program if each.do is not Do.FETCH],
     "is still unsharded": lambda program: program[: max(at for at, each in enumerate(program) if each.do is Do.FREE)],
-    "are not reduced": lambda program: [each for each in program if not each.do.has_phase],
+    "are not reduced": lambda program: [each for each in program if each.do.scope is not Scope.PHASE],
     "is waited for before what": lambda program: [each for each in program if each.do is not Do.REDUCE],
     "reductions are in flight": lambda program: [each for each in program if each.do is not Do.REDUCED],
     "is made after its sync": lambda program: [
         *(each for each in program if each.do is Do.SYNC),
-        *(each for each in program if not each.do.has_phase),
+        *(each for each in program if each.do.scope is not Scope.PHASE),
     ],
     "in another order": lambda program: [each for each in program if not each.do.posts],
     "is gathered twice": lambda program: [each for one in program for each in _twice(one, Do.GATHER)],

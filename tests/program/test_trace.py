@@ -33,7 +33,7 @@ MEASURED = [
 
 
 def test_measures_of_recorded_spans() -> None:
-    trace = Trace.from_spans(MEASURED)
+    trace = Trace(tuple(MEASURED), ranks=2)
     assert trace.ranks == 2
     assert trace.makespan == 9.5
     assert trace.rank_spans == (9.5, 6.0)
@@ -47,13 +47,13 @@ def test_measures_of_recorded_spans() -> None:
 
 
 def test_the_order_of_spans_does_not_matter() -> None:
-    forward, backward = Trace.from_spans(MEASURED), Trace(tuple(reversed(MEASURED)), ranks=2)
+    forward, backward = Trace(tuple(MEASURED), ranks=2), Trace(tuple(reversed(MEASURED)), ranks=2)
     assert forward.peak_microbatches == backward.peak_microbatches
     assert forward.critical_path() == backward.critical_path()
 
 
 def test_span_and_makespan_differ_where_ranks_start_late() -> None:
-    trace = Trace.from_spans([span(0, "0F0", 0, 2), span(1, "1F0", 3, 5)])
+    trace = Trace((span(0, "0F0", 0, 2), span(1, "1F0", 3, 5)), ranks=2)
     assert (trace.makespan, trace.span) == (5, 2)
     assert (trace.bubble_rate, trace.span_bubble_rate) == (0.6, 0.0)
 
@@ -193,7 +193,7 @@ def test_traces_are_bounded(event: dict[str, object], about: dict[str, object]) 
 
 def test_impossible_traces_are_refused() -> None:
     with pytest.raises(UserError, match="no measures"):
-        Trace.from_spans([])
+        Trace((), ranks=0)
     with pytest.raises(UserError, match="no measures"):
         Trace((span(0, "0SEND_F0", 0, 1, "send"),), ranks=1)
     with pytest.raises(UserError, match="span of rank 1: 1F0"):

@@ -334,14 +334,6 @@ def steps_in(root: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in root.glob("step-*"))
 
 
-def test_one_of_every_so_many_hours_is_kept_too(tmp_path: Path) -> None:
-    hours = {1: 0.0, 2: 0.9, 3: 2.1, 4: 3.0, 5: 4.2, 6: 4.3, 7: 4.4}
-    for step, hour in hours.items():
-        saved_at(tmp_path, {step: hour}, {})
-        prune(tmp_path, keep=1, hours=2.0)
-    assert steps_in(tmp_path) == [1, 3, 5, 7]
-
-
 def test_those_of_the_lowest_loss_are_kept_too(tmp_path: Path) -> None:
     losses = {1: 3.0, 2: 1.5, 4: 1.2, 5: 1.2, 6: 2.0}
     for step in range(1, 8):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.base.errors import ConfigError, RankError, UserError
+from atoll.base.errors import RankError, UserError
 from atoll.runtime.launch import launch_local
 from atoll.runtime.monitor import Monitor
 from atoll.runtime.rendezvous import Rendezvous, interface_of, torchrun_environment
@@ -187,20 +187,6 @@ def test_the_others_hear_which_rank_was_killed(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="rank 1"):
         launch_local(python(WAIT_FOR_THE_FAILURE, note, tmp_path / "ready"), 2, grace=3600)
     assert note.read_text().startswith("1: rank 1 was ended by SIGKILL")
-
-
-def test_a_taken_port_is_the_users_mistake() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"^port = {port}: this port is taken"):
-            launch_local(["true"], 1, port=port)
-
-
-def test_a_port_out_of_range_is_the_users_mistake() -> None:
-    with pytest.raises(ConfigError, match=r"^port = 70000"):
-        launch_local(["true"], 1, port=70000)
 
 
 def test_the_monitor_listens_on_the_loopback_address_only() -> None:

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise, permutations
 
 from atoll.base.errors import PlanError
-from atoll.base.units import format_bytes
 from atoll.plans.ir import Placement
 
 TRIES = 6_000
@@ -55,12 +54,11 @@ def split_blocks(
     placement: Placement,
     *,
     layers_per_stage: Sequence[int] | None = None,
-    limit: float | None = None,
 ) -> tuple[range, ...]:
     """Cut blocks into a contiguous run per stage, as evenly as the note above says, or as given.
 
     layers_per_stage: the number of layers (`layers_of`) of each stage; blocks before the layers go to the first stage,
-    and blocks after them to the last.  limit: bytes that the blocks of a rank may not exceed together.
+    and blocks after them to the last.
 
     The result is the most even split on a line, and for equal layers on any placement; otherwise it is close to it.
     Raises PlanError if none is found.
@@ -76,13 +74,10 @@ def split_blocks(
             f"at least one; use at most {len(parts)} stages (pipeline x chunks) or a deeper model"
         )
     else:
-        counts = list(_Search(blocks, parts, placement, limit).find())
+        counts = list(_Search(blocks, parts, placement).find())
     bounds = list(accumulate(counts, initial=0))
     starts = [*(part.start for part in parts), len(blocks)]
-    runs = tuple(range(starts[first], starts[last]) for first, last in pairwise(bounds))
-    if limit is not None:
-        _check_memory(blocks, placement, runs, limit)
-    return runs
+    return tuple(range(starts[first], starts[last]) for first, last in pairwise(bounds))
 
 
 def layers_of(blocks: Sequence[BlockWeight]) -> range:
@@ -137,37 +132,23 @@ Way = tuple[int, ...]
 """Number of parts of each stage."""
 
 _Amounts = tuple[float, ...]
-_Weight = tuple[float, _Amounts, _Amounts, _Amounts, _Amounts, Way]
+_Weight = tuple[_Amounts, _Amounts, _Amounts, _Amounts, Way]
 _LineWeight = tuple[_Amounts, _Amounts, Way]
 
 
 class _Search:
     """Search for the most even split."""
 
-    def __init__(
-        self, blocks: Sequence[BlockWeight], parts: Sequence[range], placement: Placement, limit: float | None
-    ) -> None:
+    def __init__(self, blocks: Sequence[BlockWeight], parts: Sequence[range], placement: Placement) -> None:
         self._placement = placement
-        self._limit = math.inf if limit is None else limit
         self._costs = _running_sum(sum(blocks[at].cost for at in part) for part in parts)
         self._memory = _running_sum(sum(blocks[at].memory for at in part) for part in parts)
         self._tries = 0
 
     def find(self) -> Way:
-        """Return the most even split that was found; if it exceeds the limit, so do all others that were tried."""
-        stages = self._placement.stages
-        found = _cut_line(self._costs, self._memory, stages, limit=self._limit)
-        if found is not None:
-            found = self._improve(found)
-        if found is None or self._weigh(found)[0] > 0:
-            lightest = _cut_line(self._memory, self._costs, stages)
-            assert lightest is not None, "without a limit there is a way"
-            found = self._improve(lightest)
-        return found
-
-    def _improve(self, way: Way) -> Way:
-        """Move parts between stages as long as that helps, then try whether further moves help after one that does
-        not."""
+        """Return the most even split that was found: that of a line, whose parts are moved between stages as long as
+        that helps, also after one move that does not."""
+        way = _cut_line(self._costs, self._memory, self._placement.stages)
         if self._placement.kind == "line":
             return way
         self._tries = TRIES
@@ -201,18 +182,17 @@ class _Search:
         return best, way
 
     def _weigh(self, way: Way, best: _Weight | None = None) -> _Weight:
-        """Return the criteria of the note for a split, after the bytes above the limit; less is better.
+        """Return the criteria of the note for a split; less is better.
 
         Returns `best` early if the ranks of this split have more work.
         """
         self._tries -= 1
         costs = self._turns(self._costs, way)
         ranks = _falling(map(sum, zip(*costs, strict=True)))
-        if best is not None and best[0] == 0 and ranks > best[1]:
+        if best is not None and ranks > best[0]:
             return best
         held = list(map(sum, zip(*self._turns(self._memory, way), strict=True)))
         return (
-            sum(each - self._limit for each in held if each > self._limit),
             ranks,
             _falling(chain.from_iterable(costs)),
             tuple(sorted(-sum(turn) for turn in costs)),
@@ -240,8 +220,8 @@ def _moved(way: Way, move: tuple[int, int]) -> Way:
     return tuple(changed)
 
 
-def _cut_line(costs: Sequence[float], memory: Sequence[float], stages: int, limit: float = math.inf) -> Way | None:
-    """Return the most even split on a line, or None if each has a stage above the limit.
+def _cut_line(costs: Sequence[float], memory: Sequence[float], stages: int) -> Way:
+    """Return the most even split on a line.
 
     Dynamic programming over running sums: which of two splits of the first parts is more even does not depend on the
     rest.
@@ -255,7 +235,7 @@ def _cut_line(costs: Sequence[float], memory: Sequence[float], stages: int, limi
             for first in range(last - 1, stage - 2, -1):
                 cost, held = costs[last] - costs[first], memory[last] - memory[first]
                 most = math.inf if found is None else found[0][0]
-                if held > limit or cost > most:
+                if cost > most:
                     break
                 before = best.get(first)
                 if before is None or max(before[0], default=0.0) > most:
@@ -265,7 +245,7 @@ def _cut_line(costs: Sequence[float], memory: Sequence[float], stages: int, limi
             if found is not None:
                 longer[last] = found
         best = longer
-    return tuple(-less for less in best[parts][2]) if parts in best else None
+    return tuple(-less for less in best[parts][2])
 
 
 def _falling(values: Iterable[float]) -> tuple[float, ...]:
@@ -274,22 +254,3 @@ def _falling(values: Iterable[float]) -> tuple[float, ...]:
 
 def _running_sum(values: Iterable[float]) -> list[float]:
     return list(accumulate(values, initial=0.0))
-
-
-def _check_memory(blocks: Sequence[BlockWeight], placement: Placement, runs: Sequence[range], limit: float) -> None:
-    """Raise PlanError for the rank with the most memory, if it exceeds the limit."""
-    held = [
-        sum(blocks[at].memory for stage in placement.stages_of(rank) for at in runs[stage])
-        for rank in range(placement.ranks)
-    ]
-    rank = max(range(placement.ranks), key=lambda rank: held[rank])
-    if held[rank] <= limit:
-        return
-    has = " and ".join(
-        f"stage {stage}, {blocks[runs[stage][0]].name!r} to {blocks[runs[stage][-1]].name!r}"
-        for stage in placement.stages_of(rank)
-    )
-    raise PlanError(
-        f"{len(runs)} stages need {format_bytes(held[rank])} on pipeline rank {rank} ({has}), the limit is "
-        f"{format_bytes(limit)}; use more stages or a layout that shards more"
-    )

@@ -276,11 +276,6 @@ class Operation:
         """True if `Instruction.of` is the index of a unit."""
         return self.scope in (Scope.UNIT, Scope.PHASE)
 
-    @property
-    def has_phase(self) -> bool:
-        """True for instructions that handle the gradients of one phase of the backward, I or W."""
-        return self.scope is Scope.PHASE
-
     def is_in_turn(self, fact: Fact) -> bool:
         """True if it ends the first that a fact is about, which must be its own; otherwise it ends all of its own."""
         return fact.is_in_order and any(need.fact is fact for need in self.needs)

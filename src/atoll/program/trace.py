@@ -98,12 +98,6 @@ class Trace:
         if not any(span.action.op.is_compute for span in self.spans):
             raise UserError("a trace without compute spans has no measures: record at least one F")
 
-    @classmethod
-    def from_spans(cls, spans: Iterable[Span], *, chunks: int = 1) -> Trace:
-        """Return a trace with as many ranks as the spans name, ordered by rank and time."""
-        ordered = tuple(sorted(spans, key=lambda span: (span.rank, span.start, span.end)))
-        return cls(ordered, ranks=1 + max((span.rank for span in ordered), default=-1), chunks=chunks)
-
     @cached_property
     def _rows(self) -> tuple[tuple[Span, ...], ...]:
         """Return the compute spans of each rank in the order of time."""
@@ -220,13 +214,13 @@ class Trace:
             peaks.append(peak / self.chunks)
         return tuple(peaks)
 
-    def critical_path(self, *, slack: float | None = None) -> tuple[Span, ...]:
+    def critical_path(self) -> tuple[Span, ...]:
         """Return the chain of actions that ends last, each waiting for the one before it, in order.
 
-        An action that starts within `slack` of the end of its rank's previous action is assumed to have waited for that
-        one, otherwise for its input from a peer. Default slack: a billionth of the makespan, which suits simulations.
+        An action that starts within a billionth of the makespan of the end of its rank's previous action is assumed to
+        have waited for that one, otherwise for its input from a peer.
         """
-        limit = 1e-9 * self.makespan if slack is None else slack
+        limit = 1e-9 * self.makespan
         previous = {span: before for row in self._rows for before, span in pairwise(row)}
         made = {span.action: span for row in self._rows for span in row}
         path = [max((span for row in self._rows for span in row), key=lambda span: span.end)]

@@ -123,9 +123,9 @@ class Agreement:
         self.refuse(problem)
         raise problem
 
-    def agree(self, problem: Exception | None, count: float = 0.0) -> float:
+    def agree(self, problem: Exception | None) -> float:
         """Start an agreement and wait for its result."""
-        return self.end(self.begin(problem, count))
+        return self.end(self.begin(problem))
 
     def total(self, value: float) -> float:
         """Return the sum of a number over all ranks."""

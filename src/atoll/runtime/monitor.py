@@ -92,12 +92,11 @@ class Monitor:
         *,
         host: str,
         limit: float | None,
-        port: int = 0,
         secret: str | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._listener = socket.create_server((host, port), family=family_of(host), backlog=1024)
+        self._listener = socket.create_server((host, 0), family=family_of(host), backlog=1024)
         self.address = Address(host, self._listener.getsockname()[1], secret or secrets.token_hex(16))
         self._limit = limit
         self._clock = clock

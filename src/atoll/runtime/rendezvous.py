@@ -115,7 +115,7 @@ def watch_by(
     address, which all ranks read. See [Note: words of earlier ranks]."""
     key, secret = f"atoll/monitor/{name}", os.environ.get(SECRET, "")
     if rank == 0:
-        hosted = host_monitor(world, port=0, limit=limit, host=host)
+        hosted = host_monitor(world, limit=limit, host=host)
         address, meeting = hosted.address, secrets.token_hex(8)
         store.set(key, f"{meeting} {replace(address, secret='' if secret else address.secret).dump()}")
         return Watch(address, rank, world, limit=limit, hosts=hosted).start(), meeting
@@ -129,15 +129,9 @@ def watch_by(
         time.sleep(RETRY_SECONDS)
 
 
-def host_monitor(ranks: int, *, port: int, limit: float | None, host: str = LOOPBACK) -> Monitor:
-    """Return a monitor in this process; `port` 0 is any free one. Raises ConfigError if the port cannot be used."""
-    if not 0 <= port <= 65535:
-        raise ConfigError(f"port = {port}: a port is a number from 0 to 65535")
-    try:
-        return Monitor(ranks, host=host, port=port, limit=limit, secret=os.environ.get(SECRET))
-    except OSError as error:
-        reason = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
-        raise ConfigError(f"port = {port}: this port {reason}; choose another, or 0 for any free one") from error
+def host_monitor(ranks: int, *, limit: float | None, host: str = LOOPBACK) -> Monitor:
+    """Return a monitor in this process, at any free port."""
+    return Monitor(ranks, host=host, limit=limit, secret=os.environ.get(SECRET))
 
 
 def host_of_ranks() -> str:
@@ -168,11 +162,16 @@ def interface_of(address: str) -> str | None:
 
 
 def host_store(host: str, port: int, *, world: int | None = None, seconds: float = 60.0) -> TCPStore:
-    """Return a store in this process that listens on one address; `port` 0 is any free one."""
+    """Return a store in this process that listens on one address; `port` 0 is any free one. Raises ConfigError if the
+    port cannot be used."""
     from torch.distributed import TCPStore
 
     # We pass our own socket because torch would listen on every address of the machine.
-    listener = socket.create_server((host, port), family=family_of(host), backlog=512)
+    try:
+        listener = socket.create_server((host, port), family=family_of(host), backlog=512)
+    except OSError as error:
+        reason = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
+        raise ConfigError(f"MASTER_PORT = {port}: this port {reason}; choose another") from error
     return TCPStore(
         host,
         listener.getsockname()[1],

@@ -158,7 +158,7 @@ def _silent(found: Sequence[int], states: Mapping[int, State], now: float) -> Ve
             f"{named(unseen)} sent no heartbeat for {now - states[unseen[0]].heard:.0f} s; last heard in "
             f"{_where(unseen, states)}. The process is stopped, or its machine or network has failed"
         )
-    return Verdict(tuple(ranks), f"{'. '.join(sentences)}{_waiting(ranks, states, now)}")
+    return Verdict(tuple(ranks), f"{'. '.join(sentences)}{_waiting(ranks, states)}")
 
 
 def silence(rank: int, status: str, doing: str, *, missed: str) -> str:
@@ -173,7 +173,7 @@ def _stuck(ranks: Sequence[int], states: Mapping[int, State], now: float) -> Ver
     return Verdict(
         tuple(ranks),
         f"{named(ranks)} did not advance for {seconds:.0f} s in {_where(ranks, states)}, where it waits for no other "
-        f"rank{_waiting(ranks, states, now)}",
+        f"rank{_waiting(ranks, states)}",
     )
 
 
@@ -183,7 +183,7 @@ def _circle(ranks: Sequence[int], states: Mapping[int, State], now: float) -> Ve
     return Verdict(
         tuple(ranks),
         f"{named(sorted(ranks))} wait for each other since {seconds:.0f} s: {'; '.join(lines)}. What was sent "
-        f"between them did not arrive{_waiting(ranks, states, now)}",
+        f"between them did not arrive{_waiting(ranks, states)}",
     )
 
 
@@ -197,7 +197,7 @@ def _where(ranks: Sequence[int], states: Mapping[int, State]) -> str:
     return " and ".join(f"{doing} ({named(found)})" for doing, found in list(places.items())[:SHOWN])
 
 
-def _waiting(blamed: Sequence[int], states: Mapping[int, State], now: float) -> str:
+def _waiting(blamed: Sequence[int], states: Mapping[int, State]) -> str:
     found = [(state.since, rank) for rank, state in states.items() if rank not in blamed and set(state.waits_for)]
     if not found:
         return ""

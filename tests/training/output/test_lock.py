@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -121,7 +122,7 @@ def test_the_number_of_a_process_is_not_the_process(tmp_path: Path, monkeypatch:
     def no_locks(*_: object) -> None:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(module.fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     holder = Holder.own()
     (tmp_path / ".lock").write_text(json.dumps(asdict(holder)))
     with pytest.raises(ConfigError, match="in use"):

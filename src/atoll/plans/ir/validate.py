@@ -368,9 +368,9 @@ def _describe(table: Table, violation: Violation) -> str:
     return f"{place}{violation.message}  [{violation.law}]{detail}"
 
 
-def excerpt(table: Table, violation: Violation, *, reach: int = 6) -> str:
-    """Return the grid around the violation's cells, by steps: marked cells in brackets, `reach` steps to either
-    side."""
+def excerpt(table: Table, violation: Violation) -> str:
+    """Return the grid around the violation's cells, by steps: marked cells in brackets, some steps to either side."""
+    reach = 6
     marked = [cell for cell in (violation.cell, *violation.needed) if cell is not None]
     steps = [table.step(cell) for cell in marked] or [0]
     ranks = sorted({table.rank[cell] for cell in marked}) or list(range(min(table.placement.ranks, 8)))

@@ -145,7 +145,7 @@ class Answer:
         search, cluster = self.search, self.search.cluster
         found = [
             self._changed("the slow link half as fast", replace(search, cluster=_slower(cluster))),
-            self._changed("10% less memory", replace(search, cluster=_smaller(cluster, 0.9))),
+            self._changed("10% less memory", replace(search, cluster=_smaller(cluster))),
         ]
         if cluster.network is not None:
             found.append(self._changed("twice the nodes", replace(search, **_doubled(search)), is_same=False))
@@ -190,8 +190,8 @@ def _slower(cluster: Cluster) -> Cluster:
     return cluster.model_copy(update={"node": node})
 
 
-def _smaller(cluster: Cluster, share: float) -> Cluster:
-    device = cluster.device.model_copy(update={"memory": int(cluster.device.memory * share)})
+def _smaller(cluster: Cluster) -> Cluster:
+    device = cluster.device.model_copy(update={"memory": int(cluster.device.memory * 0.9)})
     return cluster.model_copy(update={"device": device})
 
 

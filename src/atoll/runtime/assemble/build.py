@@ -14,9 +14,10 @@ from atoll.program import EMBEDDING, HEAD, ModelShape, Phase, Using, groups_of
 from atoll.runtime.assemble.sharded import Sharded
 from atoll.runtime.models import Adapter, Block, Vocabulary, initialise_block, name_seed, shared_parameters
 from atoll.runtime.models.buffers import buffers_of, buffers_outside, modules_outside, on_meta, written
+from atoll.runtime.models.operations import is_deferrable
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.block import LocalBlock
-from atoll.runtime.pipeline.deferred import Collector, LinearLayer, defer, is_deferrable
+from atoll.runtime.pipeline.deferred import Collector, defer
 from atoll.runtime.pipeline.selective import Selective
 from atoll.runtime.pipeline.stage import Stage
 from atoll.runtime.sharding.surroundings import Surroundings
@@ -187,7 +188,6 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
     waits = last > 0
     keeps = plan.recompute == "selective" and plan.compile == "none"
     own_blocks: list[LocalBlock] = []
-    deferred: list[LinearLayer] = []
     for at in runs[stage]:
         block = model.blocks[at]
         own = [unit for unit in users if at in unit.spec.blocks]
@@ -206,20 +206,17 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
         )
         own_blocks.append(local)
         # Replace the layers' forwards first and then the block's: replaced modules are compiled with the block.
-        replaced: list[LinearLayer] = []
+        replaced = False
         if waits or (plan.compile == "none" and around.device.type != "meta"):
-            replaced = defer(block.module, own, collector, waits=waits, every=keeps)
-        deferred += replaced
-        local.take_place("none" if has_end or is_table else plan.compile, has_waiting=waits and bool(replaced))
+            replaced = bool(defer(block.module, own, collector, waits=waits, every=keeps))
+        local.take_place("none" if has_end or is_table else plan.compile, has_waiting=waits and replaced)
     return Stage(
         stage,
         runs[stage],
-        stage == 0,
         is_last=stage == last,
         adapter=model.outline.adapter,
         units=users,
         blocks=tuple(own_blocks),
-        deferred=tuple(deferred),
         entry=entry,
         exit=exit_,
     )

@@ -13,7 +13,6 @@ No torch here.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
@@ -103,10 +102,9 @@ def set_aside(folder: Path) -> Path:
     return target
 
 
-def prune(root: Path, keep: int, *, hours: float | None = None, best: int = 0) -> None:
+def prune(root: Path, keep: int, *, best: int = 0) -> None:
     """Delete checkpoints, except the `keep` newest and the one that `latest` names. Call it on one rank.
 
-    hours: also keep one checkpoint for every so many hours, by the time in its manifest, from the oldest on.
     best: also keep this many with the lowest validation loss in the manifest. Those that were saved only for it
     (`extra` in the manifest) do not count among the newest.
     """
@@ -115,11 +113,11 @@ def prune(root: Path, keep: int, *, hours: float | None = None, best: int = 0) -
     newest = latest(root)
     others = [path for path in _complete_steps(root).values() if path != newest]
     found = sorted(others, key=lambda path: _step(path.name))
-    known = {path: _identity(path) for path in [*found, *([newest] if newest else [])]} if hours or best else {}
+    known = {path: _identity(path) for path in [*found, *([newest] if newest else [])]} if best else {}
     regular = [path for path in found if not known.get(path, {}).get("extra")]
     is_counted = newest is None or not known.get(newest, {}).get("extra")
     kept = set(regular[max(0, len(regular) - (keep - is_counted)) :])
-    kept |= _spaced(known, hours) | _lowest(known, best)
+    kept |= _lowest(known, best)
     for folder in found:
         if folder not in kept:
             _remove(folder)
@@ -131,20 +129,6 @@ def _identity(folder: Path) -> Mapping[str, Any]:
         return Manifest.read(folder).identity
     except DamageError:
         return {}
-
-
-def _spaced(known: Mapping[Path, Mapping[str, Any]], hours: float | None) -> set[Path]:
-    """Return one checkpoint for every so many hours."""
-    kept: set[Path] = set()
-    if hours is None:
-        return kept
-    times = ((found.get("time"), path) for path, found in known.items())
-    last = -math.inf
-    for time, path in sorted((time, path) for time, path in times if isinstance(time, int | float)):
-        if time - last >= hours * 3600:
-            kept.add(path)
-            last = time
-    return kept
 
 
 def _lowest(known: Mapping[Path, Mapping[str, Any]], count: int) -> set[Path]:

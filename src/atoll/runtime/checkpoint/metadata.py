@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from atoll.base._torch import CHECKPOINT_RECORDS
 from atoll.base.errors import DamageError
+from atoll.plans.layouts import Box
 from atoll.runtime.checkpoint.opcodes import check_opcodes
 
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -149,24 +150,17 @@ def _chunk(name: str, shape: torch.Size, record: Any) -> ChunkStorageMetadata:
 def _disjoint(shape: torch.Size, chunks: Sequence[ChunkStorageMetadata]) -> bool:
     """Return True if no two boxes overlap: a sweep along the dim with the most cuts, over the boxes open at each
     position."""
-    full = [chunk for chunk in chunks if math.prod(chunk.sizes)]
+    full = [Box(shape, tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks if math.prod(chunk.sizes)]
     if not shape or len(full) < 2:
         return len(full) < 2
     dim = max(range(len(shape)), key=lambda dim: len({chunk.offsets[dim] for chunk in full}))
-    opened: list[ChunkStorageMetadata] = []
+    opened: list[Box] = []
     for chunk in sorted(full, key=lambda chunk: chunk.offsets[dim]):
         opened = [other for other in opened if other.offsets[dim] + other.sizes[dim] > chunk.offsets[dim]]
-        if any(_overlap(chunk, other) for other in opened):
+        if any(chunk.overlaps(other) for other in opened):
             return False
         opened.append(chunk)
     return True
-
-
-def _overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
-    return all(
-        max(low, start) < min(low + size, start + length)
-        for low, size, start, length in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    )
 
 
 def _stored(record: Any) -> Stored:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from atoll.base._torch import watched_operations
 from atoll.prediction.cost import Kernel, Product, Saved, Use, Work
 from atoll.runtime.models.adapter import Block
 from atoll.runtime.models.fused import Device, FusedCalls
-from atoll.runtime.models.operations import PRODUCTS, kernel_of, tensors
+from atoll.runtime.models.operations import PRODUCTS, is_deferrable, kernel_of, nested_tensors, replace_tensors
 
 
 class _Linear(torch.autograd.Function):
@@ -73,7 +73,7 @@ class _Tally:
     def work(self, use: Use) -> Work:
         """See `Work`."""
         parameters = set(self.block.module.parameters())
-        waiting = {each.weight for each in self.block.module.modules() if _is_deferrable(each)}
+        waiting = {each.weight for each in self.block.module.modules() if is_deferrable(each)}
         forward = [kernel for kernel, _ in self.forward]
         kept, again, repeated, peak = self._kept(use.recompute)
         return Work(
@@ -107,10 +107,6 @@ class _Tally:
         again = [each for number, each in new.items() if number not in stays]
         peak = self.bare_peak - sum(each.nbytes for each in stays.values())
         return [*held, *stays.values()], again, repeated, max(0, peak)
-
-
-def _is_deferrable(module: nn.Module) -> TypeGuard[nn.Linear]:
-    return type(module) is nn.Linear and module.weight.requires_grad
 
 
 class Meter:
@@ -152,7 +148,7 @@ class Meter:
         with ExitStack() as stack:
             for tally in self.tallies:
                 for module in tally.block.module.modules():
-                    if _is_deferrable(module):
+                    if is_deferrable(module):
                         stack.enter_context(_forward_replaced(module, self._linear(module)))
                 stack.enter_context(_forward_replaced(tally.block.module, self._called(tally)))
             hooks = nn.modules.module
@@ -190,7 +186,7 @@ class Meter:
         if self._phase == "behind" and not self._follows(arguments, output):
             return
         is_product = operation in PRODUCTS
-        for tensor in tensors(output):
+        for tensor in nested_tensors(output):
             storage = tensor.untyped_storage()
             if storage not in self._numbers:
                 self.number(tensor)
@@ -207,9 +203,9 @@ class Meter:
 
     def _follows(self, arguments: Sequence[Any], output: Any) -> bool:
         """Return True if an operation uses the output of a block of this run, and not the model's preparations."""
-        found = any(self.number(each) in self._following for each in tensors(arguments))
+        found = any(self.number(each) in self._following for each in nested_tensors(arguments))
         if found:
-            self._following |= {self.number(each) for each in tensors(output)}
+            self._following |= {self.number(each) for each in nested_tensors(output)}
         return found
 
     def _free(self, nbytes: int) -> None:
@@ -246,7 +242,7 @@ class Meter:
         forward = tally.block.module.forward
 
         def called(*args: Any, **kwargs: Any) -> Any:
-            given = list(tensors((args, kwargs)))
+            given = list(nested_tensors((args, kwargs)))
             self._note_peak()
             if self._use.recompute != "none":
                 self._rehearse(tally, lambda: forward(*args, **kwargs))
@@ -259,12 +255,13 @@ class Meter:
             self._before = self._most = self._live
             output = forward(*args, **kwargs)
             self._phase = "behind"
-            tally.made = [each for each in tensors(output) if each.requires_grad]
+            tally.made = [each for each in nested_tensors(output) if each.requires_grad]
             tally.leaves = [each.detach().requires_grad_() for each in tally.made]
-            tally.wire = sum(each.untyped_storage().nbytes() for each in tensors(output))
+            tally.wire = sum(each.untyped_storage().nbytes() for each in nested_tensors(output))
             self._following = {self.number(each) for each in tally.leaves}
-            output = _replace(output, {id(one): leaf for one, leaf in zip(tally.made, tally.leaves, strict=True)})
-            self._handed |= {self.number(each): each for each in tensors(output)}
+            by = {id(one): leaf for one, leaf in zip(tally.made, tally.leaves, strict=True)}
+            output = replace_tensors(output, by)
+            self._handed |= {self.number(each): each for each in nested_tensors(output)}
             return output
 
         return called
@@ -337,17 +334,6 @@ def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterato
         del module.forward
         if before is not None:
             module.forward = before
-
-
-def _replace(value: Any, by: Mapping[int, Tensor]) -> Any:
-    """Return the same nested structure with some tensors replaced."""
-    if isinstance(value, Tensor):
-        return by.get(id(value), value)
-    if type(value) is dict:
-        return {key: _replace(item, by) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_replace(item, by) for item in value)
-    return value
 
 
 def _linear_weights(module: nn.Module) -> Iterator[tuple[int, int]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from atoll.prediction.cost import Attention, Kernel, Pass, Product
 from atoll.prediction.cost.layer import FLASH_BACKWARD
@@ -37,7 +37,7 @@ def kernel_of(operation: Any, arguments: Sequence[Any], output: Any) -> Kernel |
 
     A grouped product, of tokens with their experts, counts as if each expert had equally many tokens.
     """
-    given = list(tensors(arguments))
+    given = list(nested_tensors(arguments))
     if operation in (*PRODUCTS, *_BATCHED):
         left, right = given[-2:]
         return Product(left.shape[-2], left.shape[-1], right.shape[-1], math.prod(left.shape[:-2]))
@@ -48,7 +48,7 @@ def kernel_of(operation: Any, arguments: Sequence[Any], output: Any) -> Kernel |
     if operation is _CONVOLUTION_BACKWARD:
         each = _convolution(given[2], given[0], groups=arguments[9])
         return replace(each, count=2 * each.count)
-    made = [tensor for tensor in tensors(output) if not _is_view(tensor, given)]
+    made = [tensor for tensor in nested_tensors(output) if not _is_view(tensor, given)]
     if not made or "empty" in operation.name():
         return None
     read = [*made, *given[1:]] if operation in _LOOKUPS else given
@@ -97,12 +97,28 @@ def moved(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def tensors(value: Any) -> Iterator[Tensor]:
+def nested_tensors(value: Any) -> Iterator[Tensor]:
     """Yield every tensor in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for each in value:
-            yield from tensors(each)
+            yield from nested_tensors(each)
     elif isinstance(value, Mapping):
-        yield from tensors(tuple(value.values()))
+        yield from nested_tensors(tuple(value.values()))
+
+
+def replace_tensors(value: Any, by: Mapping[int, Tensor]) -> Any:
+    """Return the same nested structure with some tensors, by their `id`, replaced."""
+    if isinstance(value, Tensor):
+        return by.get(id(value), value)
+    if type(value) is dict:
+        return {key: replace_tensors(item, by) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(replace_tensors(item, by) for item in value)
+    return value
+
+
+def is_deferrable(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return True if a module's weight gradient is deferred to W."""
+    return type(module) is nn.Linear and module.weight.requires_grad

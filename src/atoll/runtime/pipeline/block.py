@@ -17,7 +17,7 @@ the call to the driver of the stage. While a stage runs forward, these calls are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from atoll.base._torch import run_backward
 from atoll.base.errors import RunError
+from atoll.runtime.models.operations import nested_tensors, replace_tensors
 from atoll.runtime.pipeline.selective import ContextPair, Selective, of_torch
 from atoll.runtime.randomness import seed_block
 from atoll.runtime.sharding.unit import Unit
@@ -185,7 +186,7 @@ class LocalBlock:
         if self._end is not None:
             self._end.given = leaves[0] if leaves else self._end.given
             return output, leaves
-        handed = _replace(output, {id(tensor): leaf for tensor, leaf in zip(made, leaves, strict=True)})
+        handed = replace_tensors(output, {id(tensor): leaf for tensor, leaf in zip(made, leaves, strict=True)})
         there = {id(tensor) for tensor in nested_tensors(handed)}.intersection(map(id, leaves))
         if len(there) < len({id(tensor) for tensor in made}):
             raise RunError(
@@ -222,7 +223,7 @@ class LocalBlock:
         outers = [tensor for tensor in nested_tensors(given) if tensor.requires_grad]
         inner = {id(outer): (outer, outer.detach().requires_grad_()) for outer in outers}
         by = {key: leaf for key, (_, leaf) in inner.items()}
-        args, kwargs = _replace(given, by)
+        args, kwargs = replace_tensors(given, by)
         with torch.enable_grad(), context:
             output = self._drawn(draw, *args, **kwargs)
         made = [tensor for tensor in self._made(output) if tensor.is_floating_point()]
@@ -239,26 +240,3 @@ def pass_on(tensor: Tensor, gradient: Tensor | None) -> None:
         run_backward((tensor,), (gradient,))
     else:
         tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
-
-
-def nested_tensors(value: Any) -> Iterator[Tensor]:
-    """Return every tensor in nested tuples, lists and mappings."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from nested_tensors(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from nested_tensors(item)
-
-
-def _replace(value: Any, by: Mapping[int, Tensor]) -> Any:
-    """Return the same nested structure with some tensors replaced."""
-    if isinstance(value, Tensor):
-        return by.get(id(value), value)
-    if type(value) is dict:
-        return {key: _replace(item, by) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_replace(item, by) for item in value)
-    return value

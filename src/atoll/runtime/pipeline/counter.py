@@ -39,8 +39,9 @@ from atoll.base.errors import RunError
 from atoll.base.faults import Made
 from atoll.plans.ir import Action, Op
 from atoll.program import Do, Instruction, Part
+from atoll.runtime.models.operations import nested_tensors
 from atoll.runtime.page import AT
-from atoll.runtime.pipeline.block import BlockArguments, BlockDraw, LocalBlock, nested_tensors
+from atoll.runtime.pipeline.block import BlockArguments, BlockDraw, LocalBlock
 from atoll.runtime.pipeline.clock import ProgramClock
 from atoll.runtime.pipeline.microbatches import Microbatches, StageMicrobatch
 

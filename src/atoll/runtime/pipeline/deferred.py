@@ -43,7 +43,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -53,6 +53,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from atoll.base._torch import local_part
 from atoll.base.errors import RunError
+from atoll.runtime.models.operations import is_deferrable
 from atoll.runtime.pipeline.selective import Multiplier
 from atoll.runtime.sharding.unit import Unit
 
@@ -284,11 +285,6 @@ def defer(
         elif every and not child.weight.requires_grad:
             made.append(LinearLayer(child, collector))
     return made
-
-
-def is_deferrable(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return True if a module's weight gradient is deferred to W."""
-    return type(module) is nn.Linear and module.weight.requires_grad
 
 
 Pending = dict[Unit, list[tuple[str, Any]]]

@@ -9,7 +9,6 @@ import torch
 
 from atoll.runtime.models import Adapter, Batch
 from atoll.runtime.pipeline.block import LocalBlock
-from atoll.runtime.pipeline.deferred import LinearLayer
 from atoll.runtime.sharding.unit import Unit
 
 
@@ -38,12 +37,10 @@ class Stage:
 
     index: int
     run: range
-    is_first: bool
     is_last: bool
     adapter: Adapter
     units: tuple[Unit, ...]
     blocks: tuple[LocalBlock, ...]
-    deferred: tuple[LinearLayer, ...]
     entry: StageEntry | None = None
     exit: StageExit | None = None
 

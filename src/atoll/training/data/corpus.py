@@ -4,6 +4,12 @@
 a file               records or text, see `atoll.training.data.files`
 a folder             every file below it with a known suffix, in the order of their relative paths
 a datasets folder    the output of Hugging Face `Dataset.save_to_disk`; of several splits, "train"
+
+[Note: not datasets.load_dataset] The package `datasets` reads only folders that it wrote. Its `load_dataset` names a
+cache by a file's path and time of change, so it returns the old records of a file that was changed and kept its time;
+the caches here are named by digests of the content. One broken line makes a file unreadable, where `data.bad_records`
+skips it, or names file and line. The text is stored a second time, as Arrow. And a stream resumes by reading a file
+again up to its position, where a shard (`shards.py`) begins at a byte.
 """
 
 from __future__ import annotations

@@ -7,13 +7,13 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Required, TypedDict
 
 from atoll.base.errors import DataError
 from atoll.training.data.bad_records import BadRecords, Policy
 from atoll.training.data.conversations import RULES, ChatTemplate
 from atoll.training.data.corpus import Source, documents, find_source, fingerprint
-from atoll.training.data.rows import Packing
+from atoll.training.data.rows import How, Packing, TooLong
 from atoll.training.data.split import check_fraction
 from atoll.training.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, bpe_size, sample, train_bpe
 
@@ -28,12 +28,34 @@ Report = Callable[[str], None]
 """Callback for the progress of a preparation, one line at a time."""
 
 
+class Settings(TypedDict, total=False):
+    """Settings of `prepare`.
+
+    tokenizer: "bytes", "bpe-N" or the path of a tokenizer.json.
+    validation: fraction of the tokens to hold out, or a separate source.
+    text_field: see `atoll.training.data.corpus`.
+    chat: the chat template, if the source has conversations (`atoll.training.data.conversations`).  ignored: their keys
+    that are not used.
+    bad_records: "stop" at the first broken record, or "skip" and count them, up to a tenth of a source.
+    sequence, how, too_long: see `Packing`; if samples are whole documents, the arrays include their lengths.
+    """
+
+    tokenizer: Required[str]
+    sequence: Required[int]
+    validation: float | str
+    text_field: str
+    how: How
+    too_long: TooLong
+    chat: ChatTemplate | None
+    ignored: Collection[str]
+    bad_records: Policy
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """Everything that determines the arrays; contents are given as hashes.
 
     held: source of the held-out tokens; None: a share of the source, `validation`.
-    keeps_documents: whether the arrays include the lengths of documents.
     ignored: keys of conversations that are not used.
     """
 
@@ -45,7 +67,7 @@ class Recipe:
     validation: float
     held: Source | None
     held_content: str
-    keeps_documents: bool
+    packing: Packing
     chat: ChatTemplate | None
     ignored: frozenset[str]
     bad_records: Policy
@@ -55,13 +77,16 @@ class Recipe:
         source: str | Source,
         *,
         tokenizer: str,
-        validation: float | str,
-        text_field: str,
-        chat: ChatTemplate | None,
-        packing: Packing,
-        ignored: Collection[str],
-        bad_records: Policy,
+        sequence: int,
+        validation: float | str = 0.05,
+        text_field: str = "text",
+        how: How = "blocks",
+        too_long: TooLong = "split",
+        chat: ChatTemplate | None = None,
+        ignored: Collection[str] = (),
+        bad_records: Policy = "stop",
     ) -> Recipe:
+        packing = Packing(sequence=sequence, how=how, too_long=too_long)
         file, tokenizer_content = None, tokenizer
         if tokenizer != BYTES and bpe_size(tokenizer) is None:
             file = _tokenizer_file(tokenizer)
@@ -81,7 +106,7 @@ class Recipe:
             validation,
             held,
             "" if held is None else fingerprint(held),
-            packing.keeps_documents,
+            packing,
             chat,
             frozenset(ignored),
             bad_records,
@@ -98,7 +123,7 @@ class Recipe:
         }
         if self.held is not None:
             about["held"] = [self.held.kind.value, self.held_content]
-        if self.keeps_documents:
+        if self.packing.keeps_documents:
             about["keeps_documents"] = True
         if self.chat is not None:
             about["chat"] = self.chat.fingerprint

@@ -24,32 +24,24 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from filelock import FileLock
 
 from atoll.base.documents import parse_json, read_json
 from atoll.base.errors import DataError
-from atoll.training.data.bad_records import Policy
 from atoll.training.data.blocks import MANIFEST, MARK, Blocks, CheckedTokens, DamagedCorpusError
-from atoll.training.data.conversations import ChatTemplate
 from atoll.training.data.corpus import Source
 from atoll.training.data.encoding import encode
-from atoll.training.data.recipe import Recipe, Report, key_of
-from atoll.training.data.rows import How, Packing, Part, TooLong, rows_of
+from atoll.training.data.recipe import Recipe, Report, Settings, key_of
+from atoll.training.data.rows import Packing, Part, rows_of
 from atoll.training.data.split import hold_back, split
-from atoll.training.data.tokenizer import (
-    BESIDE,
-    TOKENIZER,
-    ByteTokenizer,
-    FileTokenizer,
-    Tokenizer,
-)
+from atoll.training.data.tokenizer import BESIDE, TOKENIZER, ByteTokenizer, FileTokenizer, Tokenizer
 
 TRAIN, VALIDATION = "train", "validation"
 CONTENT = (TOKENIZER, "train.npy", "validation.npy")
@@ -115,45 +107,21 @@ class Corpus:
 def prepare(
     source: str | Source,
     *,
-    tokenizer: str,
     cache: Path,
-    sequence: int,
     global_batch: int = 1,
-    validation: float | str = 0.05,
-    text_field: str = "text",
-    how: How = "blocks",
-    too_long: TooLong = "split",
-    chat: ChatTemplate | None = None,
-    ignored: Collection[str] = (),
-    bad_records: Policy = "stop",
     report: Report | None = None,
+    **settings: Unpack[Settings],
 ) -> Corpus:
     """Return the token arrays of a source, from the cache or built by one process while others wait.
 
     Damaged arrays are created again: files that are missing, short or unreadable, and blocks for which an earlier run
     found a wrong digest.
 
-    source, text_field: see `atoll.training.data.corpus`.
-    tokenizer: "bytes", "bpe-N" or the path of a tokenizer.json.
-    validation: fraction of the tokens to hold out, or a separate source.
-    chat: the chat template, if the source has conversations (`atoll.training.data.conversations`).  ignored: their keys
-    that are not used.
-    bad_records: "stop" at the first broken record, or "skip" and count them, up to a tenth of a source.
-    sequence, how, too_long: see `Packing`; if samples are whole documents, the arrays include their lengths.
+    source, settings: see `Settings`, and `atoll.training.data.corpus`.
     global_batch: only checked, see `Corpus.check`. Raises DataError for an unusable source, tokenizer or cache.
     """
     say = report or (lambda line: None)
-    packing = Packing(sequence=sequence, how=how, too_long=too_long)
-    recipe = Recipe.find(
-        source,
-        tokenizer=tokenizer,
-        validation=validation,
-        text_field=text_field,
-        chat=chat,
-        packing=packing,
-        ignored=ignored,
-        bad_records=bad_records,
-    )
+    recipe = Recipe.find(source, **settings)
     folder = cache.expanduser() / recipe.key()
     if not folder.is_dir():
         _make_once(folder, recipe, say)
@@ -163,41 +131,17 @@ def prepare(
         say(f"{folder}: this cached corpus was damaged ({error.reason}); creating it again")
         _make_once(folder, recipe, say)
         corpus = load_cache(folder, folder.name, say, marks=True)
-    corpus.check(packing, global_batch=global_batch)
+    corpus.check(recipe.packing, global_batch=global_batch)
     return corpus
 
 
-def preview(
-    source: str | Source,
-    *,
-    tokenizer: str,
-    cache: Path,
-    sequence: int,
-    global_batch: int = 1,
-    validation: float | str = 0.05,
-    text_field: str = "text",
-    how: How = "blocks",
-    too_long: TooLong = "split",
-    chat: ChatTemplate | None = None,
-    ignored: Collection[str] = (),
-    bad_records: Policy = "stop",
-) -> Corpus | None:
+def preview(source: str | Source, *, cache: Path, global_batch: int = 1, **settings: Unpack[Settings]) -> Corpus | None:
     """Return the result of `prepare`, or raise its errors, without writing to the cache.
 
     Returns None if the arrays are not cached and the source has more than PREVIEWED_BYTES: it exists, but its number of
     tokens is unknown.
     """
-    packing = Packing(sequence=sequence, how=how, too_long=too_long)
-    recipe = Recipe.find(
-        source,
-        tokenizer=tokenizer,
-        validation=validation,
-        text_field=text_field,
-        chat=chat,
-        packing=packing,
-        ignored=ignored,
-        bad_records=bad_records,
-    )
+    recipe = Recipe.find(source, **settings)
     folder = cache.expanduser() / recipe.key()
     corpus = None
     if folder.is_dir():
@@ -209,7 +153,7 @@ def preview(
         with tempfile.TemporaryDirectory() as made:
             _make(Path(made), recipe, lambda line: None)
             corpus = load_cache(Path(made), recipe.key(), lambda line: None)
-    corpus.check(packing, global_batch=global_batch)
+    corpus.check(recipe.packing, global_batch=global_batch)
     return corpus
 
 
@@ -263,7 +207,7 @@ def _make(folder: Path, recipe: Recipe, say: Report) -> None:
     how: dict[str, Any] = {"chat": recipe.chat, "ignored": recipe.ignored, "bad_records": recipe.bad_records}
     encoded = encode(folder, recipe.source, tokenizer, **how)
     skipped = [] if encoded.skipped is None else [str(encoded.skipped)]
-    if recipe.keeps_documents:
+    if recipe.packing.keeps_documents:
         # The samples of a record are held out together: each has what the others are judged by.
         held, by = np.repeat(hold_back(encoded.sizes, recipe.validation), encoded.counts), "documents"
         encoded.write(folder, TRAIN, encoded.ranges(~held), encoded.chosen(~held))
@@ -279,7 +223,7 @@ def _make(folder: Path, recipe: Recipe, say: Report) -> None:
         own = encode(folder, recipe.held, tokenizer, **how)
         skipped += [] if own.skipped is None else [f"data.validation: {own.skipped}"]
         everything = np.ones(len(own.lengths), dtype=np.bool_)
-        lengths = own.chosen(everything) if recipe.keeps_documents else None
+        lengths = own.chosen(everything) if recipe.packing.keeps_documents else None
         own.write(folder, VALIDATION, own.ranges(everything), lengths)
         own.remove()
         by = "source"
@@ -303,17 +247,13 @@ def _make(folder: Path, recipe: Recipe, say: Report) -> None:
 
 def _content_hash(folder: Path) -> str:
     total = hashlib.sha256()
-    for name in CONTENT:
-        path = folder / name
+    for name in (*CONTENT, *OPTIONAL):
         content = b""
-        if path.is_file():
+        if (path := folder / name).is_file():
             with path.open("rb") as stream:
                 content = hashlib.file_digest(stream, "sha256").digest()
-        total.update(name.encode() + b"\0" + content)
-    for path in (folder / name for name in OPTIONAL):
-        if path.is_file():
-            with path.open("rb") as stream:
-                total.update(path.name.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
+        if content or name in CONTENT:
+            total.update(name.encode() + b"\0" + content)
     return total.hexdigest()
 
 

@@ -3,6 +3,12 @@
 A checkpoint holds master weights under the names of the model's parameters. A folder holds the same in the dtype of
 its config.json, with the files that `from_pretrained` needs: config.json and the tokenizer. Both conversions run in
 one process, with at most one safetensors file in memory.
+
+[Note: not HuggingFaceStorageWriter] The writer of Distributed Checkpoint saves a state dict, so all of the model is in
+memory, and a file twice more while it is written. The map from names to files that it takes must be there before: here
+a file's names are known when its tensors have been converted, since a folder has experts fused or split that a
+checkpoint has not (`conversion.py`). For one file it writes an index, and another name than `save_pretrained`. Boxes
+and digests are those of the checkpoint, and are checked while it is read; a folder has neither in either way.
 """
 
 from __future__ import annotations

@@ -2,21 +2,22 @@
 
     <run.folder>/.lock    held by rank 0 from before it reads the folder until it leaves; identifies the holder
 
-Two signs show that a holder is alive. The kernel's lock (`flock`) ends with the process, however it ends. It is visible
-to all processes of one kernel, over NFS also to other hosts, and on some file systems to no other process. And the
-holder touches the file every `BEAT_SECONDS`. So a run takes over
+Two signs show that a holder is alive. The kernel's lock (`filelock.FileLock`) ends with the process, however it ends.
+It is visible to all processes of one kernel, over NFS also to other hosts, and on some file systems to no other
+process. And the holder touches the file every `BEAT_SECONDS`. So a run takes over
 
-    from a process of this kernel    if it gets the kernel's lock (if there is none: if the process has ended);
+    from a process of this kernel    if it gets the kernel's lock, if there is one, and the process has ended;
     from another kernel's            if it gets the lock and the file has not been touched for `SILENCE_SECONDS`: the
                                      host has another boot id, also after a restart
 
 A holder that was stopped for longer finds the name of another one when it resumes, and ends before it writes.
+
+The second sign is not `filelock.SoftFileLease`: that takes over by exchanging two names, which NFS refuses, so the lock
+of a lost host would stay. And it takes over from a stopped process of this host.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import socket
@@ -26,6 +27,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from atoll.base.documents import count, parse_json, string
 from atoll.base.errors import ConfigError, RunError
@@ -84,7 +87,7 @@ class RunLock:
         self._clock = clock
         self._sleep = sleep
         self._own: Holder | None = None
-        self._file: int | None = None
+        self._lock: FileLock | None = None
         self._stop = threading.Event()
 
     def acquire(self, say: Callable[[str], None] = lambda line: None) -> None:
@@ -92,21 +95,25 @@ class RunLock:
 
         say: callback for long waits, and for a takeover.
         """
-        while self._file is None:
-            # No other user may open it: whoever can read a file can take its `flock`, and would block the run.
-            try:
-                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            except PermissionError as error:
+        # No other user may open it: whoever can read a file can take its `flock`, and would block the run.
+        lock = FileLock(self.path, mode=0o600, thread_local=False, fallback_to_soft=False)
+        try:
+            # A holder that has just released it is waited for; one that identifies itself is not.
+            lock.acquire(timeout=1.0, cancel_check=lambda: read_holder(self.path) is not None)
+        except Timeout as error:
+            raise self._refusal(read_holder(self.path)) from error
+        except OSError as error:  # also from a file system that has no locks
+            if isinstance(error, PermissionError) or not os.access(self.path, os.W_OK):
                 raise ConfigError(
                     f"run.folder = {str(self._root)!r}: its lock {self.path.name} cannot be written; it belongs to "
-                    "another user, or the folder is read-only. Choose another run.folder"
+                    "another user, or the folder is read-only or full. Choose another run.folder"
                 ) from error
-            try:
-                if self._take(descriptor, say):
-                    self._file = descriptor
-            finally:
-                if self._file is None:
-                    os.close(descriptor)
+        try:
+            self._take(say)
+        except BaseException:
+            lock.release()
+            raise
+        self._lock = lock
         threading.Thread(target=self._beat, name="atoll-run-lock", daemon=True).start()
 
     @contextmanager
@@ -133,45 +140,29 @@ class RunLock:
     def release(self) -> None:
         """Release the lock if it is still held by this run."""
         self._stop.set()
-        if self._file is None:
+        if self._lock is None:
             return
         with suppress(OSError):
             if read_holder(self.path) == self._own:
                 self.path.unlink()
-        os.close(self._file)
-        self._file = self._own = None
+        self._lock.release()
+        self._lock = self._own = None
 
-    def _take(self, descriptor: int, say: Callable[[str], None]) -> bool:
-        """Lock the open file and write this process into it. Return False if the file is no longer the one at the
-        path."""
-        has_locks = True
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise self._refusal(read_holder(self.path)) from error
-            has_locks = False
-        if not self._is_at_path(descriptor):  # its holder has just released and removed it
-            return False
+    def _take(self, say: Callable[[str], None]) -> None:
+        """Write this process into the file, once nobody else may write."""
         before = read_holder(self.path)
         if before is not None:
-            self._wait_for_silence(before, say, has_locks=has_locks)
+            self._wait_for_silence(before, say)
             say(f"note: took over {self._root} from {before}, which is gone")
         self._own = Holder.own()
-        os.pwrite(descriptor, json.dumps(asdict(self._own)).encode().ljust(_LARGEST), 0)
-        os.fsync(descriptor)
-        return True
+        with self.path.open("r+b", buffering=0) as file:
+            file.write(json.dumps(asdict(self._own)).encode().ljust(_LARGEST))
+            os.fsync(file.fileno())
 
-    def _is_at_path(self, descriptor: int) -> bool:
-        try:
-            return os.path.samestat(os.fstat(descriptor), os.stat(self.path))
-        except FileNotFoundError:
-            return False
-
-    def _wait_for_silence(self, before: Holder, say: Callable[[str], None], *, has_locks: bool) -> None:
+    def _wait_for_silence(self, before: Holder, say: Callable[[str], None]) -> None:
         """Raise ConfigError if the holder in the file may still write."""
         if before.is_of_this_kernel:
-            if not has_locks and before.is_running:
+            if before.is_running:
                 raise self._refusal(before)
             return
         say(f"{self._root}: looking for {SILENCE_SECONDS:g} seconds whether {before} is still there")
