@@ -26,12 +26,12 @@ from schedule_pages import MICROBATCHES, RANKS
 from atoll.base import errors
 from atoll.base.toml import value_to_toml
 from atoll.base.units import format_bytes
-from atoll.cli.layouts import table as layouts_table
+from atoll.cli.layouts import layouts_table as layouts_table
 from atoll.cli.main import app
-from atoll.cli.predict import describe as describe_prediction
+from atoll.cli.predict import describe_prediction as describe_prediction
 from atoll.plans.ir.draw import SVG_STYLE, draw_svg
 from atoll.plans.layouts import (
-    ALL,
+    ALL_LAYOUTS,
     GATHER_PARAMETER,
     REDUCE_GRADIENT,
     SYNC_GRADIENT,
@@ -143,7 +143,7 @@ DIVISORS = {Level.N: "", Level.I: "/m", Level.G: "/n"}
 
 def layout_formulas() -> str:
     rows = []
-    for layout in ALL:
+    for layout in ALL_LAYOUTS:
         p, g, os = layout.parameters, layout.gradients, layout.optimizer
         memory = f"2Ψ{DIVISORS[p]} + 2Ψ{DIVISORS[g]} + 12Ψ{DIVISORS[os]}"
         better = layout.dominated_by

@@ -34,7 +34,7 @@ def fenced(lines: Iterable[str], language: str = "text") -> str:
 
 
 def whole() -> str:
-    return fenced(text.describe(explanation()))
+    return fenced(text.describe_explanation(explanation()))
 
 
 def slow() -> str:
@@ -54,7 +54,7 @@ def questions() -> str:
 
 
 def answers() -> str:
-    found = ["\n".join(text.answer(ask(explanation(), key))) for key in ASKED]
+    found = ["\n".join(text.answer_lines(ask(explanation(), key))) for key in ASKED]
     return fenced(["\n\n".join(found)])
 
 

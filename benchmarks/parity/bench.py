@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from atoll.plans import schedules
-from atoll.plans.layouts import ALL, EFFECTIVE
+from atoll.plans.layouts import ALL_LAYOUTS, EFFECTIVE
 from atoll.testing import run_ranks
-from atoll.testing.parity import Case, reference, train, worst_difference
+from atoll.testing.parity import Case, reference, train_case, worst_difference
 from atoll.testing.tiny import TinyConfig
 from benchmarks.islands import tables
 
@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     shapes = [(1, 1), (1, 2), (2, 1), (2, 2)]
     layouts = [
         Case(layout=each.name, inter=inter, intra=intra, model=EVERYTHING)
-        for each in ALL[few]
+        for each in ALL_LAYOUTS[few]
         for inter, intra in shapes
     ]
     pipelines = [
@@ -57,7 +57,7 @@ def _measure(name: str, cases: list[Case]) -> dict[str, Any]:
     for case in cases:
         neutral = replace(case, layout="NNN", pipeline=1, inter=1, intra=1, schedule="1f1b")
         wanted = reference(neutral)
-        for history in run_ranks(train, case.ranks, case):
+        for history in run_ranks(train_case, case.ranks, case):
             found, where = worst_difference(history, wanted)
             worst = max(worst, (found, f"{case.layout} {case.schedule}: {where}"))
     return {"name": name, "cases": len(cases), "largest_difference": worst[0], "where": worst[1]}

@@ -21,7 +21,7 @@ from atoll.base.errors import ConfigError
 from atoll.plans.ir.action import Action, Op
 from atoll.plans.ir.schedule import Schedule
 from atoll.plans.ir.table import F, I, W
-from atoll.plans.schedules.automatic import find
+from atoll.plans.schedules.automatic import find_order
 from atoll.plans.schedules.bounds import lower_bound
 from atoll.plans.schedules.problem import TOLERANCE, Problem
 
@@ -67,7 +67,7 @@ def solve(problem: Problem, *, effort: float = EFFORT) -> Optimum:
             f"the exact solver is for steps of at most {LARGEST} actions, not {actions}: take fewer ranks, chunks or "
             "microbatches"
         )
-    start = find(problem)
+    start = find_order(problem)
     schedule, bound = start.schedule("exact"), lower_bound(problem)
     assert start.cost is not None
     cost = start.cost.main

@@ -9,11 +9,11 @@ from typing import Any
 
 from atoll.base.errors import AtollError
 from atoll.plans.ir import Placement
-from atoll.plans.ir.placement import Kind
+from atoll.plans.ir.placement import PlacementKind
 from atoll.plans.schedules import CATALOGUE, Memory, Problem, build
 from atoll.plans.schedules.memory import peak_of
 from atoll.plans.schedules.problem import TOLERANCE
-from atoll.plans.schedules.search import Search
+from atoll.plans.schedules.search import OrderSearch
 from atoll.program.sim import Costs, simulate
 
 SEARCHED = ("auto", "zb-1p", "zb-2p")
@@ -62,7 +62,7 @@ def draw(seed: int, *, most_ranks: int = 32, most_microbatches: int = 256) -> In
     chance = random.Random(seed)
     ranks = chance.choice([count for count in (4, 5, 6, 8, 12, 16, 24, 32) if count <= most_ranks])
     microbatches = chance.randint(max(2, ranks // 2), min(most_microbatches, 8 * ranks))
-    kind: Kind = chance.choice(["line", "line", "line", "v", "loop"])
+    kind: PlacementKind = chance.choice(["line", "line", "line", "v", "loop"])
     placement = Placement(kind, ranks, {"line": 1, "v": 2, "loop": chance.choice([2, 3])}[kind])
     forward, backward, weight = chance.uniform(0.8, 1.2), chance.uniform(0.8, 1.6), chance.uniform(0.5, 1.1)
     hop = chance.choice([0.0, 0.01, 0.05])
@@ -98,7 +98,7 @@ def fits(instance: Instance, schedule: Any) -> bool:
 
 def rivals(instance: Instance) -> Iterator[tuple[str, float]]:
     """The published heuristic and the catalogue's schedules of the same placement, as far as they fit."""
-    published = Search(instance.problem)
+    published = OrderSearch(instance.problem)
     published.consider_published()
     if published.cost is not None:
         yield "published", published.cost.main

@@ -9,8 +9,8 @@ import pytest
 from atoll.base.errors import ConfigError, ScheduleError
 from atoll.plans import schedules
 from atoll.plans.ir import Op, Schedule, insert_vocabulary, lower
-from atoll.program import Do, Ending, Program, Programs, lower_row, named
-from atoll.program.sim import Costs, Rates, Speed, play, simulate
+from atoll.program import Do, Ending, Program, Programs, lower_row, operation_of
+from atoll.program.sim import Costs, Rates, Speed, play_programs, simulate
 from tests.program.shapes import RETURNED, shapes_of
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "dualpipe-v")
@@ -125,7 +125,7 @@ def finish(end: Ending, **compute: float) -> float:
     latency in the pipeline."""
     schedule = schedules.build("1f1b", ranks=2, microbatches=1)
     own = rates(schedule, links={"pp": Speed(latency=0.1), "inter": Speed(rate=RETURNED)})
-    spent = {(named(name), -1): value for name, value in compute.items()}
+    spent = {(operation_of(name), -1): value for name, value in compute.items()}
     return simulate(
         programs(schedule, end, blocks=1, rests=True), Rates({**own.compute, **spent}, links=own.links)
     ).finish
@@ -219,7 +219,7 @@ def test_a_later_step_waits_for_its_own_reductions() -> None:
     waits = [at for at, each in enumerate(lowered.ranks[0].instructions) if each.do is Do.REDUCED]
     assert waits
     for steps in (1, 2, 3):
-        played = play(lowered, own, steps=steps)
+        played = play_programs(lowered, own, steps=steps)
         ends = [span.end for span in played.travelled if span.action.op is Op.REDUCE_GRAD]
         assert len(ends) > len(waits)
         assert all(played.timings[0].ends[at] >= end for at, end in zip(waits, ends, strict=False)), f"step {steps}"

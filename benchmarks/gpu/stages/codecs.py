@@ -11,8 +11,8 @@ import torch
 
 from atoll.plans.layouts import CODES, Codec
 from atoll.runtime.sharding import coding
-from atoll.testing.coded import Kind, coded
-from atoll.testing.parity import Case, reference, train
+from atoll.testing.coded import CodecKind, coded
+from atoll.testing.parity import Case, reference, train_case
 from atoll.testing.tiny import TinyConfig
 from benchmarks.gpu.compared import compared
 from benchmarks.gpu.stage import Run, attempt
@@ -40,7 +40,7 @@ def run(run: Run) -> None:
         case = Case(layout, microbatches=4, optimizer="Muon", steps=2, model=TinyConfig(), device=run.device.type,
                     options=(("adamw", (("lr", 1e-3),)),))  # fmt: skip
         alone = replace(case, layout="NNN")
-        found.append({"layout": layout, **compared(partial(train, case), partial(reference, alone))})
+        found.append({"layout": layout, **compared(partial(train_case, case), partial(reference, alone))})
         run.keep("muon", found)
 
 
@@ -61,7 +61,7 @@ def _both(codec: Codec, numel: int, device: torch.device, dtype: torch.dtype) ->
     coding.encode(codec, values.to(device), sent)
     out = torch.full((numel,), torch.nan, dtype=dtype, device=device)
     coding.decode(codec, sent, out)
-    return out.cpu(), coded(values, Kind(codec.name, codec.block))
+    return out.cpu(), coded(values, CodecKind(codec.name, codec.block))
 
 
 def _difference(got: torch.Tensor, wanted: torch.Tensor) -> float:

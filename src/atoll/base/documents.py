@@ -27,7 +27,7 @@ LARGEST_YAML = 1 << 16
 """Largest YAML document that is read, in characters; a megabyte takes many seconds."""
 DEEPEST = 100
 """Largest depth of nested tables and lists."""
-LONGEST = 40
+_LONGEST_INTEGER = 40
 """Most digits of an integer that is rounded."""
 LARGEST_COUNT = (1 << 31) - 1
 """Largest count of ranks, stages or steps."""
@@ -159,7 +159,7 @@ def finite(value: Any) -> float:
     return float(value)
 
 
-def count(value: Any, *, least: int = 0, limit: int = LARGEST_COUNT) -> int:
+def whole_number(value: Any, *, least: int = 0, limit: int = LARGEST_COUNT) -> int:
     """Return a whole number of a document from `least` to `limit`. Raises ValueError for any other value."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= limit:
         raise ValueError(f"{_shown(value)} is not a whole number from {least} to {limit}")
@@ -180,7 +180,7 @@ def _shown(value: Any) -> str:
 def _number(digits: str) -> int | float:
     """Return an integer of 64 bits, or a float near a larger one."""
     is_large = len(digits) > 20 or int(digits) not in INTEGERS
-    return float(digits) if is_large and len(digits) <= LONGEST else _integer(digits)
+    return float(digits) if is_large and len(digits) <= _LONGEST_INTEGER else _integer(digits)
 
 
 def _integer(digits: str) -> int:

@@ -9,7 +9,7 @@ import typer
 from atoll.base.units import parse_count
 
 
-def command(
+def layouts_command(
     parameters: Annotated[float, typer.Option(help="Parameters of the model, as in 7e9 or 7b.", parser=parse_count)],
     trainable: Annotated[
         float | None, typer.Option(help="Trainable parameters; by default all.", parser=parse_count)
@@ -25,7 +25,7 @@ def command(
     2 bytes for a parameter, 12 for its optimizer state, 2 for every element sent. Residency `action`, gradients reduced
     for each microbatch, collectives on two levels.
     """
-    rows = table(
+    rows = layouts_table(
         parameters=parameters,
         trainable=parameters if trainable is None else trainable,
         inter=inter,
@@ -41,7 +41,7 @@ def command(
     _print(rows, title=f"{intra} ranks a group, {inter} groups, {microbatches} microbatches a rank and step")
 
 
-def table(
+def layouts_table(
     *,
     parameters: float,
     trainable: float,
@@ -51,11 +51,11 @@ def table(
     gradient_bytes: float = 2,
 ) -> list[dict[str, Any]]:
     """Return one object per layout, with the documented keys of `atoll show layouts --json`."""
-    from atoll.plans.layouts import ALL, published_memory, traffic
+    from atoll.plans.layouts import ALL_LAYOUTS, published_memory, traffic
 
     travel_bytes = 2
     rows: list[dict[str, Any]] = []
-    for layout in ALL:
+    for layout in ALL_LAYOUTS:
         memory = published_memory(
             layout,
             parameters=parameters,

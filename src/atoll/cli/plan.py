@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from atoll.training.config import Config
 
 
-def command(
+def plan_command(
     config: ConfigFile,
     overrides: Overrides = None,
     cluster: Annotated[Path | None, typer.Option(help=CLUSTER)] = None,
@@ -36,7 +36,7 @@ def command(
     alternatives, by choice, other and its seconds (undone is their old name); changes, each with what, same and best
     (seconds or null) and plan; own, the seconds of the config's own plan, or null.
     """
-    from atoll.prediction.planner.text import describe
+    from atoll.prediction.planner.text import describe_answer
     from atoll.training.config import load
     from atoll.training.setup.choosing import load_chosen, overrides_of, plan
 
@@ -53,9 +53,9 @@ def command(
     if as_json:
         import json
 
-        typer.echo(json.dumps(summary(answer, own)))
+        typer.echo(json.dumps(_summary(answer, own)))
         return
-    typer.echo("\n".join(describe(answer, own)))
+    typer.echo("\n".join(describe_answer(answer, own)))
 
 
 def _own(config: Config, cluster: Cluster) -> Prediction | None:
@@ -74,7 +74,7 @@ def _own(config: Config, cluster: Cluster) -> Prediction | None:
 # ---- values
 
 
-def summary(answer: Answer, own: Prediction | None = None) -> dict[str, Any]:
+def _summary(answer: Answer, own: Prediction | None = None) -> dict[str, Any]:
     """Return the JSON object of `atoll plan`."""
     from atoll.prediction.cost.summary import summary as predicted
     from atoll.prediction.planner import choices, settings

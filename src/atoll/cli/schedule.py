@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 _COST = "for a rank's full share of a microbatch: one number, or one for each rank separated by commas."
 _BYTES = "one number, or one for each rank separated by commas."
 
-KINDS = ("line", "loop", "v")
-OBJECTIVES = ("makespan", "span")
+_KINDS = ("line", "loop", "v")
+_OBJECTIVES = ("makespan", "span")
 
 
-def command(
+def schedule_command(
     name: Annotated[str, typer.Argument(help="gpipe, 1f1b, ... An unknown name lists all.")],
     ranks: Annotated[int, typer.Option(help="Pipeline ranks.")] = 4,
     microbatches: Annotated[int, typer.Option(help="Microbatches a step.")] = 8,
     chunks: Annotated[int | None, typer.Option(help="Stages of each rank, on a loop.")] = None,
     placement: Annotated[
-        str | None, typer.Option(help=f"{', '.join(KINDS)}: the placement of stages. Most schedules have their own.")
+        str | None, typer.Option(help=f"{', '.join(_KINDS)}: the placement of stages. Most schedules have their own.")
     ] = None,
     unit: Annotated[int | None, typer.Option(help="Maximum number of microbatches in a unit.")] = None,
     forward: Annotated[str, typer.Option(help=f"Time of F {_COST}")] = "1",
@@ -44,7 +44,7 @@ def command(
     ] = False,
     objective: Annotated[
         str,
-        typer.Option(help=f"{' or '.join(OBJECTIVES)}: the objective of automatic schedules."),
+        typer.Option(help=f"{' or '.join(_OBJECTIVES)}: the objective of automatic schedules."),
     ] = "makespan",
     memory_limit: Annotated[
         str | None, typer.Option(help=f"Memory limit in bytes: {_BYTES} zb-1p and zb-2p have their own by default.")
@@ -101,7 +101,7 @@ def command(
     trace = simulate(schedule, costs, memory)
     _note_excess(schedule, memory)
     _write_files(schedule, trace, csv, svg)
-    typer.echo(json.dumps(summary(schedule, trace, bound)) if as_json else _describe(schedule, trace, bound, objective))
+    typer.echo(json.dumps(_summary(schedule, trace, bound)) if as_json else _describe(schedule, trace, bound, objective))
 
 
 def _build(
@@ -178,12 +178,12 @@ def _note_excess(schedule: Schedule, memory: Memory) -> None:
 def _check_words(asked: dict[str, Any]) -> None:
     from atoll.base.errors import ConfigError
 
-    for option, words in (("placement", KINDS), ("objective", OBJECTIVES)):
+    for option, words in (("placement", _KINDS), ("objective", _OBJECTIVES)):
         if asked[option] is not None and asked[option] not in words:
             raise ConfigError(f"--{option} is {asked[option]!r}: choose one of {', '.join(words)}")
 
 
-def summary(schedule: Schedule, trace: Trace, bound: float) -> dict[str, object]:
+def _summary(schedule: Schedule, trace: Trace, bound: float) -> dict[str, object]:
     """Return the output of `--json`."""
     return {
         "schedule": schedule.name,

@@ -14,7 +14,7 @@ from atoll.base.errors import CheckpointError, DataError
 from atoll.base.units import format_bytes
 
 
-def command(
+def verify_command(
     path: Annotated[
         Path, typer.Argument(help="A checkpoint, the folder of a run, or a token cache.", show_default=False)
     ],
@@ -88,9 +88,9 @@ def _findings(path: Path) -> Iterator[Finding]:
 
 
 def _cache(path: Path) -> Finding:
-    from atoll.training.data.store import verify
+    from atoll.training.data.store import verify_cache
 
     try:
-        return Finding(str(path), "cache", bytes=verify(path))
+        return Finding(str(path), "cache", bytes=verify_cache(path))
     except DataError as error:
         return Finding(str(path), "cache", problems=(str(error),))

@@ -30,7 +30,7 @@ from itertools import accumulate, chain, pairwise, permutations
 from atoll.base.errors import PlanError
 from atoll.plans.ir import Placement
 
-TRIES = 6_000
+_TRIES = 6_000
 """Maximum number of splits that are evaluated before the search takes no more detours."""
 
 
@@ -128,12 +128,12 @@ def _by_hand(
     return counts
 
 
-Way = tuple[int, ...]
+_Way = tuple[int, ...]
 """Number of parts of each stage."""
 
 _Amounts = tuple[float, ...]
-_Weight = tuple[_Amounts, _Amounts, _Amounts, _Amounts, Way]
-_LineWeight = tuple[_Amounts, _Amounts, Way]
+_Weight = tuple[_Amounts, _Amounts, _Amounts, _Amounts, _Way]
+_LineWeight = tuple[_Amounts, _Amounts, _Way]
 
 
 class _Search:
@@ -145,13 +145,13 @@ class _Search:
         self._memory = _running_sum(sum(blocks[at].memory for at in part) for part in parts)
         self._tries = 0
 
-    def find(self) -> Way:
+    def find(self) -> _Way:
         """Return the most even split that was found: that of a line, whose parts are moved between stages as long as
         that helps, also after one move that does not."""
         way = _cut_line(self._costs, self._memory, self._placement.stages)
         if self._placement.kind == "line":
             return way
-        self._tries = TRIES
+        self._tries = _TRIES
         best, way = self._descend(way)
         goes_on = True
         while goes_on:
@@ -167,7 +167,7 @@ class _Search:
                     break
         return way
 
-    def _descend(self, way: Way) -> tuple[_Weight, Way]:
+    def _descend(self, way: _Way) -> tuple[_Weight, _Way]:
         """Apply the best move until no move improves the split."""
         best = self._weigh(way)
         goes_on = True
@@ -181,7 +181,7 @@ class _Search:
                         best, way, goes_on = weight, moved, True
         return best, way
 
-    def _weigh(self, way: Way, best: _Weight | None = None) -> _Weight:
+    def _weigh(self, way: _Way, best: _Weight | None = None) -> _Weight:
         """Return the criteria of the note for a split; less is better.
 
         Returns `best` early if the ranks of this split have more work.
@@ -200,7 +200,7 @@ class _Search:
             tuple(-count for count in way),
         )
 
-    def _turns(self, sums: Sequence[float], way: Way) -> list[list[float]]:
+    def _turns(self, sums: Sequence[float], way: _Way) -> list[list[float]]:
         """Return the work of each turn's stages, rank by rank."""
         ranks = self._placement.ranks
         at = [sums[part] for part in accumulate(way, initial=0)]
@@ -211,7 +211,7 @@ class _Search:
         return turns
 
 
-def _moved(way: Way, move: tuple[int, int]) -> Way:
+def _moved(way: _Way, move: tuple[int, int]) -> _Way:
     """Return a split in which a stage gives one part to another; those between them pass one on."""
     giver, taker = move
     changed = list(way)
@@ -220,7 +220,7 @@ def _moved(way: Way, move: tuple[int, int]) -> Way:
     return tuple(changed)
 
 
-def _cut_line(costs: Sequence[float], memory: Sequence[float], stages: int) -> Way:
+def _cut_line(costs: Sequence[float], memory: Sequence[float], stages: int) -> _Way:
     """Return the most even split on a line.
 
     Dynamic programming over running sums: which of two splits of the first parts is more even does not depend on the

@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, Protocol, TypeVar
 
-from atoll.base.documents import count, finite, parse_json, string
+from atoll.base.documents import whole_number, finite, parse_json, string
 from atoll.base.errors import UserError
 from atoll.plans.ir.action import Action, Op
 
@@ -27,7 +27,7 @@ REDUCE_LANE = "reduce"
 STEP_LANE = "step"
 
 
-def lane_of(op: Op) -> str:
+def action_lane(op: Op) -> str:
     """Return the lane of a rank on which actions of `op` are shown."""
     if op.is_compute:
         return COMPUTE_LANE
@@ -256,7 +256,7 @@ class Trace:
         return [Action(at, op, microbatch) for at in stages for op in ops]
 
 
-class Timed(Protocol):
+class _Timed(Protocol):
     """An object with a start and an end."""
 
     @property
@@ -266,7 +266,7 @@ class Timed(Protocol):
     def end(self) -> float: ...
 
 
-AnyTimed = TypeVar("AnyTimed", bound=Timed)
+AnyTimed = TypeVar("AnyTimed", bound=_Timed)
 
 
 def apart(spans: Iterable[AnyTimed]) -> list[list[AnyTimed]]:
@@ -331,7 +331,7 @@ def from_chrome(text: str) -> Trace:
         timed = [event for event in events if event["ph"] == "X"]
         spans = [
             Span(
-                count(event["pid"], limit=MOST_RANKS - 1),
+                whole_number(event["pid"], limit=MOST_RANKS - 1),
                 string(event["cat"]),
                 Action.parse(event["name"]),
                 finite(event["ts"]) / 1e6,
@@ -341,7 +341,7 @@ def from_chrome(text: str) -> Trace:
         ]
         memory = tuple(
             MemorySample(
-                count(event["pid"], limit=MOST_RANKS - 1),
+                whole_number(event["pid"], limit=MOST_RANKS - 1),
                 finite(event["ts"]) / 1e6,
                 finite(event["args"]["bytes"]),
             )
@@ -351,6 +351,6 @@ def from_chrome(text: str) -> Trace:
         if not all(span.start <= span.end < math.inf for span in spans):
             raise ValueError("an event that ends before it begins, or never")
         ranks = about.get("ranks", 1 + max((span.rank for span in spans), default=-1))
-        return Trace(tuple(spans), count(ranks, limit=MOST_RANKS), count(about.get("chunks", 1)), memory)
+        return Trace(tuple(spans), whole_number(ranks, limit=MOST_RANKS), whole_number(about.get("chunks", 1)), memory)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"not a trace that atoll has written: {type(error).__name__}: {error}") from error

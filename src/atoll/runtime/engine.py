@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from atoll.base.errors import BadStepError, PlanError, RunError
-from atoll.base.faults import Policy
+from atoll.base.faults import BadStepPolicy
 from atoll.plans.layouts import Footprint
 from atoll.plans.plan import Plan
 from atoll.program import WorkingMemory, needed_in_a_step
@@ -28,7 +28,7 @@ from atoll.runtime.assemble.rank import EngineOptions, Rank, assemble, lower_pro
 from atoll.runtime.assemble.stored import stored_now
 from atoll.runtime.batches import BatchShare, Labels
 from atoll.runtime.checkpoint import Archive, Background, Piece, Told, is_complete
-from atoll.runtime.lanes import Kind, Lane
+from atoll.runtime.lanes import LaneKind, JobLane
 from atoll.runtime.launch import share_cores
 from atoll.runtime.models import Batch, Loss
 from atoll.runtime.models.batch import IGNORED_LABEL
@@ -108,14 +108,14 @@ class Engine:
         seed: int = 0,
         device: torch.device | str | None = None,
         weights: Path | str | None = None,
-        bad_steps: Policy | str = "stop",
+        bad_steps: BadStepPolicy | str = "stop",
         labels: Labels = "shifted",
         loss: Loss | None = None,
     ) -> None:
         whole = optimizer.whole if isinstance(optimizer, MatrixUpdate) else None
         self.plan = plan = plan if plan.whole == whole else replace(plan, whole=whole)
         self.model, self.clip, self.labels, self.loss = model, clip, labels, loss
-        policy = bad_steps if isinstance(bad_steps, Policy) else Policy.parse(bad_steps)
+        policy = bad_steps if isinstance(bad_steps, BadStepPolicy) else BadStepPolicy.parse(bad_steps)
         folder = None if weights is None else Path(weights)
         self._moment = Moment()
         options = EngineOptions(
@@ -140,7 +140,7 @@ class Engine:
             keep_freed_memory()
         self.transport = connect(self.place, self.device, has_islands=plan.outer is not None)
         self._agreement = Agreement(self.transport)
-        self._lanes: dict[Kind, Lane] = {}
+        self._lanes: dict[LaneKind, JobLane] = {}
         # Context of the loss of logits that are split over a tensor-parallel group, forward and backward.
         self._split_loss: Callable[[], AbstractContextManager[None]] = (
             loss_parallel if plan.mesh.tensor > 1 else nullcontext
@@ -169,7 +169,7 @@ class Engine:
                 if self.outer is not None:
                     self.outer.adopt()
 
-    def _own(self, rank: Rank, policy: Policy) -> None:
+    def _own(self, rank: Rank, policy: BadStepPolicy) -> None:
         """Lower the programs of a rank that was assembled, and build what the engine owns besides."""
         self.adapter, self.outer, self.units = rank.adapter, rank.outer, rank.sharded.units
         self.notes, self.advice, self.runs = rank.notes, rank.advice, rank.outline.runs

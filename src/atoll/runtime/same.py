@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 SOFTWARE = ("atoll", "atoll's source", "torch", "python", "transformers")
 DIGEST = "#"
 """Prefix of a value that means nothing to a reader; an error only reports that it differs."""
-SHOWN = 160
+_SHOWN = 160
 """Maximum length of a value in an error."""
-LISTED = 6
+_LISTED = 6
 """Maximum number of differences in an error."""
 
 
@@ -56,17 +56,17 @@ def check_same(store: Store, rank: int, world: int, facts: Mapping[str, str], *,
     advice: what to do if facts other than those of the software differ.
     """
     key = f"atoll/same/{store.add(f'atoll/same/{rank}', 1)}"
-    shown = {name: value if len(value) <= SHOWN else DIGEST + digest(value.encode()) for name, value in facts.items()}
+    shown = {name: value if len(value) <= _SHOWN else DIGEST + digest(value.encode()) for name, value in facts.items()}
     store.set(f"{key}/{rank}", json.dumps(shown))
     if rank == 0:
         said = [parse_json(store.get(f"{key}/{other}")) for other in range(world)]
-        store.set(f"{key}/found", json.dumps(difference(said, advice=advice)))
+        store.set(f"{key}/found", json.dumps(describe_differences(said, advice=advice)))
     found = parse_json(store.get(f"{key}/found"))
     if found:
         raise ConfigError(str(found))
 
 
-def difference(said: Sequence[Mapping[str, str]], *, advice: str) -> str:
+def describe_differences(said: Sequence[Mapping[str, str]], *, advice: str) -> str:
     """Return the differences between ranks, or an empty text. If the software differs, omit the others.
 
     A package that a rank has not loaded is not a difference: a rank loads only what it needs.
@@ -78,8 +78,8 @@ def difference(said: Sequence[Mapping[str, str]], *, advice: str) -> str:
     other = [name for name in split if name in SOFTWARE]
     advice = "install the same on every machine" if other else advice
     lines = [_line(name, said) for name in other or split]
-    if len(lines) > LISTED:
-        lines[LISTED:] = [f"and {len(lines) - LISTED} more"]
+    if len(lines) > _LISTED:
+        lines[_LISTED:] = [f"and {len(lines) - _LISTED} more"]
     whole = "\n  ".join(["the ranks are not the same:", *lines])
     return f"{whole}\n{advice}" if len(lines) > 1 else f"the ranks are not the same: {lines[0]}; {advice}"
 

@@ -27,11 +27,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
+_LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BufferPart:
     """A parameter in a buffer, from `offset` on: the box of it that a rank has."""
 
     name: str
@@ -41,7 +41,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class GradientStream:
     """Gradients of one phase of a buffer.
 
     uses: names under which the model uses what the buffer has, each with the parameter's own.  reductions: gradients
@@ -63,12 +63,12 @@ class Buffer:
     unit: int
     segment: int
     padded: int
-    parts: tuple[Part, ...]
-    streams: tuple[Stream, ...]
+    parts: tuple[BufferPart, ...]
+    streams: tuple[GradientStream, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class CodecKind:
     """A codec: its name, elements of a block, and whether it rounds at random."""
 
     name: str
@@ -86,14 +86,14 @@ class Setting:
     levels: str
     inter: int
     intra: int
-    gradient: Kind | None
-    parameter: Kind | None
+    gradient: CodecKind | None
+    parameter: CodecKind | None
     feedback: bool
     seed: int
     buffers: tuple[Buffer, ...]
 
 
-def coded(values: Tensor, kind: Kind, seed: int | None = None) -> Tensor:
+def coded(values: Tensor, kind: CodecKind, seed: int | None = None) -> Tensor:
     """Values as they are after a message."""
     noise = None
     if kind.is_random and seed is not None:
@@ -104,7 +104,7 @@ def coded(values: Tensor, kind: Kind, seed: int | None = None) -> Tensor:
     found = values.clone()
     for start in range(0, len(values), kind.block):
         block = values[start : start + kind.block]
-        scale = (block.abs().max() / LARGEST[kind.name]).float().double()
+        scale = (block.abs().max() / _LARGEST[kind.name]).float().double()
         if scale < torch.finfo(torch.float32).tiny:
             found[start : start + kind.block] = 0.0
             continue
@@ -113,7 +113,7 @@ def coded(values: Tensor, kind: Kind, seed: int | None = None) -> Tensor:
             codes = _as_floats(block / scale, own, smallest=-6, bits=3, dtype=torch.float8_e4m3fn)
         else:
             codes = (block / scale).round() if own is None else (block / scale + own).floor()
-            codes = codes.clamp(-LARGEST[kind.name], LARGEST[kind.name])
+            codes = codes.clamp(-_LARGEST[kind.name], _LARGEST[kind.name])
         found[start : start + kind.block] = codes * scale
     return found
 
@@ -182,7 +182,7 @@ class Coding:
     def _sum(
         self,
         buffer: Buffer,
-        stream: Stream,
+        stream: GradientStream,
         pieces: Sequence[Mapping[str, Tensor]],
         group: int,
         reduced: Sequence[tuple[int, str]],
@@ -298,7 +298,7 @@ class Coding:
             for name, copy in copies.items():
                 copy.copy_(masters[name])
             return
-        kind = Kind(kind.name, kind.block)  # rounded to nearest
+        kind = CodecKind(kind.name, kind.block)  # rounded to nearest
         follows = p != "G" and os == "G"
         before = {name: copy.clone() for name, copy in copies.items()}  # copies of a tied parameter all start from it
         for buffer in setting.buffers:
@@ -318,7 +318,7 @@ class Coding:
                 _box(copies[part.name], part).copy_(inner.view(part.sizes))
 
 
-def _box(tensor: Tensor, part: Part) -> Tensor:
+def _box(tensor: Tensor, part: BufferPart) -> Tensor:
     for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
     return tensor

@@ -27,8 +27,8 @@ from atoll.runtime.sharding.muon import Muon
 from atoll.runtime.sharding.optimizer import decay_matrices
 from atoll.runtime.sharding.tensors import whole_output
 from atoll.runtime.transport import GlooTransport
-from atoll.testing.buffers import buffers_of
-from atoll.testing.coded import Kind, Setting
+from atoll.testing.buffers import rank_buffers
+from atoll.testing.coded import CodecKind, Setting
 from atoll.testing.pool import run_ranks
 from atoll.testing.reference import (
     History,
@@ -42,7 +42,7 @@ from atoll.testing.reference import (
 )
 from atoll.testing.tiny import TinyConfig
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ def results(case: Case, engine: Engine, first: int = 0) -> Iterator[StepResult]:
         yield last
 
 
-def train(case: Case, first: int = 0) -> History:
+def train_case(case: Case, first: int = 0) -> History:
     """Run a case in this rank, steps first..steps-1."""
     return _train_with_units(case, first)[0]
 
@@ -238,14 +238,14 @@ def _train_with_units(case: Case, first: int = 0) -> tuple[History, tuple[tuple[
         with engine.full_parameters() as masters:
             history.masters = {name: value.clone() for name, value in masters.items()}
     if case.codecs or case.encodes_outer:
-        history.buffers = tuple(buffers_of(case.model, engine))
+        history.buffers = tuple(rank_buffers(case.model, engine))
     units = units_of(engine)
     engine.close()
     return history, units
 
 
-def _kind(codec: Codec | None) -> Kind | None:
-    return None if codec is None else Kind(codec.name, codec.block, codec.rounding == "stochastic")
+def _kind(codec: Codec | None) -> CodecKind | None:
+    return None if codec is None else CodecKind(codec.name, codec.block, codec.rounding == "stochastic")
 
 
 def setting_of(case: Case, histories: Sequence[History]) -> Setting | None:
@@ -275,7 +275,7 @@ def references(case: Case, units: tuple[tuple[str, ...], ...] = (), codecs: Sett
     codecs: where messages are encoded, if they are."""
     common: dict[str, Any] = {
         "seed": case.seed,
-        "dtype": DTYPES[case.precision],
+        "dtype": _DTYPES[case.precision],
         "device": case.device,
         "steps": case.steps,
         "microbatches": case.microbatches,
@@ -306,7 +306,7 @@ def references(case: Case, units: tuple[tuple[str, ...], ...] = (), codecs: Sett
 
 def unsplit(case: Case) -> nn.Module:
     """Return the unsplit model with which the reference starts."""
-    return start(case.model, case.seed).to(device=case.device, dtype=DTYPES[case.precision])
+    return start(case.model, case.seed).to(device=case.device, dtype=_DTYPES[case.precision])
 
 
 def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:

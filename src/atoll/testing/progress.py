@@ -40,10 +40,10 @@ POLLS = "gloo_"
 forty groups of four ranks use a tenth of a core."""
 
 LOOK_SECONDS = 0.5
-POLL_SECONDS = 0.02
-STACK_SECONDS = 10.0
+_POLL_SECONDS = 0.02
+_STACK_SECONDS = 10.0
 """Seconds for a process that is given up to write its stacks."""
-WRITTEN_CHARACTERS = 8000
+_WRITTEN_CHARACTERS = 8000
 """Last characters of a process's output that an error shows."""
 
 
@@ -51,7 +51,7 @@ class StallError(RuntimeError):
     """Nothing has moved for too long, or a process has ended that a condition needed."""
 
 
-class Progress:
+class Activity:
     """Whether processes, their descendants and files move. processes: their numbers; without one, this process.
 
     patience: seconds without progress.  most: seconds of processor time, of all of them together.
@@ -159,7 +159,7 @@ def finish(
 
     Raises StallError with its output. It and its descendants are killed then.
     """
-    progress = Progress(process.pid, files=files, patience=patience)
+    progress = Activity(process.pid, files=files, patience=patience)
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.communicate(timeout=min(LOOK_SECONDS, patience / 10))
@@ -180,7 +180,7 @@ def wait_until(
 
     Raises StallError if it does not, and if `process` ends while the condition does not hold, with its output.
     """
-    progress = Progress(*([process.pid] if process is not None else []), files=files, patience=patience)
+    progress = Activity(*([process.pid] if process is not None else []), files=files, patience=patience)
     while not condition():
         if process is not None and process.poll() is not None and not condition():
             words = "\n".join(_text(each) for each in process.communicate() if each)
@@ -188,10 +188,10 @@ def wait_until(
         verdict = progress.verdict()
         if verdict is not None:
             raise StallError(f"what was waited for did not happen: given up {verdict}")
-        time.sleep(POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
-def join(thread: threading.Thread, *, patience: float = PATIENCE) -> None:
+def join_thread(thread: threading.Thread, *, patience: float = PATIENCE) -> None:
     """Wait for the end of a thread, as long as this process makes progress."""
     wait_until(lambda: not thread.is_alive(), patience=patience)
 
@@ -280,15 +280,15 @@ def _last_words(process: subprocess.Popen[Any]) -> str:
             os.kill(each, signal.SIGABRT)
             os.kill(each, signal.SIGCONT)  # if it is stopped
     with contextlib.suppress(subprocess.TimeoutExpired):
-        return _shown(process.communicate(timeout=STACK_SECONDS))
+        return _shown(process.communicate(timeout=_STACK_SECONDS))
     kill_all(process.pid)
     with contextlib.suppress(subprocess.TimeoutExpired):  # another process may hold its pipes
-        return _shown(process.communicate(timeout=STACK_SECONDS))
+        return _shown(process.communicate(timeout=_STACK_SECONDS))
     return ""
 
 
 def _shown(written: Iterable[Any]) -> str:
-    return "\n".join(_text(each)[-WRITTEN_CHARACTERS:] for each in written if each)
+    return "\n".join(_text(each)[-_WRITTEN_CHARACTERS:] for each in written if each)
 
 
 def _text(written: str | bytes) -> str:

@@ -29,7 +29,7 @@ from atoll.prediction.cost import Cluster
 from atoll.runtime.failure import Watch
 from atoll.runtime.launch import (
     SAVED_AND_LEFT,
-    Ending,
+    LaunchResult,
     become_rank,
     exit_with_error,
     name_process,
@@ -115,7 +115,7 @@ def train(run: Request | str | Path, *overrides: str) -> int:
             return run_errand(errand)
     rendezvous = torchrun_environment()
     if rendezvous is not None:
-        return run_rank(request, rendezvous)
+        return _run_rank(request, rendezvous)
 
     asked = request.path, request.overrides
     config = load(*asked)
@@ -142,7 +142,7 @@ def train(run: Request | str | Path, *overrides: str) -> int:
         if code in SAVED_AND_LEFT:
             return code
 
-        def start(ranks: int, attempt: int) -> Ending:
+        def start(ranks: int, attempt: int) -> LaunchResult:
             is_whole = ranks == config.parallel.ranks
             return run_local(
                 _command(request, chosen if is_whole else load_chosen(*asked, world=ranks)[1]),
@@ -208,7 +208,7 @@ def _is_own_command() -> bool:
     return spec.name == "atoll.__main__" if spec else Path(getattr(program, "__file__", None) or "").name == "atoll"
 
 
-def run_rank(request: Request, rendezvous: Rendezvous) -> int:
+def _run_rank(request: Request, rendezvous: Rendezvous) -> int:
     """Run one rank from start to end and return its exit code. Errors end the process, see `exit_with_error`."""
     watch_parent()
     name_process(rendezvous.rank)
@@ -231,7 +231,7 @@ def _train(
     request: Request, config: Config, plan: Plan, *, rendezvous: Rendezvous, store: Store, stop: StopRequest
 ) -> RunResult:
     from atoll.runtime import transport
-    from atoll.training.run.session import run
+    from atoll.training.run.session import run_session
 
     device = _choose_device(config, rendezvous)
     check_same(
@@ -252,7 +252,7 @@ def _train(
         here = None
         if rendezvous.rank == 0 and rendezvous.local_world == rendezvous.world:
             here = measured_cluster(config, rendezvous.world, device.type)
-        ending = run(config, plan, device=device, start=request.effective_start, stop=stop, lock=lock, here=here)
+        ending = run_session(config, plan, device=device, start=request.effective_start, stop=stop, lock=lock, here=here)
         if rendezvous.rank == 0:
             _conclude(request, ending)
         transport.leave()

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from atoll.base.documents import LARGEST_JSON, count, read_text
+from atoll.base.documents import LARGEST_JSON, whole_number, read_text
 from atoll.base.errors import ConfigError, UserError
 from atoll.base.units import format_bytes, format_rate, format_seconds
 from atoll.prediction.cost import Cluster, Prediction
@@ -25,15 +25,15 @@ from atoll.training.report import (
     traced_timeline,
     with_measurements,
 )
-from atoll.training.run.measurements import read_json, read_started, read_timing
+from atoll.training.run.measurements import read_run_file, read_started, read_timing
 from atoll.training.setup.choosing import load_chosen
 from atoll.training.setup.here import measured_cluster
 from atoll.training.setup.optimizers import planned
 from atoll.training.setup.prediction import predict, predict_plan
 
-SHOWN = ("loss", "grad_norm", "tokens_per_second", "seconds", "lr", "bubble", "memory_bytes")
+_SHOWN = ("loss", "grad_norm", "tokens_per_second", "seconds", "lr", "bubble", "memory_bytes")
 """Keys of metrics.jsonl that are drawn."""
-MEASURED = ("seconds", "tokens_per_second", "bubble")
+_MEASURED = ("seconds", "tokens_per_second", "bubble")
 """Keys that a typical step must have."""
 
 
@@ -118,7 +118,7 @@ class RunReader:
         first = 1 if started is None else started.first_step
         notes += [] if started is None else [f"Corpus: {note}." for note in started.corpus]
         records = read_records(folder.metrics)
-        steps = [each for each in records if each["step"] >= first and is_of(each, *MEASURED)]
+        steps = [each for each in records if each["step"] >= first and is_of(each, *_MEASURED)]
         figures = _figures(steps[WARM_UP:] or steps[-1:])
         timelines = [*sheet.timelines]
         try:
@@ -131,7 +131,7 @@ class RunReader:
             figures["peak memory"] = f"{format_bytes(max(timing.peaks))} {timing.memory}"
             memory = None if memory is None else replace(memory, peaks=timing.peaks, measured=timing.memory)
         curves = Curves(
-            _columns(records, ("step", *SHOWN)),
+            _columns(records, ("step", *_SHOWN)),
             _columns(read_records(folder.validation), ("step", "loss")),
         )
         return with_measurements(
@@ -153,9 +153,9 @@ def _of_prediction(prediction: Prediction, name: str) -> Sheet:
 def _measured_timeline(folder: RunFolder) -> list[StepTimeline]:
     """Return the step with timed instructions, otherwise the traced one; None if there is neither."""
     if folder.timeline.is_file():
-        values = read_json(folder.timeline)
+        values = read_run_file(folder.timeline)
         try:
-            return [recorded_timeline(values["ranks"], f"measured, step {count(values['step'])}")]
+            return [recorded_timeline(values["ranks"], f"measured, step {whole_number(values['step'])}")]
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{folder.timeline} is not what a run writes: {error}; run it again") from error
     if folder.trace.is_file():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from atoll.base.errors import AtollError
 from atoll.plans.ir import Placement
-from atoll.plans.ir.placement import Kind
+from atoll.plans.ir.placement import PlacementKind
 from atoll.plans.schedules import CATALOGUE, Memory, Problem, build, lower_bound, one_rank, search
 from atoll.plans.schedules.memory import peak_of
 from atoll.plans.schedules.problem import OBJECTIVES
@@ -20,7 +20,7 @@ from benchmarks.schedules import exact
 def small(seed: int) -> Problem:
     """A few microbatches of any costs and limits."""
     chance = random.Random(seed)
-    kind: Kind = chance.choice(["line", "line", "v", "loop"])
+    kind: PlacementKind = chance.choice(["line", "line", "v", "loop"])
     ranks, chunks = (chance.choice([2, 3, 4]), 1) if kind == "line" else (2, 2)
     times = [tuple(chance.choice([0.0, 0.5, 1.0, 1.5, 2.0]) for _ in range(ranks)) for _ in range(3)]
     costs = Costs(*times, hop=chance.choice([0.0, 0.25]), fused_backward=chance.random() < 0.3)
@@ -89,6 +89,6 @@ def test_compiled_loops_find_the_same_bound(objective: str, monkeypatch: pytest.
     memory = Memory(1.0, 0.6, 0.0, (3.0, 4.0, 4.0, 4.0))
     problem = Problem.of(Placement("line", 4), 12, costs=costs, memory=memory, objective=objective)  # type: ignore[arg-type]
     plain = lower_bound(problem)
-    monkeypatch.setattr(one_rank, "PLAIN", 0)
+    monkeypatch.setattr(one_rank, "_PLAIN", 0)
     assert lower_bound(problem) == plain
     assert math.isfinite(plain)

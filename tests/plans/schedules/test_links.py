@@ -9,9 +9,9 @@ import pytest
 
 from atoll.base.errors import ConfigError
 from atoll.plans.ir import Op, Placement, Schedule, lower
-from atoll.plans.ir.placement import Kind
-from atoll.plans.schedules import Link, Links, Memory, Problem, build, lower_bound, search
-from atoll.plans.schedules.automatic import find
+from atoll.plans.ir.placement import PlacementKind
+from atoll.plans.schedules import PipelineLink, Links, Memory, Problem, build, lower_bound, search
+from atoll.plans.schedules.automatic import find_order
 from atoll.plans.schedules.links import Hops
 from atoll.plans.schedules.memory import peak_of
 from atoll.plans.schedules.portfolio import fixed_orders
@@ -31,16 +31,16 @@ def links_of(seed: int, ranks: int) -> Links:
     pairs = [(rank, (rank + step) % ranks) for rank in range(ranks) for step in (1, -1)]
     names = ("", "", "wan", "card")[: 2 + seed % 3]
     each = {
-        pair: Link(chance.uniform(0.0, 0.7), chance.choice([0.0, chance.uniform(0.0, 0.9)]), chance.choice(names))
+        pair: PipelineLink(chance.uniform(0.0, 0.7), chance.choice([0.0, chance.uniform(0.0, 0.9)]), chance.choice(names))
         for pair in pairs
     }
-    return Links({pair: link for pair, link in each.items() if pair[0] != pair[1]}, Link(chance.uniform(0.0, 0.3)))
+    return Links({pair: link for pair, link in each.items() if pair[0] != pair[1]}, PipelineLink(chance.uniform(0.0, 0.3)))
 
 
 def test_a_link_carries_one_message_at_a_time() -> None:
     """Two forwards of 1 s, a link of 3 s and a latency of 0.5 s: the second message waits for the first."""
     schedule = typed("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
-    costs = Costs(1, 1, 1, hop=Links({(0, 1): Link(0.5, 3.0)}))
+    costs = Costs(1, 1, 1, hop=Links({(0, 1): PipelineLink(0.5, 3.0)}))
     start = {str(span.action): span.start for span in simulate(schedule, costs).spans}
     assert (start["1F0"], start["1F1"]) == (1 + 3 + 0.5, 1 + 3 + 3 + 0.5)
     assert start["0B0"] == start["1B0"] + 1, "the way back has no link of its own, and takes no time"
@@ -49,7 +49,7 @@ def test_a_link_carries_one_message_at_a_time() -> None:
 def test_who_asks_first_is_carried_first() -> None:
     """Both ranks ask for one link: rank 1 asks at 1.5 s and has it to 3.5 s, though rank 0's message is made later."""
     rows = ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
-    both = Links({(0, 1): Link(0.0, 0.5, "wan"), (1, 0): Link(0.0, 2.0, "wan")})
+    both = Links({(0, 1): PipelineLink(0.0, 0.5, "wan"), (1, 0): PipelineLink(0.0, 2.0, "wan")})
     start = {str(span.action): span.start for span in simulate(typed(*rows), Costs(1, 1, 1, hop=both)).spans}
     assert start["1F0"] == 1.5  # asked at 1
     assert start["1B0"] == 2.5
@@ -107,7 +107,7 @@ def test_stages_of_a_rank_may_be_unequal(name: str) -> None:
     cost = board.play()
     assert cost is not None
     assert cost == pytest.approx((trace.makespan, trace.span))
-    assert lower_bound(problem) <= find(problem).cost.main * (1 + 1e-9)  # type: ignore[union-attr]
+    assert lower_bound(problem) <= find_order(problem).cost.main * (1 + 1e-9)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -126,21 +126,21 @@ def test_a_search_plays_orders_as_the_simulator_does(name: str, seed: int) -> No
 def test_a_number_and_links_of_that_latency_are_the_same() -> None:
     for name in NAMES:
         schedule = build(name, ranks=4, microbatches=8)
-        pairs = {(rank, (rank + step) % 4): Link(0.3) for rank in range(4) for step in (1, -1)}
+        pairs = {(rank, (rank + step) % 4): PipelineLink(0.3) for rank in range(4) for step in (1, -1)}
         number, links = Costs(1, 1.1, 0.7, hop=0.3), Costs(1, 1.1, 0.7, hop=Links(pairs))
         assert simulate(schedule, links).spans == simulate(schedule, number).spans
         assert Hops.of(schedule.placement, 0.3).is_even
-    assert not Hops.of(Placement("line", 3), Links({(0, 1): Link(0.3)})).is_even
+    assert not Hops.of(Placement("line", 3), Links({(0, 1): PipelineLink(0.3)})).is_even
 
 
 def small(seed: int) -> Problem:
     chance = random.Random(seed)
-    kind: Kind = chance.choice(["line", "line", "v", "loop"])
+    kind: PlacementKind = chance.choice(["line", "line", "v", "loop"])
     ranks, chunks = (3, 1) if kind == "line" else (2, 2)
     times = [tuple(chance.choice([0.5, 1.0, 1.5, 2.0]) for _ in range(ranks * chunks)) for _ in range(3)]
     names = ("", "wan") if seed % 2 else ("",)
     each = {
-        (rank, other): Link(chance.choice([0.0, 0.5, 2.0]), chance.choice([0.0, 0.5, 1.5]), chance.choice(names))
+        (rank, other): PipelineLink(chance.choice([0.0, 0.5, 2.0]), chance.choice([0.0, 0.5, 1.5]), chance.choice(names))
         for rank in range(ranks)
         for other in range(ranks)
         if rank != other
@@ -171,16 +171,16 @@ def test_no_order_is_below_the_bound(seed: int, monkeypatch: pytest.MonkeyPatch)
     problem = small(seed)
     monkeypatch.setattr(search, "lower_bound", lambda _: 0.0)
     monkeypatch.setattr(exact, "lower_bound", lambda _: 0.0)
-    monkeypatch.setattr(search, "EFFORT", 50_000)
+    monkeypatch.setattr(search, "_EFFORT", 50_000)
     assert lower_bound(problem) <= exact.solve(problem, effort=0.1).cost * (1 + 1e-9)
 
 
 def test_the_bound_knows_what_a_link_carries() -> None:
     """Eight messages of 3 s each way over one link: F, 48 s, the I of rank 0 and its W."""
-    both = Links({pair: Link(0.0, 3.0, "wan") for pair in ((0, 1), (1, 0))})
+    both = Links({pair: PipelineLink(0.0, 3.0, "wan") for pair in ((0, 1), (1, 0))})
     problem = Problem.of(Placement("line", 2), 8, costs=Costs(1, 1, 1, hop=both))
     assert lower_bound(problem) == pytest.approx(1 + 16 * 3 + 1 + 1)
-    found = find(problem)
+    found = find_order(problem)
     assert found.cost is not None
     assert found.cost.main == pytest.approx(found.bound)
 
@@ -188,14 +188,14 @@ def test_the_bound_knows_what_a_link_carries() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "chunks"), [("line", 1), ("loop", 2), ("v", 2)])
 @pytest.mark.parametrize("seed", range(2))
-def test_an_automatic_order_is_never_worse_than_a_closed_form(kind: Kind, chunks: int, seed: int) -> None:
+def test_an_automatic_order_is_never_worse_than_a_closed_form(kind: PlacementKind, chunks: int, seed: int) -> None:
     """Under the same links, in the memory of each."""
     placement, microbatches = Placement(kind, 4, chunks), 10
     costs = Costs(1.0, 1.1, 0.8, hop=links_of(seed, 4))
     for rival in fixed_orders(Problem.of(placement, microbatches, costs=costs)):
         rows = zip(rival.actions, Memory().per_rank(4), strict=True)
         memory = Memory(limit=tuple(peak_of(row, chunks, bytes_of) for row, bytes_of in rows))
-        found = find(Problem.of(placement, microbatches, costs=costs, memory=memory))
+        found = find_order(Problem.of(placement, microbatches, costs=costs, memory=memory))
         schedule: Schedule = found.schedule("auto")
         trace = simulate(schedule, costs, memory)
         assert trace.makespan <= simulate(rival, costs).makespan * (1 + 1e-9), rival.name
@@ -208,7 +208,7 @@ def test_an_automatic_order_is_never_worse_than_a_closed_form(kind: Kind, chunks
 def test_an_order_made_for_a_slow_link_hides_it() -> None:
     """Two islands of two ranks: the automatic order is a fifth faster than 1F1B, and than ZB-V, in twice 1F1B's
     memory."""
-    slow = Link(2.0, 0.5)
+    slow = PipelineLink(2.0, 0.5)
     costs = Costs(1, 1, 1, hop=Links({(1, 2): slow, (2, 1): slow}))
     fixed = min(simulate(build(name, ranks=4, microbatches=16), costs).makespan for name in ("1f1b", "zb-v"))
     schedule = build("zb-2p", ranks=4, microbatches=16, costs=costs)
@@ -220,10 +220,10 @@ def test_messages_of_a_split_vocabulary_take_the_longest_hop() -> None:
 
     schedule = insert_vocabulary(build("1f1b", ranks=3, microbatches=4))
     number = simulate(schedule, Costs(hop=0.4, look_up=0.1, score=0.2, score_grad=0.1))
-    pairs = {(rank, rank + 1): Link(0.4) for rank in range(2)} | {(rank + 1, rank): Link(0.4) for rank in range(2)}
+    pairs = {(rank, rank + 1): PipelineLink(0.4) for rank in range(2)} | {(rank + 1, rank): PipelineLink(0.4) for rank in range(2)}
     links = Links(pairs)
     assert simulate(schedule, Costs(hop=links, look_up=0.1, score=0.2, score_grad=0.1)).spans == number.spans
-    far = simulate(schedule, Costs(hop=Links(pairs, Link(1.0)), look_up=0.1, score=0.2, score_grad=0.1))
+    far = simulate(schedule, Costs(hop=Links(pairs, PipelineLink(1.0)), look_up=0.1, score=0.2, score_grad=0.1))
     first = next(span.start for span in far.spans if span.action.op is Op.F)
     assert first == pytest.approx(1.1)
 
@@ -248,9 +248,9 @@ def test_links_are_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "links.toml"
     path.write_text(FILE)
     links = Links.read(path)
-    assert links.between(1, 2) == Link(2.0, 0.5, "wan")
-    assert links.between(2, 1) == Link(0.0, 0.5, "wan")
-    assert links.between(0, 1) == Link(0.25)
+    assert links.between(1, 2) == PipelineLink(2.0, 0.5, "wan")
+    assert links.between(2, 1) == PipelineLink(0.0, 0.5, "wan")
+    assert links.between(0, 1) == PipelineLink(0.25)
     hops = Hops.of(Placement("line", 4), links)
     assert (hops.links, hops.is_shared, hops.far) == (1, True, 2.5)
     assert hops.forward[1].link == hops.backward[2].link == 0

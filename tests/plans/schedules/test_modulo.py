@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from atoll.plans.schedules import modulo
-from atoll.plans.schedules.jit import counts, zeros
+from atoll.plans.schedules.jit import integer_zeros, zeros
 from atoll.plans.schedules.search import model_of
 from tests.plans.schedules.test_links import small
 
@@ -20,7 +20,7 @@ def test_a_pattern_waits_for_what_it_needs_and_shares_a_rank(seed: int, mode: in
     longest = sum(model.takes[4 * stage + op] for stage in range(stages) for op in range(3))
     for period in (longest, 1.1 * longest, 3.0 * longest):
         slots = zeros(2 * stages)
-        assert modulo.pattern(model, period, mode, zeros(6 * stages), counts(model.ranks), slots)
+        assert modulo.pattern(model, period, mode, zeros(6 * stages), integer_zeros(model.ranks), slots)
         begin = {(stage, op): float(slots[op * stages + stage]) for stage in range(stages) for op in (0, 1)}
         end = {(stage, op): start + float(model.takes[4 * stage + op]) for (stage, op), start in begin.items()}
         for stage in range(1, stages):

@@ -16,7 +16,7 @@ from atoll.plans.plan import MeshShape, Plan
 from atoll.prediction.cost import Cluster, Prediction, Transformer, Use
 from atoll.runtime.measuring.device import _Bench
 from atoll.runtime.measuring.host import machine_memory
-from atoll.runtime.measuring.measure import describe, measure, statistic, to_tables, to_text
+from atoll.runtime.measuring.measure import describe_cluster, measure_cluster, statistic, to_tables, cluster_to_toml
 from atoll.runtime.measuring.stopwatch import Stopwatch, typical
 from atoll.testing import run_ranks
 
@@ -26,7 +26,7 @@ MODEL = Transformer.llama(layers=2, hidden=64, heads=2, ffn=128, vocabulary=256)
 
 
 def measured(ranks: int, *, local: int, cards: int = 1) -> Cluster:
-    found = run_ranks(measure, ranks, ranks, local=local, device=CPU, seconds=0.002, cards=cards)
+    found = run_ranks(measure_cluster, ranks, ranks, local=local, device=CPU, seconds=0.002, cards=cards)
     assert all(each == found[0] for each in found), "every rank has the same"
     return found[0]
 
@@ -47,7 +47,7 @@ def check(cluster: Cluster, folder: Path) -> Cluster:
     assert f"torch {torch.__version__}" in device.source
 
     path = folder / "cluster.toml"
-    path.write_text(to_text(cluster), encoding="utf-8")
+    path.write_text(cluster_to_toml(cluster), encoding="utf-8")
     read = Cluster.read(path)
     assert to_tables(read) == to_tables(cluster)
     assert read.device.bandwidth == pytest.approx(cluster.device.bandwidth, rel=1e-3)
@@ -92,8 +92,8 @@ def test_two_nodes_of_one_rank_have_a_network_only(tmp_path: Path) -> None:
     cluster = check(measured(2, local=1), tmp_path)
     assert cluster.node.link is None
     assert cluster.network is not None
-    assert "[node.link]" not in to_text(cluster)
-    assert "network card" in describe(cluster)
+    assert "[node.link]" not in cluster_to_toml(cluster)
+    assert "network card" in describe_cluster(cluster)
 
 
 @pytest.mark.alone
@@ -106,7 +106,7 @@ def test_a_rank_alone_has_no_link(tmp_path: Path) -> None:
 
 def test_nodes_of_different_sizes_are_refused() -> None:
     with pytest.raises(RankError, match="node has 2 of 3 ranks, others have more or fewer"):
-        run_ranks(measure, 3, 3, local=2, device=CPU, seconds=0.002)
+        run_ranks(measure_cluster, 3, 3, local=2, device=CPU, seconds=0.002)
 
 
 def test_the_host_takes_longer_for_a_kernel_of_a_layer_than_for_a_launch() -> None:

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from atoll.base.errors import DataError
 from atoll.testing.progress import finish
 from atoll.training.data import Corpus, batch, expected_ids, prepare, preview
-from atoll.training.data.blocks import BLOCK
+from atoll.training.data.blocks import BLOCK_BYTES
 from atoll.training.data.split import hold_back, split
-from atoll.training.data.store import verify
+from atoll.training.data.store import verify_cache
 
 
 def _folder(tmp_path: Path, documents: int = 40) -> Path:
@@ -287,7 +287,7 @@ def test_a_block_that_a_run_found_damaged_is_made_anew_by_the_next(tmp_path: Pat
     _prepare(folder, tmp_path, tokenizer="bytes")
     file = _cache(tmp_path) / "train.npy"
     content = file.read_bytes()
-    _flip(file, 2 * BLOCK + 5)
+    _flip(file, 2 * BLOCK_BYTES + 5)
     lines: list[str] = []
     run = _prepare(folder, tmp_path, tokenizer="bytes", report=lines.append)
     assert not lines, "nobody has read so far"
@@ -298,7 +298,7 @@ def test_a_block_that_a_run_found_damaged_is_made_anew_by_the_next(tmp_path: Pat
     _prepare(folder, tmp_path, tokenizer="bytes", report=lines.append)
     assert "does not match" in lines[0]
     assert file.read_bytes() == content
-    assert verify(file.parent) > 0
+    assert verify_cache(file.parent) > 0
 
 
 def _preview(folder: Path, tmp_path: Path) -> object:
@@ -320,19 +320,19 @@ def test_a_flipped_byte_is_found_where_it_is_read_and_nowhere_else(tmp_path: Pat
     folder = _folder(tmp_path, documents=3000)
     _prepare(folder, tmp_path, tokenizer="bytes")
     file = _cache(tmp_path) / "train.npy"
-    assert file.stat().st_size > 4 * BLOCK
-    _flip(file, 2 * BLOCK + 5)
+    assert file.stat().st_size > 4 * BLOCK_BYTES
+    _flip(file, 2 * BLOCK_BYTES + 5)
     train = _prepare(folder, tmp_path, tokenizer="bytes").train
-    per_block = BLOCK // train.dtype.itemsize
+    per_block = BLOCK_BYTES // train.dtype.itemsize
     assert len(train[: per_block * 2 - 128]) == per_block * 2 - 128
     assert len(batch(train, np.array([0, len(train) // 8 - 2]), 8)["labels"]) == 2
     for broken in (slice(2 * per_block, 2 * per_block + 1), slice(None), np.array([[0, 2 * per_block]])):
-        with pytest.raises(DataError, match=rf"train\.npy: its digest does not match in bytes {2 * BLOCK}"):
+        with pytest.raises(DataError, match=rf"train\.npy: its digest does not match in bytes {2 * BLOCK_BYTES}"):
             train[broken]
     with pytest.raises(DataError, match="does not match"):
         np.asarray(train)
     with pytest.raises(DataError, match="does not match"):
-        verify(_cache(tmp_path))
+        verify_cache(_cache(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["about.json", "tokenizer.json", "manifest.json", "validation.npy", "train.npy"])
@@ -340,12 +340,12 @@ def test_any_byte_of_a_cache_is_checked(tmp_path: Path, name: str) -> None:
     folder = _folder(tmp_path)
     _prepare(folder, tmp_path)
     file = _cache(tmp_path) / name
-    read = verify(file.parent)
+    read = verify_cache(file.parent)
     assert read == sum(path.stat().st_size for path in file.parent.iterdir() if path.name != "manifest.json")
     for at in range(0, file.stat().st_size, max(1, file.stat().st_size // 9)):
         _flip(file, at)
         with pytest.raises(DataError, match="this cached corpus is damaged"):
-            verify(file.parent)
+            verify_cache(file.parent)
         _flip(file, at)
 
 
@@ -357,7 +357,7 @@ def test_arrays_in_each_others_place_are_damage(tmp_path: Path) -> None:
     held.rename(train)
     (tmp_path / "kept").rename(held)
     with pytest.raises(DataError, match="damaged"):
-        verify(held.parent)
+        verify_cache(held.parent)
 
 
 def test_a_cache_from_before_there_were_digests_gets_them_once_it_is_verified(tmp_path: Path) -> None:
@@ -375,7 +375,7 @@ def test_a_cache_from_before_there_were_digests_gets_them_once_it_is_verified(tm
     manifest.unlink()
     _flip(manifest.with_name("train.npy"), 300)
     with pytest.raises(DataError, match="its content has the fingerprint"):
-        verify(manifest.parent)
+        verify_cache(manifest.parent)
     assert not manifest.exists()
     assert _prepare(folder, tmp_path).fingerprint == first.fingerprint
     assert manifest.read_bytes() == made

@@ -29,7 +29,7 @@ from atoll.training.models import interchange
 from atoll.training.models.interchange import export_folder, import_folder
 from atoll.training.models.pretrained import hugging_face_config, hugging_face_model
 from atoll.training.output.folder import RunFolder, Start
-from atoll.training.run.session import run
+from atoll.training.run.session import run_session
 from atoll.training.run.signals import StopRequest
 from atoll.training.setup.build import build_model
 from tests.families import Family
@@ -132,21 +132,21 @@ def test_a_rank_reads_only_what_it_keeps(name: str, tmp_path: Path) -> None:
 
 
 def elements_read(case: Case, folder: Path) -> int:
-    from atoll.runtime.models.unread import Stored
+    from atoll.runtime.models.unread import StoredTensor
 
     read = 0
-    original = Stored.fill
+    original = StoredTensor.fill
 
-    def fill(self: Stored, target: torch.Tensor, offsets: tuple[int, ...]) -> None:
+    def fill(self: StoredTensor, target: torch.Tensor, offsets: tuple[int, ...]) -> None:
         nonlocal read
         read += target.numel()
         original(self, target, offsets)
 
-    Stored.fill = fill  # type: ignore[method-assign]
+    StoredTensor.fill = fill  # type: ignore[method-assign]
     try:
         first_values(case, folder)
     finally:
-        Stored.fill = original  # type: ignore[method-assign]
+        StoredTensor.fill = original  # type: ignore[method-assign]
     return read
 
 
@@ -225,7 +225,7 @@ def train_and_look(values: dict[str, Any]) -> tuple[str, torch.Tensor | None]:
     """Train a config; the last checkpoint, and logits of an engine that starts from it."""
     found = from_dict(values)
     RunFolder(Path(found.run.folder)).check(Start.OVERWRITE)
-    ending = run(found, found.to_plan(), device=torch.device("cpu"), start=Start.OVERWRITE, stop=StopRequest())
+    ending = run_session(found, found.to_plan(), device=torch.device("cpu"), start=Start.OVERWRITE, stop=StopRequest())
     from atoll.training.setup.build import build_engine, build_model
 
     with warnings.catch_warnings():
@@ -391,7 +391,7 @@ def train_and_look_at_nothing(values: dict[str, Any]) -> str:
     found = from_dict(values)
     RunFolder(Path(found.run.folder)).check(Start.OVERWRITE)
     return str(
-        run(found, found.to_plan(), device=torch.device("cpu"), start=Start.OVERWRITE, stop=StopRequest()).checkpoint
+        run_session(found, found.to_plan(), device=torch.device("cpu"), start=Start.OVERWRITE, stop=StopRequest()).checkpoint
     )
 
 

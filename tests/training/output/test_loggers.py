@@ -15,9 +15,9 @@ from atoll.prediction.cost import Cluster
 from atoll.training.config.load import from_dict
 from atoll.training.output.folder import RunFolder, Start, read_records
 from atoll.training.output.loggers import Logger, check_loggers
-from atoll.training.run.session import run
+from atoll.training.run.session import run_session
 from atoll.training.run.signals import StopRequest
-from atoll.training.run.utilisation import Peak, peak_of, utilised_seconds
+from atoll.training.run.utilisation import Peak, device_peak, utilised_seconds
 from atoll.training.setup.prediction import predict
 from tests.loggers import FakeMlflow, FakeWandb
 from tests.training.run.test_train import TEXT, settings
@@ -48,7 +48,7 @@ def test_every_logger_gets_what_the_folder_has(tmp_path: Path, packages: dict[st
         values = settings(tmp_path / "run", corpus, train={"steps": steps}, run={"loggers": names})
         config = from_dict(values)
         RunFolder(tmp_path / "run").check(Start.AUTO)
-        run(config, config.to_plan(), device=torch.device("cpu"), start=Start.AUTO, stop=StopRequest())
+        run_session(config, config.to_plan(), device=torch.device("cpu"), start=Start.AUTO, stop=StopRequest())
     metrics = read_records(tmp_path / "run" / "metrics.jsonl")
     validation = read_records(tmp_path / "run" / "validation.jsonl")
     for fake in packages.values():
@@ -101,7 +101,7 @@ def test_a_function_that_fails_is_named() -> None:
     ],
 )
 def test_a_peak_is_known_by_the_devices_own_name(name: str | None, preset: str | None) -> None:
-    found = peak_of(name, "bfloat16")
+    found = device_peak(name, "bfloat16")
     assert (None if found is None else found.source) == (None if preset is None else f"the preset {preset}")
 
 
@@ -110,7 +110,7 @@ def test_mfu_is_that_of_the_prediction() -> None:
     config = from_dict({"train": {"precision": "bf16"}, "data": {"tokenizer": "bytes"}})
     prediction = predict(config, cluster)
     plan: Plan = prediction.plan
-    peak = peak_of("some GPU", "bfloat16", cluster)
+    peak = device_peak("some GPU", "bfloat16", cluster)
     assert peak == Peak(cluster.device.rates["bfloat16"], "the device of run.cluster")
     assert plan.precision.compute == "bfloat16"
     assert utilised_seconds(prediction, peak) / prediction.seconds == pytest.approx(prediction.mfu)

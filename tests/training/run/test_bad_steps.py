@@ -15,7 +15,7 @@ from atoll.runtime.models import decoder
 from atoll.testing import run_ranks
 from atoll.training.config.load import from_dict
 from atoll.training.output.folder import RunFolder, Start, read_records
-from atoll.training.run.session import run
+from atoll.training.run.session import run_session
 from atoll.training.run.signals import StopRequest
 from atoll.training.setup.samples import Samples
 from tests.pages import ROOT, blocks
@@ -61,7 +61,7 @@ def in_rank(values: dict[str, dict[str, Any]], bad: tuple[int, ...]) -> tuple[in
     config = from_dict(values)
     with patch.object(Samples, "take", noted), patch.object(decoder.DecoderLayer, "forward", spoiled):
         try:
-            ending = run(config, config.to_plan(), device=torch.device("cpu"), start=Start.AUTO, stop=StopRequest())
+            ending = run_session(config, config.to_plan(), device=torch.device("cpu"), start=Start.AUTO, stop=StopRequest())
         except BadStepError as error:
             return -1, str(error)
     return ending.step, ""

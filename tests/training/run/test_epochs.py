@@ -19,7 +19,7 @@ from atoll.training.config.load import from_dict
 from atoll.training.dry_run import check_run
 from atoll.training.output.folder import RunFolder, Start, read_records
 from atoll.training.process import Request
-from atoll.training.run.session import RunResult, run
+from atoll.training.run.session import RunResult, run_session
 from atoll.training.run.signals import StopRequest
 from atoll.training.setup import samples as sampling
 from atoll.training.setup.samples import Samples, prepare_corpus
@@ -76,7 +76,7 @@ def train(values: dict[str, dict[str, Any]]) -> RunResult:
     config = from_dict(values)
     if config.parallel.ranks == 1:
         RunFolder(Path(config.run.folder)).check(Start.AUTO)
-    return run(config, config.to_plan(), device=torch.device("cpu"), start=Start.AUTO, stop=StopRequest())
+    return run_session(config, config.to_plan(), device=torch.device("cpu"), start=Start.AUTO, stop=StopRequest())
 
 
 def figures(folder: Path) -> dict[int, tuple[float, ...]]:

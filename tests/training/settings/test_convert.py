@@ -13,7 +13,7 @@ from atoll.base.errors import ConfigError
 from atoll.base.toml import to_toml
 from atoll.runtime.pipeline.step_end import LossScaler
 from atoll.training.config import from_dict, load
-from atoll.training.settings.convert import OPEN, SYSTEMS, convert
+from atoll.training.settings.convert import OPEN, SYSTEM_RULES, convert
 from atoll.training.settings.from_deepspeed import GROWTH
 
 DEEPSPEED = {
@@ -586,9 +586,9 @@ def changes_of(
     ]
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", SYSTEM_RULES)
 def test_every_rule_carries_values_that_are_not_the_default(system: str, tmp_path: Path) -> None:
-    assert RULES[system].keys() == SYSTEMS[system].rules.keys()
+    assert RULES[system].keys() == SYSTEM_RULES[system].rules.keys()
     for path, cases in RULES[system].items():
         for value, expected, *beside in cases:
             changed, left = changes_of({path: value}, system, tmp_path / "run.toml", beside=dict(*beside))
@@ -605,7 +605,7 @@ def test_settings_that_change_what_others_mean(
 
 def test_nothing_is_left_out_without_a_word() -> None:
     """A setting that no table has is said to be left, whichever system's it is."""
-    for system in SYSTEMS:
+    for system in SYSTEM_RULES:
         found = convert({"never_heard_of": {"it": 3}, "gradient_accumulation_fusion": True}, system)
         given = [line for line in found.left if "(absent, and " not in line]
         assert [line.partition(" = ")[0] for line in given] == [
@@ -622,7 +622,7 @@ def test_counts_that_are_none_are_left() -> None:
 
 
 def test_values_of_another_type_are_said() -> None:
-    for system, found in SYSTEMS.items():
+    for system, found in SYSTEM_RULES.items():
         for path in found.rules:
             table: Any = [1]
             for part in reversed(path.split(".")):
@@ -631,16 +631,16 @@ def test_values_of_another_type_are_said() -> None:
 
 
 def test_the_command_writes_a_config_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from atoll.cli.convert import command
+    from atoll.cli.convert import convert_command
 
     given = tmp_path / "ds_config.json"
     given.write_text(json.dumps(DEEPSPEED))
-    command(given, out=tmp_path / "run.toml")
+    convert_command(given, out=tmp_path / "run.toml")
     assert load(tmp_path / "run.toml").parallel.layout == "NGG"
     assert "# Not carried over:" in (tmp_path / "run.toml").read_text()
     assert "not carried over: flops_profiler" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="exists; name another file"):
-        command(given, out=tmp_path / "run.toml")
+        convert_command(given, out=tmp_path / "run.toml")
 
 
 @pytest.mark.parametrize(("name", "content", "words"), [
@@ -654,11 +654,11 @@ def test_the_command_writes_a_config_that_loads(tmp_path: Path, capsys: pytest.C
     ("a.txt", "", "supported are .json"),
 ])  # fmt: skip
 def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, content: str, words: str) -> None:
-    from atoll.cli.convert import command
+    from atoll.cli.convert import convert_command
 
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=words):
-        command(tmp_path / name)
+        convert_command(tmp_path / name)
 
 
 # ---- what a file leaves out
@@ -752,7 +752,7 @@ def test_muon_is_carried_over_and_its_options_are_not() -> None:
     assert [line.partition(" = ")[0] for line in found.left] == ["optimizer.type", "optimizer.params.momentum"]
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", SYSTEM_RULES)
 def test_every_key_that_decides_what_is_trained_is_converted_or_named(system: str) -> None:
     found = convert({}, system)
     known = flat(found.tables).keys()

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from atoll.training.settings.convert import SYSTEMS
+from atoll.training.settings.convert import SYSTEM_RULES
 from atoll.training.settings.from_deepspeed import NO_SCHEDULER
 
 
 def package(name: str) -> Path:
     """The folder of a system's package. Skips a test where it is not installed, or in another version."""
-    wanted = SYSTEMS[name].version.rpartition(" ")[2]
+    wanted = SYSTEM_RULES[name].version.rpartition(" ")[2]
     try:
         found = metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -37,7 +37,7 @@ def package(name: str) -> Path:
 
 def absent(system: str, given: dict[str, Any]) -> dict[str, Any]:
     """What is filled in beside settings of a file."""
-    return {path: value for path, value in SYSTEMS[system].defaults(given).items() if path not in given}
+    return {path: value for path, value in SYSTEM_RULES[system].defaults(given).items() if path not in given}
 
 
 def at(value: Any, path: str) -> Any:

@@ -9,8 +9,8 @@ import re
 from atoll.base.errors import ScheduleError
 from atoll.plans.ir.action import Action
 from atoll.plans.ir.draw import IDLE, layout_rows
-from atoll.plans.ir.placement import KINDS, Kind, Placement
-from atoll.plans.ir.schedule import Rows, Schedule
+from atoll.plans.ir.placement import PLACEMENT_KINDS, PlacementKind, Placement
+from atoll.plans.ir.schedule import ActionRows, Schedule
 
 _OVERLAP = re.compile(r"\(([^();]+);([^();]+)\)OVERLAP_F_B")
 _HEADER = re.compile(r"# (.+): (line|loop|v), ranks (\d{1,7}), chunks (\d{1,7}), microbatches (\d{1,7})", re.ASCII)
@@ -73,7 +73,7 @@ def _apart(cell: str) -> list[str]:
     return [cell] if match is None else list(match.groups())
 
 
-def _placement_of(rows: Rows) -> Placement:
+def _placement_of(rows: ActionRows) -> Placement:
     seen = [{action.stage for action in row} for row in rows]
     ranks = len(rows)
     chunks = max(len(stages) for stages in seen)
@@ -84,7 +84,7 @@ def _placement_of(rows: Rows) -> Placement:
         if all(stages <= set(placement.stages_of(rank)) for rank, stages in enumerate(seen)):
             return placement
     found = "; ".join(f"rank {rank}: {', '.join(map(str, sorted(stages)))}" for rank, stages in enumerate(seen))
-    raise ScheduleError(f"no placement ({', '.join(KINDS)}) puts these stages on these ranks: {found}")
+    raise ScheduleError(f"no placement ({', '.join(PLACEMENT_KINDS)}) puts these stages on these ranks: {found}")
 
 
 def _parse_row(rank: int, cells: list[str]) -> tuple[Action, ...]:
@@ -94,5 +94,5 @@ def _parse_row(rank: int, cells: list[str]) -> tuple[Action, ...]:
         raise ScheduleError(f"rank {rank}: {error}") from None
 
 
-def _kind(text: str) -> Kind:
-    return next(kind for kind in KINDS if kind == text)
+def _kind(text: str) -> PlacementKind:
+    return next(kind for kind in PLACEMENT_KINDS if kind == text)

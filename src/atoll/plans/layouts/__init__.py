@@ -1,8 +1,8 @@
 """Sharding of the model state: levels, layouts, precision, nested shards, memory and traffic."""
 
 from atoll.plans.layouts.codec import BLOCK, CODES, NO_CODECS, ROUNDINGS, Codec, Codecs, Rounding
-from atoll.plans.layouts.flat import Box, Entry, FlatMap, Nest, Shape, Slice, boxes
-from atoll.plans.layouts.layout import ALIASES, ALL, EFFECTIVE, Layout
+from atoll.plans.layouts.flat import Box, FlatEntry, FlatMap, Nest, Shape, Slice, boxes
+from atoll.plans.layouts.layout import LAYOUT_ALIASES, ALL_LAYOUTS, EFFECTIVE, Layout
 from atoll.plans.layouts.level import (
     AT_ONCE,
     GATHER_INTER,
@@ -14,7 +14,7 @@ from atoll.plans.layouts.level import (
     SYNC_GRADIENT,
     SYNC_PARAMETER,
     Axis,
-    Kind,
+    MoveKind,
     Level,
     Move,
     Moves,
@@ -23,21 +23,21 @@ from atoll.plans.layouts.matrices import (
     Holders,
     Matrix,
     NewtonSchulz,
-    Piece,
+    MatrixPiece,
     Transform,
     Whole,
     deal,
-    pieces,
+    matrix_pieces,
     swapped_along,
 )
 from atoll.plans.layouts.precision import ITEM_BYTES, PRESETS, Precision
 from atoll.plans.layouts.published import PublishedMemory, Traffic, published_memory, traffic
 from atoll.plans.layouts.state import Footprint, footprint, saved_besides, saved_bytes
-from atoll.plans.layouts.storage import SegmentShape, Sharding, Stored
+from atoll.plans.layouts.storage import SegmentShape, Sharding, StoredCopies
 
 __all__ = [
-    "ALIASES",
-    "ALL",
+    "LAYOUT_ALIASES",
+    "ALL_LAYOUTS",
     "AT_ONCE",
     "BLOCK",
     "CODES",
@@ -58,11 +58,11 @@ __all__ = [
     "Box",
     "Codec",
     "Codecs",
-    "Entry",
+    "FlatEntry",
     "FlatMap",
     "Footprint",
     "Holders",
-    "Kind",
+    "MoveKind",
     "Layout",
     "Level",
     "Matrix",
@@ -70,7 +70,7 @@ __all__ = [
     "Moves",
     "Nest",
     "NewtonSchulz",
-    "Piece",
+    "MatrixPiece",
     "Precision",
     "PublishedMemory",
     "Rounding",
@@ -78,14 +78,14 @@ __all__ = [
     "Shape",
     "Sharding",
     "Slice",
-    "Stored",
+    "StoredCopies",
     "Traffic",
     "Transform",
     "Whole",
     "boxes",
     "deal",
     "footprint",
-    "pieces",
+    "matrix_pieces",
     "published_memory",
     "saved_besides",
     "saved_bytes",

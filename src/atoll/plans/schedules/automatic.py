@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from atoll.plans.ir.placement import Kind, Placement
+from atoll.plans.ir.placement import PlacementKind, Placement
 from atoll.plans.ir.schedule import Schedule
 from atoll.plans.schedules.memory import Memory, PerRank, peak_of
 from atoll.plans.schedules.problem import Objective, Problem
@@ -24,14 +24,14 @@ from atoll.plans.schedules.timing import StageCosts
 from atoll.plans.schedules.zero_bubble_v import fixed_zero_bubble_v
 
 if TYPE_CHECKING:
-    from atoll.plans.schedules.search import Search
+    from atoll.plans.schedules.search import OrderSearch
 
 
 def automatic(
     *,
     ranks: int,
     microbatches: int,
-    placement: Kind | None = None,
+    placement: PlacementKind | None = None,
     chunks: int | None = None,
     costs: StageCosts | None = None,
     objective: Objective = "makespan",
@@ -56,7 +56,7 @@ def automatic(
     problem = Problem.of(
         placement_of(placement, ranks, chunks), microbatches, costs=costs, memory=limited, objective=objective
     )
-    return find(problem).schedule(name)
+    return find_order(problem).schedule(name)
 
 
 def zb_1p(**options: Any) -> Schedule:
@@ -135,17 +135,17 @@ def own_limit(name: str, memory: Memory, ranks: int, microbatches: int) -> Memor
     return replace(memory, limit=tuple(limits))
 
 
-def placement_of(kind: Kind | None, ranks: int, chunks: int | None) -> Placement:
+def placement_of(kind: PlacementKind | None, ranks: int, chunks: int | None) -> Placement:
     """Return the requested placement: a line, or a loop if only chunks are given."""
-    chosen: Kind = kind or ("loop" if (chunks or 1) > 1 else "line")
+    chosen: PlacementKind = kind or ("loop" if (chunks or 1) > 1 else "line")
     return Placement(chosen, ranks, chunks or {"line": 1, "v": 2, "loop": 2}[chosen])
 
 
-def find(problem: Problem) -> Search:
+def find_order(problem: Problem) -> OrderSearch:
     """Search for an order: see the note above."""
     from atoll.plans.schedules import portfolio
-    from atoll.plans.schedules.search import Search
+    from atoll.plans.schedules.search import OrderSearch
 
-    search = Search(problem)
-    portfolio.run(search)
+    search = OrderSearch(problem)
+    portfolio.run_portfolio(search)
     return search

@@ -58,7 +58,7 @@ def zeros(count: int) -> Floats:
     return cast(Floats, np.zeros(count, dtype=np.float64))
 
 
-def counts(count: int) -> Integers:
+def integer_zeros(count: int) -> Integers:
     """Return an array of integer zeros."""
     if not IS_COMPILED:
         return [0] * count

@@ -13,23 +13,23 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from atoll.plans.ir.action import COMPUTE, Action
-from atoll.plans.ir.schedule import Rows, Schedule
+from atoll.plans.ir.schedule import ActionRows, Schedule
 from atoll.plans.schedules import moves, playing
 from atoll.plans.schedules.arrays import Listing, Model, Played, Rules
 from atoll.plans.schedules.bounds import lower_bound
 from atoll.plans.schedules.events import list_actions
-from atoll.plans.schedules.jit import IS_COMPILED, Floats, counts, floats, integers, zeros
+from atoll.plans.schedules.jit import IS_COMPILED, Floats, integer_zeros, floats, integers, zeros
 from atoll.plans.schedules.links import Hops
 from atoll.plans.schedules.problem import Problem
 from atoll.plans.schedules.published import published_line, published_v
 
-EFFORT = 11_000_000 if IS_COMPILED else 600_000
+_EFFORT = 11_000_000 if IS_COMPILED else 600_000
 """Maximum number of simulated actions in one search."""
 
 TRIES = 10_000
 """Maximum number of orders that each part of a search simulates: small problems need no more."""
 
-ROUNDS = 3
+_ROUNDS = 3
 """Rules are chosen on a step of at most so many microbatches per rank: after that an order repeats itself."""
 
 FREE = 1 << 40
@@ -44,7 +44,7 @@ class Cost(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Settings:
+class SearchRules:
     """Rules of list scheduling as integers per rank: see arrays.Rules. Waits are in quarters of a W or F."""
 
     flight: tuple[int, ...]
@@ -92,19 +92,19 @@ class Board:
         self.cells = ranks * self.width
         self.places = ranks * chunks * microbatches
         slots = 3 * ranks * chunks
-        self.order, self.length = counts(self.cells), counts(ranks)
-        self.best, self.best_length = counts(self.cells), counts(ranks)
-        self.spare, self.path = counts(self.cells), counts(self.cells)
-        self.gaps, self.approved, self.wanted = zeros(ranks), zeros(ranks), counts(ranks)
+        self.order, self.length = integer_zeros(self.cells), integer_zeros(ranks)
+        self.best, self.best_length = integer_zeros(self.cells), integer_zeros(ranks)
+        self.spare, self.path = integer_zeros(self.cells), integer_zeros(self.cells)
+        self.gaps, self.approved, self.wanted = zeros(ranks), zeros(ranks), integer_zeros(ranks)
         self.cost = zeros(2)
         self.played = Played(
             made=zeros(2 * self.places), begin=zeros(self.cells), clock=zeros(ranks), cost=zeros(2),
-            where=counts(2 * self.places), source=counts(self.cells), counts=counts(slots), position=counts(ranks),
-            wants=counts(ranks), stack=counts(ranks), busy=zeros(problem.timing.hops.links),
+            where=integer_zeros(2 * self.places), source=integer_zeros(self.cells), counts=integer_zeros(slots), position=integer_zeros(ranks),
+            wants=integer_zeros(ranks), stack=integer_zeros(ranks), busy=zeros(problem.timing.hops.links),
         )  # fmt: skip
         self.listing = Listing(
             arrive=zeros(2 * self.places), when=zeros(ranks), free=zeros(ranks), held=zeros(ranks), first=zeros(ranks),
-            counts=counts(slots), pending=counts(self.cells), head=counts(ranks), tail=counts(ranks),
+            counts=integer_zeros(slots), pending=integer_zeros(self.cells), head=integer_zeros(ranks), tail=integer_zeros(ranks),
             busy=zeros(problem.timing.hops.links),
         )  # fmt: skip
         self.is_span = problem.objective == "span"
@@ -139,7 +139,7 @@ class Board:
             self.order[rank * self.width : rank * self.width + len(numbers)] = integers(numbers)
             self.length[rank] = len(numbers)
 
-    def rows(self) -> Rows:
+    def rows(self) -> ActionRows:
         """Return the order as actions."""
         rows = []
         chunks = self.model.chunks
@@ -157,7 +157,7 @@ class Board:
             rows.append(tuple(row))
         return tuple(rows)
 
-    def rules_of(self, settings: Settings, keys: Sequence[Floats]) -> Rules:
+    def rules_of(self, settings: SearchRules, keys: Sequence[Floats]) -> Rules:
         """Return the settings as times."""
         takes = self.problem.timing.takes
         quarters = zip(settings.patience, settings.restraint, takes, strict=True)
@@ -172,7 +172,7 @@ class Board:
             settings.reserve,
         )
 
-    def list_by(self, settings: Settings, keys: Sequence[Floats]) -> Cost | None:
+    def list_by(self, settings: SearchRules, keys: Sequence[Floats]) -> Cost | None:
         """Create an order by rules; return None if it deadlocks."""
         return self.list(self.rules_of(settings, keys))
 
@@ -184,7 +184,7 @@ class Board:
         return self.of(self.cost)
 
 
-class Search:
+class OrderSearch:
     """One search. After calls of `consider`, `found` is the best order."""
 
     def __init__(self, problem: Problem) -> None:
@@ -273,7 +273,7 @@ class Search:
 
 def shortened(problem: Problem) -> Problem:
     """Return the same problem with a shorter step, on which rules are chosen."""
-    return replace(problem, microbatches=min(problem.microbatches, ROUNDS * problem.placement.ranks + 2))
+    return replace(problem, microbatches=min(problem.microbatches, _ROUNDS * problem.placement.ranks + 2))
 
 
 def round_trips(problem: Problem) -> list[int]:

@@ -26,7 +26,7 @@ from atoll.prediction.cost.durations import Parts
 from atoll.prediction.cost.kernels import Kernel
 from atoll.prediction.cost.prediction import Prediction
 from atoll.prediction.cost.work import Work
-from atoll.program.sim import Rates, play
+from atoll.program.sim import Rates, play_programs
 
 NUDGE = 1e-3
 """Factor by which a kind of instruction is slowed down to measure its share."""
@@ -34,18 +34,18 @@ NUDGE = 1e-3
 NOISE = 0.03
 """Relative error that is expected of a step's prediction."""
 
-FEW = 12
+_FEW = 12
 """Number of groups of steps up to which the spread is the leave-one-group-out error. With more groups it is the error
 of the fit."""
 
-FAR = 3.0
+_FAR = 3.0
 """Factor by which a constant is changed, up and down, to test if a step depends on it."""
 
-ROUNDS = 4
+_ROUNDS = 4
 """Maximum number of rounds of simulation."""
 
 
-class Range(NamedTuple):
+class _Range(NamedTuple):
     """Bounds of a constant, and its prior uncertainty as the logarithm of a factor."""
 
     low: float
@@ -53,22 +53,22 @@ class Range(NamedTuple):
     spread: float
 
 
-LIMITS: Mapping[str, Range] = {
-    "device.efficiency.products": Range(0.2, 1.0, 0.25),
-    "device.efficiency.depth": Range(1.0, 2000.0, 0.5),
-    "device.efficiency.waves": Range(1e-3, 1.0, 0.5),
-    "device.efficiency.attention": Range(0.05, 1.0, 0.3),
-    "device.efficiency.memory": Range(0.1, 1.0, 0.3),
-    "device.efficiency.half": Range(0.1, 1.0, 0.3),
-    "device.efficiency.update": Range(4.0, 400.0, 0.5),
-    "device.efficiency.launch": Range(1e-7, 1e-4, 1.0),
-    "device.efficiency.dispatch": Range(1e-7, 1e-3, 1.5),
-    "device.efficiency.pause": Range(1e-6, 1e-1, 2.0),
-    "node.link.reach": Range(0.02, 1.0, 0.3),
-    "node.link.shared": Range(1e6, 1e14, 0.3),
-    "node.link.latency": Range(1e-7, 1e-2, 1.0),
-    "network.reach": Range(0.02, 1.0, 0.3),
-    "network.latency": Range(1e-7, 1e-2, 1.0),
+LIMITS: Mapping[str, _Range] = {
+    "device.efficiency.products": _Range(0.2, 1.0, 0.25),
+    "device.efficiency.depth": _Range(1.0, 2000.0, 0.5),
+    "device.efficiency.waves": _Range(1e-3, 1.0, 0.5),
+    "device.efficiency.attention": _Range(0.05, 1.0, 0.3),
+    "device.efficiency.memory": _Range(0.1, 1.0, 0.3),
+    "device.efficiency.half": _Range(0.1, 1.0, 0.3),
+    "device.efficiency.update": _Range(4.0, 400.0, 0.5),
+    "device.efficiency.launch": _Range(1e-7, 1e-4, 1.0),
+    "device.efficiency.dispatch": _Range(1e-7, 1e-3, 1.5),
+    "device.efficiency.pause": _Range(1e-6, 1e-1, 2.0),
+    "node.link.reach": _Range(0.02, 1.0, 0.3),
+    "node.link.shared": _Range(1e6, 1e14, 0.3),
+    "node.link.latency": _Range(1e-7, 1e-2, 1.0),
+    "network.reach": _Range(0.02, 1.0, 0.3),
+    "network.latency": _Range(1e-7, 1e-2, 1.0),
 }
 """Constants that can be fitted, by their keys in a cluster's TOML."""
 
@@ -146,7 +146,7 @@ def calibrate(steps: Iterable[Step], constants: Sequence[str] = ()) -> Fitted:
     linear = [_Linear(step.on(changed(step.cluster, prior))) for step in steps]
     prior = {name: value for name, value in prior.items() if _matters(linear, name, value)}
     found = dict(prior)
-    for _ in range(ROUNDS):
+    for _ in range(_ROUNDS):
         linear = [_Linear(step.on(changed(step.cluster, found))) for step in steps]
         before, found = found, _fit(linear, seconds, begin=found, prior=prior)
         if all(abs(math.log(found[name] / before[name])) < NUDGE for name in found):
@@ -154,7 +154,7 @@ def calibrate(steps: Iterable[Step], constants: Sequence[str] = ()) -> Fitted:
     fitted = [step.on(changed(step.cluster, found)) for step in steps]
     error = fmean(abs(step.predicted / step.seconds - 1.0) for step in fitted)
     groups = [step.group or f"step {at}" for at, step in enumerate(steps)]
-    few = len(set(groups)) <= FEW
+    few = len(set(groups)) <= _FEW
     left_out = _left_out(linear, seconds, groups, begin=found, prior=prior) if few else {}
     spread = fmean(left_out.values()) if left_out else error
     return Fitted(fitted[0].cluster, found, {name: own[name] for name in found}, error, spread, left_out)
@@ -163,7 +163,7 @@ def calibrate(steps: Iterable[Step], constants: Sequence[str] = ()) -> Fitted:
 def _matters(linear: Sequence[_Linear], name: str, value: float) -> bool:
     """Return True if any step depends on a constant."""
     limits = LIMITS[name]
-    others = max(limits.low, value / FAR), min(limits.high, value * FAR)
+    others = max(limits.low, value / _FAR), min(limits.high, value * _FAR)
     return any(
         abs(each.seconds({name: other}) / each.seconds({name: value}) - 1.0) > 1e-9
         for each in linear
@@ -218,20 +218,20 @@ def _fit(
 
 
 @dataclass(frozen=True, slots=True)
-class Hop:
+class _Hop:
     """Latency of an axis' link."""
 
     axis: str
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class _Way:
     """Seconds of a byte on an axis' link."""
 
     axis: str
 
 
-Kind = tuple[Kernel, ...] | Hop | Way | Literal["update", "pause"]
+_Kind = tuple[Kernel, ...] | _Hop | _Way | Literal["update", "pause"]
 """Kernels of a part of a block, traffic of a link, the optimizer's step, or pauses."""
 
 
@@ -240,7 +240,7 @@ class _Linear:
 
     def __init__(self, step: Step) -> None:
         self._any = step.played[0][1]
-        self._shares: defaultdict[Kind, float] = defaultdict(float)
+        self._shares: defaultdict[_Kind, float] = defaultdict(float)
         for weight, prediction in step.played:
             for kind, seconds in _shares(prediction):
                 if seconds:
@@ -252,15 +252,15 @@ class _Linear:
         now = self._times(self._any.on(changed(self._any.given, constants)))
         return sum(share * now[kind] / self._base[kind] for kind, share in self._shares.items())
 
-    def _times(self, prediction: Prediction) -> dict[Kind, float]:
+    def _times(self, prediction: Prediction) -> dict[_Kind, float]:
         """Return the seconds of one instruction of each kind."""
         links = prediction.durations.links
-        found: dict[Kind, float] = {}
+        found: dict[_Kind, float] = {}
         for kind in self._shares:
             match kind:
-                case Hop():
+                case _Hop():
                     found[kind] = links[kind.axis].latency
-                case Way():
+                case _Way():
                     found[kind] = 1.0 / links[kind.axis].rate
                 case "update":
                     found[kind] = prediction.durations.update_seconds
@@ -271,15 +271,15 @@ class _Linear:
         return found
 
 
-def _shares(prediction: Prediction) -> Iterator[tuple[Kind, float]]:
+def _shares(prediction: Prediction) -> Iterator[tuple[_Kind, float]]:
     """Yield the seconds of each kind of instruction in a step. They add up to the step, which is as long as its
     critical path."""
     programs, works = prediction.ranks.programs, (*prediction.ranks.works, *prediction.ranks.slices.works)
 
     def grown(rates: Sequence[Rates]) -> float:
-        return max(0.0, (play(programs, rates).seconds - base) / NUDGE)
+        return max(0.0, (play_programs(programs, rates).seconds - base) / NUDGE)
 
-    base, durations = play(programs, prediction.rates).seconds, prediction.durations
+    base, durations = play_programs(programs, prediction.rates).seconds, prediction.durations
     kinds = {kernels for work in works for kernels in (work.forward, work.backward, work.weights) if kernels}
     for kernels in kinds:
 
@@ -293,8 +293,8 @@ def _shares(prediction: Prediction) -> Iterator[tuple[Kind, float]]:
     yield "pause", grown(durations.rates_of(durations.parts, pause=1.0 + NUDGE))
     for axis, link in durations.links.items():
         for kind, worse in (
-            (Hop(axis), replace(link, latency=link.latency * (1.0 + NUDGE))),
-            (Way(axis), replace(link, rate=link.rate / (1.0 + NUDGE))),
+            (_Hop(axis), replace(link, latency=link.latency * (1.0 + NUDGE))),
+            (_Way(axis), replace(link, rate=link.rate / (1.0 + NUDGE))),
         ):
             yield kind, grown(durations.rates_of(durations.parts, links={**durations.links, axis: worse}))
 

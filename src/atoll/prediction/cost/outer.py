@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from atoll.plans.layouts import AT_ONCE, ITEM_BYTES, Level
-from atoll.plans.outer import Outer, Way, largest_at_once
+from atoll.plans.outer import Outer, OuterAction, largest_at_once
 from atoll.prediction.cost.ranks import Ranks
 from atoll.program.sim import Speed
 
@@ -61,12 +61,12 @@ def elements(ranks: Ranks, rank: int) -> dict[int, int]:
     return {unit: sum(sizes) for unit, sizes in anchors(ranks, rank).items()}
 
 
-def units_of(ranks: Ranks) -> int:
+def _units_of(ranks: Ranks) -> int:
     """Return the number of units of the model."""
     return len(ranks.shape.units)
 
 
-def sent_by(ranks: Ranks, rank: int) -> dict[int, float]:
+def outer_bytes_sent(ranks: Ranks, rank: int) -> dict[int, float]:
     """Return the bytes that a pipeline rank sends for each unit's outer gradient."""
     plan, outer = ranks.plan, ranks.plan.outer
     if outer is None:
@@ -78,7 +78,7 @@ def sent_by(ranks: Ranks, rank: int) -> dict[int, float]:
     }
 
 
-def in_flight(ranks: Ranks, rank: int) -> int:
+def outer_bytes_in_flight(ranks: Ranks, rank: int) -> int:
     """Return the most bytes of outer gradients that a pipeline rank has in flight at once, with the encoded blocks that
     are sent and received."""
     plan, outer = ranks.plan, ranks.plan.outer
@@ -89,7 +89,7 @@ def in_flight(ranks: Ranks, rank: int) -> int:
     sizes = {unit: float(sum(numels) * item) for unit, numels in held.items()}
     blocks = [outer.block_bytes(numel, islands, item) for numels in held.values() for numel in numels]
     encoded = 0 if outer.codec is None else AT_ONCE * 2 * islands * max(blocks, default=0)
-    return int(largest_at_once(outer, sizes, units_of(ranks))) + encoded
+    return int(largest_at_once(outer, sizes, _units_of(ranks))) + encoded
 
 
 def cost_of(ranks: Ranks, outer: Outer, *, step: float, link: Speed, memory: float) -> OuterCost:
@@ -97,16 +97,16 @@ def cost_of(ranks: Ranks, outer: Outer, *, step: float, link: Speed, memory: flo
 
     step: seconds of a step without them.  link: between islands.  memory: bytes a second that a rank reads and writes.
     """
-    count, item = units_of(ranks), ITEM_BYTES[ranks.plan.precision.master]
+    count, item = _units_of(ranks), ITEM_BYTES[ranks.plan.precision.master]
     every = range(ranks.plan.mesh.pipeline)
-    sent = [_by_fragment(outer, sent_by(ranks, rank), count) for rank in every]
+    sent = [_by_fragment(outer, outer_bytes_sent(ranks, rank), count) for rank in every]
     own = [_by_fragment(outer, elements(ranks, rank), count) for rank in every]
     passes = TOUCHED * item / memory
     added = _simulate(outer, count, step, [_Line(link, sizes).ready for sizes in sent], own, passes)
     largest = [
         max(
             (
-                sum(sizes.get(turn.fragment, 0.0) for turn in outer.turns(at, count) if turn.way is Way.LEAVES)
+                sum(sizes.get(turn.fragment, 0.0) for turn in outer.turns(at, count) if turn.way is OuterAction.LEAVES)
                 for at in range(outer.every + 1, 2 * outer.every + 1)
             ),
             default=0.0,
@@ -164,7 +164,7 @@ def _simulate(
         begin = now
         for way, fragment in outer.turns(at, count):
             touched = max(sizes.get(fragment, 0.0) for sizes in own) * passes
-            if way is Way.LEAVES:
+            if way is OuterAction.LEAVES:
                 now += touched * 5 / TOUCHED
                 ready[fragment] = max(line(fragment, now) for line in lines)
             else:

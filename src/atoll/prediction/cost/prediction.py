@@ -15,11 +15,11 @@ from atoll.prediction.cost.activations import with_activations
 from atoll.prediction.cost.breakdown import Breakdown, break_down
 from atoll.prediction.cost.cluster import Cluster, Device
 from atoll.prediction.cost.durations import Durations
-from atoll.prediction.cost.outer import OuterCost, cost_of, in_flight
+from atoll.prediction.cost.outer import OuterCost, cost_of, outer_bytes_in_flight
 from atoll.prediction.cost.ranks import Ranks
 from atoll.prediction.cost.work import Use, Workload
 from atoll.program.memory import Held, held_in
-from atoll.program.sim import Played, Rates, play
+from atoll.program.sim import PlayedPrograms, Rates, play_programs
 from atoll.program.trace import Trace
 
 SETTLED = 3
@@ -77,9 +77,9 @@ class Prediction:
         return self.durations.rates_of(self.durations.parts)
 
     @cached_property
-    def played(self) -> Played:
+    def played(self) -> PlayedPrograms:
         """Simulation of several steps."""
-        return play(self.ranks.programs, self.rates, steps=SETTLED)
+        return play_programs(self.ranks.programs, self.rates, steps=SETTLED)
 
     @property
     def trace(self) -> Trace:
@@ -146,7 +146,7 @@ class Prediction:
         """Return the memory of a pipeline rank between steps."""
         shape, context = self.ranks.of(rank), 0 if self.cluster is None else self.cluster.device.context
         state = shape.footprint().at_rest(self.plan.layout)
-        outgoing = in_flight(self.ranks, rank)
+        outgoing = outer_bytes_in_flight(self.ranks, rank)
         return Held(state.parameters, state.gradients, state.optimizer, buffers=outgoing, context=context)
 
     def peak(self, rank: int) -> Held:

@@ -4,14 +4,14 @@ from atoll.prediction.explain.alternative import Alternative
 from atoll.prediction.explain.choices import CHOICES, Choice, rebuilt
 from atoll.prediction.explain.explanation import Explanation, LayoutRow, Measured, Resource
 from atoll.prediction.explain.holdings import Holding, InFlight, State
-from atoll.prediction.explain.links import LinkUse, Travel, travel
-from atoll.prediction.explain.questions import QUESTIONS, Answer, ask, listed
+from atoll.prediction.explain.links import LinkUse, DataTraffic, travel
+from atoll.prediction.explain.questions import QUESTIONS, QuestionAnswer, ask, listed
 
 __all__ = [
     "CHOICES",
     "QUESTIONS",
     "Alternative",
-    "Answer",
+    "QuestionAnswer",
     "Choice",
     "Explanation",
     "Holding",
@@ -21,7 +21,7 @@ __all__ = [
     "Measured",
     "Resource",
     "State",
-    "Travel",
+    "DataTraffic",
     "ask",
     "listed",
     "rebuilt",

@@ -12,7 +12,7 @@ from atoll.prediction.explain.alternative import EQUAL, Alternative, fullest_ran
 from atoll.prediction.explain.choices import CHOICES, NO, YES
 from atoll.prediction.explain.holdings import Holding
 
-AXES = {
+AXIS_PHRASES = {
     "pp": "between stages",
     "inter": "between groups",
     "intra": "inside a group",
@@ -42,7 +42,7 @@ def mesh(shape: MeshShape) -> str:
     return "1 rank" if shape.world == 1 else f"{shape.world} ranks: {sizes}"
 
 
-def plan(prediction: Prediction) -> str:
+def plan_line(prediction: Prediction) -> str:
     """Return the choices of a plan in one line."""
     own = prediction.plan
     recompute = "" if own.recompute == "none" else f", recompute {own.recompute}"
@@ -130,7 +130,7 @@ def columns(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def table(alternatives: Sequence[Alternative], *, title: str = "alternative") -> list[str]:
+def alternatives_table(alternatives: Sequence[Alternative], *, title: str = "alternative") -> list[str]:
     """Return a table with one row per alternative."""
     headers = [title, "step", "difference", "tokens/s", "largest cause", "peak", "difference", "memory"]
     rows = []

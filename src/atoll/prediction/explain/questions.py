@@ -26,7 +26,7 @@ MOST_SAVING = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class QuestionAnswer:
     """An answer in sentences, with the alternatives its figures describe."""
 
     key: str
@@ -39,7 +39,7 @@ Sentences = tuple[tuple[str, ...], tuple[Alternative, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class _Question:
     """A question with a key."""
 
     key: str
@@ -47,13 +47,13 @@ class Question:
     answer: Callable[[Explanation], Sentences]
 
 
-def ask(explanation: Explanation, key: str) -> Answer:
+def ask(explanation: Explanation, key: str) -> QuestionAnswer:
     """Answer the question with this key. Raises ConfigError with all questions if there is none."""
     if key not in QUESTIONS:
         raise ConfigError("\n  ".join([f"no question {key!r}; there are", *listed()]))
     question = QUESTIONS[key]
     sentences, alternatives = question.answer(explanation)
-    return Answer(question.key, question.text, sentences, alternatives)
+    return QuestionAnswer(question.key, question.text, sentences, alternatives)
 
 
 def listed() -> Iterator[str]:
@@ -199,7 +199,7 @@ def _what_binds(explanation: Explanation) -> Sentences:
             f"Ranks wait for others: {waits}, of a step of {format_seconds(step)}; rank {explanation.busiest} waits "
             f"least, {phrases.percent(own.bubble / own.total)}."
         )
-    for axis, joins in phrases.AXES.items():
+    for axis, joins in phrases.AXIS_PHRASES.items():
         of_rank = [[use for use in explanation.links(rank) if use.axis == axis] for rank in range(len(parts))]
         sent = max(sum(use.nbytes for use in uses) for uses in of_rank)
         busy = max(sum(use.seconds for use in uses) for uses in of_rank)
@@ -282,15 +282,15 @@ def _fit(explanation: Explanation) -> Sentences:
 # ----
 
 _SIX = (
-    Question(
+    _Question(
         "pipeline-with-zero-2", "Does a pipeline work with ZeRO-2 here, and what does it cost?", _pipeline_with_zero_2
     ),
-    Question("fullest-rank", "Why does this rank use more memory than the others?", _fullest_rank),
-    Question("why-not-zb-v", "Why is ZB-V no faster?", _why_not_zb_v),
-    Question("bottleneck", "What binds: memory, a rank or a link?", _what_binds),
-    Question("another-node", "What would another node, or a faster link, bring?", _another_node),
-    Question("fit", "Does it fit, and what would save memory for the least time?", _fit),
+    _Question("fullest-rank", "Why does this rank use more memory than the others?", _fullest_rank),
+    _Question("why-not-zb-v", "Why is ZB-V no faster?", _why_not_zb_v),
+    _Question("bottleneck", "What binds: memory, a rank or a link?", _what_binds),
+    _Question("another-node", "What would another node, or a faster link, bring?", _another_node),
+    _Question("fit", "Does it fit, and what would save memory for the least time?", _fit),
 )
 
-QUESTIONS: Mapping[str, Question] = {question.key: question for question in _SIX}
+QUESTIONS: Mapping[str, _Question] = {question.key: question for question in _SIX}
 """Questions by key."""

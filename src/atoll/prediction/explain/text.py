@@ -10,13 +10,13 @@ from atoll.prediction.explain import phrases
 from atoll.prediction.explain.explanation import Explanation, Measured
 from atoll.prediction.explain.holdings import Holding
 from atoll.prediction.explain.links import MESSAGES
-from atoll.prediction.explain.questions import Answer, bottleneck
+from atoll.prediction.explain.questions import QuestionAnswer, bottleneck
 
 MOST_BETTER = 5
 """Number of faster alternatives to list."""
 
 
-def describe(explanation: Explanation) -> Iterator[str]:
+def describe_explanation(explanation: Explanation) -> Iterator[str]:
     """Yield the whole explanation, line by line."""
     for at, (title, section) in enumerate(SECTIONS.items()):
         lines = list(section(explanation))
@@ -31,13 +31,13 @@ def describe(explanation: Explanation) -> Iterator[str]:
         )
 
 
-def answer(found: Answer) -> Iterator[str]:
+def answer_lines(found: QuestionAnswer) -> Iterator[str]:
     """Yield a question, its answer, and a table of the alternatives."""
     yield found.question
     for sentence in found.sentences:
         yield from phrases.wrapped(sentence, indent="  ")
     if found.alternatives:
-        yield from ("", *(f"  {line}" for line in phrases.table(found.alternatives)))
+        yield from ("", *(f"  {line}" for line in phrases.alternatives_table(found.alternatives)))
 
 
 # ---- sections
@@ -46,7 +46,7 @@ def answer(found: Answer) -> Iterator[str]:
 def _plan(explanation: Explanation) -> Iterator[str]:
     prediction = explanation.prediction
     yield f"{prediction.workload.name} on {phrases.mesh(explanation.plan.mesh)}"
-    yield phrases.plan(prediction)
+    yield phrases.plan_line(prediction)
     yield (
         f"A step takes {format_seconds(prediction.seconds)}: "
         f"{format_rate(prediction.tokens_a_second, 'tokens')}, MFU {phrases.percent(prediction.mfu)}."
@@ -133,7 +133,7 @@ def _links(explanation: Explanation) -> Iterator[str]:
     rows = [
         [
             f"rank {rank}",
-            phrases.AXES[use.axis],
+            phrases.AXIS_PHRASES[use.axis],
             use.kind,
             str(use.times),
             format_bytes(use.nbytes),
@@ -222,12 +222,12 @@ def _layout_verdict(explanation: Explanation) -> str:
 
 def _undone(explanation: Explanation) -> Iterator[str]:
     if explanation.undone:
-        yield from phrases.table(explanation.undone, title="replaced by")
+        yield from phrases.alternatives_table(explanation.undone, title="replaced by")
 
 
 def _alternatives(explanation: Explanation) -> Iterator[str]:
     undone = {each.name for each in explanation.undone}
-    yield from phrases.table([each for each in explanation.others if each.name not in undone])
+    yield from phrases.alternatives_table([each for each in explanation.others if each.name not in undone])
     refused = [each for each in explanation.others if each.prediction is None]
     for each in refused:
         first = each.refusal.splitlines()[0]
@@ -241,7 +241,7 @@ def _alternatives(explanation: Explanation) -> Iterator[str]:
 
 
 def _situations(explanation: Explanation) -> Iterator[str]:
-    yield from phrases.table(explanation.situations, title="if")
+    yield from phrases.alternatives_table(explanation.situations, title="if")
     for each in explanation.situations:
         if each.prediction is None:
             yield from phrases.wrapped(f"{each.value} is refused: {each.refusal}")

@@ -1,20 +1,20 @@
 """Choose a plan for a workload on a cluster, and explain it."""
 
-from atoll.prediction.planner.answer import Alternative, Answer, Change
+from atoll.prediction.planner.answer import ChoiceAlternative, Answer, Change
 from atoll.prediction.planner.candidate import Candidate, choices, settings
-from atoll.prediction.planner.search import EFFORT, Found, Search
+from atoll.prediction.planner.search import BUDGET, Found, PlanSearch
 from atoll.prediction.planner.space import Goal, Order, Space
 
 __all__ = [
-    "EFFORT",
-    "Alternative",
+    "BUDGET",
+    "ChoiceAlternative",
     "Answer",
     "Candidate",
     "Change",
     "Found",
     "Goal",
     "Order",
-    "Search",
+    "PlanSearch",
     "Space",
     "choices",
     "settings",

@@ -32,14 +32,14 @@ from atoll.plans.layouts import ITEM_BYTES, Layout, Precision, Whole
 from atoll.plans.outer import Outer
 from atoll.plans.plan import MeshShape, Plan
 from atoll.prediction.cost import Cluster, Prediction, Use, Workload
-from atoll.prediction.planner.bounds import Least, Skeleton, data_links, part_of
+from atoll.prediction.planner.bounds import Least, Skeleton, data_links, sent_share
 from atoll.prediction.planner.candidate import Candidate
 from atoll.prediction.planner.space import Frame, Goal, Order, Space, Travel
 
-EFFORT = 1_600_000
+BUDGET = 1_600_000
 """Budget of a search, in simulated instructions."""
 
-AT_MOST = 4
+_AT_MOST = 4
 """Factor of the budget while no plan fits."""
 
 LATER = 1.02
@@ -56,10 +56,10 @@ CLOSE = 1.1
 CAUSES = 2
 """Number of refusals that are named if no plan is left."""
 
-ROUNDS = 3
+_ROUNDS = 3
 """Maximum number of times that an order is searched with less memory, until its prediction fits."""
 
-WORTH = 0.01
+_WORTH = 0.01
 """Minimum share of the seconds that a searched order must gain. It is written into the config in full."""
 
 A_CELL = 1.0
@@ -113,7 +113,7 @@ class _Node(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Search:
+class PlanSearch:
     """The plans of a workload on a cluster.
 
     space: the choices; all of them if not given.  reads_in_place: whether the ranks of a group read each other's
@@ -128,7 +128,7 @@ class Search:
     goal: Goal
     space: Space = field(default_factory=Space)
     reads_in_place: bool = False
-    effort: int = EFFORT
+    effort: int = BUDGET
     states: int = 2
     outer: Outer | None = None
     whole: Whole | None = None
@@ -158,11 +158,11 @@ class Search:
         bases: dict[Frame, Candidate] = {}
         for each in found.fitting:
             least = self._least_of(each.frame)
-            is_open = least is not None and least.seconds < best * (1.0 - WORTH) and each.seconds < best * CLOSE
+            is_open = least is not None and least.seconds < best * (1.0 - _WORTH) and each.seconds < best * CLOSE
             if each.frame.mesh.pipeline > 1 and not each.frame.vocabulary_parallel and is_open:
                 bases.setdefault(each.frame, each)
         made = filter(None, map(self._made, list(bases.values())[:MADE]))
-        better = [each for each in made if each.seconds < best * (1.0 - WORTH)]
+        better = [each for each in made if each.seconds < best * (1.0 - _WORTH)]
         fitting = sorted((*better, *found.fitting), key=lambda each: each.seconds)
         return found._replace(fitting=tuple(fitting), predicted=found.predicted + min(MADE, len(bases)))
 
@@ -171,7 +171,7 @@ class Search:
         from atoll.prediction.planner.made import made_for  # with numba, if it is installed
 
         prediction, over = self.predict(base), 0.0
-        for _ in range(ROUNDS):
+        for _ in range(_ROUNDS):
             made = made_for(prediction, self.limit - over)
             if made is None:
                 return None
@@ -215,7 +215,7 @@ class Search:
             least = self._least_of(frame)
             if least is not None:
                 push(_Node(least, frame), is_late=fastest and self._in_flight(frame) > self.limit)
-        while heap and work < self.effort * (1 if fitting or not fastest else AT_MOST):
+        while heap and work < self.effort * (1 if fitting or not fastest else _AT_MOST):
             is_late, _, _, node = heappop(heap)
             if aim(node.least) >= best:
                 continue
@@ -380,7 +380,7 @@ class Search:
         item = ITEM_BYTES[precision.reduce] + ITEM_BYTES[precision.compute]
         sent = item * total.trained / mesh.pipeline
         links = data_links(self.cluster, mesh, has_islands=self.outer is not None)
-        moves = (link.seconds(sent * part_of(axis, mesh)) for axis, link in links.items())
+        moves = (link.seconds(sent * sent_share(axis, mesh)) for axis, link in links.items())
         exposed = max(0.0, max(moves, default=0.0) - total.seconds / mesh.pipeline)
         return Least(max(mean, most) * microbatches, nbytes, likely + exposed)
 

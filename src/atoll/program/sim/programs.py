@@ -26,9 +26,9 @@ from atoll.plans.ir.action import Action, Op
 from atoll.plans.ir.placement import Placement
 from atoll.program import Instruction, Operation, Partners, Phase, Program, Programs, way_of
 from atoll.program.fold import Key, Resolved
-from atoll.program.operation import OPERATIONS, Fact, Lane, Side, named
+from atoll.program.operation import OPERATIONS, Fact, Lane, Side, operation_of
 from atoll.program.parts import parts_of
-from atoll.program.trace import Span, Trace, lane_of
+from atoll.program.trace import Span, Trace, action_lane
 
 PIPELINE = "pp"
 """The axis of messages between stages."""
@@ -97,7 +97,7 @@ class Rates:
         for name in ("compute", "messages"):
             given = getattr(self, name)
             if any(isinstance(do, str) for do, _ in given):
-                rows = {(named(do) if isinstance(do, str) else do, of): value for (do, of), value in given.items()}
+                rows = {(operation_of(do) if isinstance(do, str) else do, of): value for (do, of), value in given.items()}
                 object.__setattr__(self, name, rows)
 
     def link(self, axis: str) -> Speed:
@@ -118,13 +118,13 @@ _SHOWN_AS = {"gathers": Op.UNSHARD, "reductions": Op.REDUCE_GRAD, "sync": Op.RED
 
 _OFFSET = {Side.NEXT: 1, Side.PREVIOUS: -1}
 
-Message = tuple[str, int, int, int]
+_Message = tuple[str, int, int, int]
 """A message: its kind (F, B, L, S or T; sums: A to all, P along the chain), the sending stage or rank, the microbatch,
 and the step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class RankTiming:
     """Start and end of a rank's instructions in a step, in seconds from the start of the first step.
 
     begin: end of the previous step.  ends: of each instruction, which starts at the end of the previous one, the first
@@ -139,11 +139,11 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Played:
+class PlayedPrograms:
     """The result of simulating programs: the last step's timing on each rank, and its trace."""
 
     programs: Programs
-    timings: tuple[Timing, ...]
+    timings: tuple[RankTiming, ...]
     travelled: tuple[Span, ...]
 
     @property
@@ -161,10 +161,10 @@ class Played:
         for rank, (program, timing) in enumerate(zip(self.programs.ranks, self.timings, strict=True)):
             for part in parts_of(program.instructions):
                 start = timing.ends[part.start - 1] if part.start else timing.begin
-                yield Span(rank, lane_of(part.action.op), part.action, start, timing.ends[part.stop - 1])
+                yield Span(rank, action_lane(part.action.op), part.action, start, timing.ends[part.stop - 1])
 
 
-def play(programs: Programs, rates: Sequence[Rates] | Rates, *, steps: int = 1) -> Played:
+def play_programs(programs: Programs, rates: Sequence[Rates] | Rates, *, steps: int = 1) -> PlayedPrograms:
     """Simulate the programs of all pipeline ranks, with the same rates on each or one for each rank.
 
     steps: number of consecutive steps; the result is that of the last one.
@@ -185,8 +185,8 @@ def play(programs: Programs, rates: Sequence[Rates] | Rates, *, steps: int = 1) 
         _Rank(rank, program, own, table, pools, shared, steps)
         for rank, (program, own) in enumerate(zip(programs.ranks, each, strict=True))
     ]
-    arrived: dict[Message, tuple[float, float]] = {}
-    waiting: dict[Message, list[int]] = {}
+    arrived: dict[_Message, tuple[float, float]] = {}
+    waiting: dict[_Message, list[int]] = {}
     ready = [(0.0, rank.number) for rank in ranks]
     while ready:
         _, rank = heappop(ready)
@@ -204,7 +204,7 @@ def play(programs: Programs, rates: Sequence[Rates] | Rates, *, steps: int = 1) 
     if stuck:
         where = ", ".join(f"rank {rank.number} at {rank.instructions[rank.at]}" for rank in stuck)
         raise ConfigError(f"the programs wait for each other: {where}; lower them from one schedule")
-    return Played(
+    return PlayedPrograms(
         programs, tuple(rank.timing for rank in ranks), tuple(span for rank in ranks for span in rank.travelled)
     )
 
@@ -222,7 +222,7 @@ class _Messages:
                 if do.stands_for:
                     self.senders.setdefault((do.sends, action.microbatch or 0), []).append(rank)
 
-    def sent(self, rank: int, instruction: Instruction, step: int) -> Message:
+    def sent(self, rank: int, instruction: Instruction, step: int) -> _Message:
         do, action = instruction.do, instruction.action
         return do.sends, rank if do.stands_for else action.stage, action.microbatch or 0, step
 
@@ -232,7 +232,7 @@ class _Messages:
         stage = -1 if to is None else instruction.action.stage + _OFFSET[to]
         return self.rank_of[stage] if 0 <= stage <= self.last else None
 
-    def needs(self, instruction: Instruction, step: int) -> list[Message]:
+    def needs(self, instruction: Instruction, step: int) -> list[_Message]:
         do, stage, microbatch = instruction.do, instruction.action.stage, instruction.action.microbatch or 0
         assert do.source is not None, "a receive has a source"
         kind, source = do.source
@@ -262,7 +262,7 @@ def _end(times: list[float], is_in_turn: bool) -> float:
 class _Missing(Exception):  # noqa: N818  (no error: another rank goes on first)
     """Raised if a message has not been sent yet."""
 
-    def __init__(self, message: Message) -> None:
+    def __init__(self, message: _Message) -> None:
         self.message = message
 
 
@@ -290,7 +290,7 @@ class _Rank:
         self.travelled: list[Span] = []
         self.at = 0
         self.now = 0.0
-        self.sent: list[Message] = []
+        self.sent: list[_Message] = []
         self._step, self._steps = 0, steps
         self._free: dict[str | int, list[float]] = {
             name: [0.0] if link.pool is None else pools.setdefault(link.pool, [0.0]) for name, link in rates.every
@@ -300,7 +300,7 @@ class _Rank:
         self._known: dict[tuple[Operation, int, Phase | None], _Flights] = {}
         self._told: dict[str, int] = {}
         self._ways: dict[tuple[Operation, int, Phase | None], tuple[tuple[str, float], ...]] = {}
-        self._arrived: dict[Message, tuple[float, float]] = {}
+        self._arrived: dict[_Message, tuple[float, float]] = {}
         self._acts = {do: self._act_of(do) for do in {each.do for each in self.instructions}}
 
     def _act_of(self, do: Operation) -> Callable[[Instruction, float], float] | None:
@@ -321,11 +321,11 @@ class _Rank:
         return self.at == len(self.instructions)
 
     @property
-    def timing(self) -> Timing:
+    def timing(self) -> RankTiming:
         """The timing of the last simulated step."""
-        return Timing(self.begin, tuple(self.ends), tuple(self.received))
+        return RankTiming(self.begin, tuple(self.ends), tuple(self.received))
 
-    def run(self, arrived: dict[Message, tuple[float, float]], until: float) -> Message | None:
+    def run(self, arrived: dict[_Message, tuple[float, float]], until: float) -> _Message | None:
         """Continue until a message is missing, or a transfer on a shared link starts after `until`. Return the missing
         message, or None."""
         self._arrived = arrived
@@ -438,11 +438,11 @@ class _Rank:
         receiver = self.messages.receiver(step)
         return PIPELINE if receiver is None or receiver not in self.rates.to else receiver
 
-    def _give(self, message: Message, arrives: float, now: float) -> None:
+    def _give(self, message: _Message, arrives: float, now: float) -> None:
         self._arrived[message] = arrives, now
         self.sent.append(message)
 
-    def _wait(self, messages: Sequence[Message], now: float) -> float:
+    def _wait(self, messages: Sequence[_Message], now: float) -> float:
         last = now, now
         for message in messages:
             arrival = self._arrived.get(message)
@@ -461,7 +461,7 @@ class _Rank:
             at = link.carry(self._free.setdefault(axis, [0.0]), at, seconds) + link.latency
         op = _SHOWN_AS.get(step.do.carries)
         if way and op is not None:
-            self.travelled.append(Span(self.number, lane_of(op), Action(step.action.stage, op), begun, at))
+            self.travelled.append(Span(self.number, action_lane(op), Action(step.action.stage, op), begun, at))
         return at
 
     def _copied(self, step: Instruction) -> float:

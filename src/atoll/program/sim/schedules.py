@@ -44,9 +44,9 @@ from atoll.plans.ir.table import (
 from atoll.plans.schedules.links import Hop, Hops, Links
 from atoll.plans.schedules.memory import Memory, Occupancy, RankMemory, levels_of
 from atoll.plans.schedules.problem import TOLERANCE
-from atoll.program.trace import MemorySample, Span, Trace, lane_of
+from atoll.program.trace import MemorySample, Span, Trace, action_lane
 
-Cost = float | Sequence[float]
+_Cost = float | Sequence[float]
 """One number for all ranks, or one per rank. F, I and W also one per stage: then of that stage, not of a rank's
 share."""
 
@@ -64,16 +64,16 @@ class Costs:
     Raises ConfigError for a cost that is negative, infinite or not a number.
     """
 
-    forward: Cost = 1.0
-    input_grad: Cost = 1.0
-    weight_grad: Cost = 1.0
+    forward: _Cost = 1.0
+    input_grad: _Cost = 1.0
+    weight_grad: _Cost = 1.0
     hop: float | Links = 0.0
     fused_backward: bool = False
-    gather: Cost = 0.0
-    reduce: Cost = 0.0
-    look_up: Cost = 0.0
-    score: Cost = 0.0
-    score_grad: Cost = 0.0
+    gather: _Cost = 0.0
+    reduce: _Cost = 0.0
+    look_up: _Cost = 0.0
+    score: _Cost = 0.0
+    score_grad: _Cost = 0.0
 
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self) if f.name != "fused_backward"):
@@ -132,7 +132,7 @@ class Costs:
         return zip(*columns, strict=True)
 
 
-def simulate(schedule: Schedule, costs: Costs, memory: Memory | None = None) -> Trace:
+def simulate_schedule(schedule: Schedule, costs: Costs, memory: Memory | None = None) -> Trace:
     """Simulate `schedule`, compute-only or lowered. Raises ConfigError for costs or amounts that do not fit its ranks.
 
     With `memory` the trace has the bytes of every rank over time, and how long ranks idled for lack of them. A limit
@@ -150,7 +150,7 @@ def simulate(schedule: Schedule, costs: Costs, memory: Memory | None = None) -> 
         ranks = schedule.ranks  # stage r is the first of rank r, and as long as its others
         start, end = _play(table, duration[:ranks], release[:ranks], hops.far)
         there = [time + hops.far for time in end] if memory is not None else []
-    lanes = [lane_of(op) for op in Op]
+    lanes = [action_lane(op) for op in Op]
     row = zip(table.rank, [lanes[code] for code in table.code], table.cells, start, end, strict=True)
     with _paused_collector():
         spans = tuple(map(_as_span, row))

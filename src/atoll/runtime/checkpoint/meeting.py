@@ -17,7 +17,7 @@ import torch.distributed as dist
 from atoll.base.documents import parse_json
 from atoll.base.errors import CheckpointError, DamageError, RankError, UserError
 
-Failure = tuple[str, str]
+_Failure = tuple[str, str]
 """Kind of an error, one of `KINDS`, and its text."""
 
 DAMAGED, MENDABLE, INTERRUPTED, BROKEN = KINDS = ("damaged", "mendable", "interrupted", "broken")
@@ -107,7 +107,7 @@ def _content(buffer: torch.Tensor) -> bytes:
     return found[8 : 8 + int.from_bytes(found[:8], "little")]
 
 
-def _attempt(act: Callable[[], Any]) -> tuple[Any, Failure | None]:
+def _attempt(act: Callable[[], Any]) -> tuple[Any, _Failure | None]:
     """Return the result of a call, or the error it raises."""
     try:
         return act(), None
@@ -121,7 +121,7 @@ def _attempt(act: Callable[[], Any]) -> tuple[Any, Failure | None]:
         return None, (INTERRUPTED, "")
 
 
-def _raise(lost: str, failures: dict[int, Failure]) -> NoReturn:
+def _raise(lost: str, failures: dict[int, _Failure]) -> NoReturn:
     """Raise the error of the ranks that failed, by rank: the same text on every rank.
 
     KeyboardInterrupt if any was interrupted. DamageError or CheckpointError if every error is one, otherwise a
@@ -134,10 +134,10 @@ def _raise(lost: str, failures: dict[int, Failure]) -> NoReturn:
         if kind == BROKEN:
             raise RankError(f"{lost}: rank {rank} failed: {text}", rank=rank)
     texts = list(dict.fromkeys(text for _, (_, text) in sorted(failures.items())))
-    raise (DamageError if kinds == {DAMAGED} else CheckpointError)(f"{lost}: {listing(texts)}")
+    raise (DamageError if kinds == {DAMAGED} else CheckpointError)(f"{lost}: {list_problems(texts)}")
 
 
-def listing(problems: Sequence[str], limit: int = 8) -> str:
+def list_problems(problems: Sequence[str], limit: int = 8) -> str:
     """Return the first problems, one per line if there are several, and the number of further ones."""
     if len(problems) == 1:
         return problems[0]

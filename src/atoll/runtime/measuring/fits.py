@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from atoll.base.errors import RunError
-from atoll.prediction.cost import Clock, Device, Product
+from atoll.prediction.cost import KernelClock, Device, Product
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def rate_of(product: Product, seconds: float, device: Device) -> float:
     """Return the rate in FLOP/s with which `Clock` gives a product, bound by compute, these seconds on a device."""
     efficiency = device.efficiency.model_copy(update={"launch": 0.0})
     slow = device.model_copy(update={"rates": {"float32": 1.0}, "efficiency": efficiency})
-    return Clock(slow, "float32", 0).of(product) / seconds
+    return KernelClock(slow, "float32", 0).of(product) / seconds
 
 
 def goodput_of(nbytes: float, seconds: float, *, ranks: int, latency: float) -> float:

@@ -24,14 +24,14 @@ from atoll.base.errors import AtollError, ConfigError
 from atoll.base.toml import nested_to_toml
 from atoll.prediction.cost import Cluster
 from atoll.runtime.launch import (
-    Ending,
+    LaunchResult,
     cores,
     run_local,
     threads_of,
 )
 from atoll.runtime.measuring.errand import Errand
 from atoll.runtime.measuring.host import graphics_names, machine_memory, processor_name
-from atoll.runtime.measuring.process import write
+from atoll.runtime.measuring.process import write_cluster
 from atoll.runtime.places import cache_folder, private_folder
 from atoll.runtime.template import Template
 
@@ -90,12 +90,12 @@ class Machine:
         for folder in _folders():
             with suppress(OSError, AtollError):
                 folder.mkdir(parents=True, exist_ok=True)
-                write(folder / self.name, text)
+                write_cluster(folder / self.name, text)
                 return
         raise ConfigError(f"cannot write {' or '.join(str(folder) for folder in _folders())}")
 
 
-def measure_here(machine: Machine, template: Template | None = None) -> Ending:
+def measure_here(machine: Machine, template: Template | None = None) -> LaunchResult:
     """Measure this machine in local ranks, and keep what they find. Return how they ended; those that failed have
     printed why.
 

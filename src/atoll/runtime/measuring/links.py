@@ -22,7 +22,7 @@ from atoll.runtime.measuring.stopwatch import typical
 from atoll.runtime.transport import Channel, Peers, Tag, Transport, connect
 
 GROWTH, LEAST_SIZES = 8, 7
-MESSAGES = tuple(8 * GROWTH**step for step in range(9))
+_MESSAGES = tuple(8 * GROWTH**step for step in range(9))
 """Bytes: 8 B to 128 MiB; at least those up to 2 MiB are sent."""
 SHORTEST_BUFFER, LONGEST_BUFFER = 2**20, 2**28
 """Bytes that are gathered and reduced."""
@@ -33,7 +33,7 @@ ATTEMPTS, LONGER = 4, 4
 TAG = Tag(Channel.FORWARD, 0)
 
 
-class Links(NamedTuple):
+class _Links(NamedTuple):
     """Links of a node and of a network card; None without a second rank or a second node."""
 
     node: Link | None
@@ -41,14 +41,14 @@ class Links(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class MeasuredLink:
     """Measurements of two ranks: seconds of a hop, and bytes per second, each way."""
 
     latency: float
     rate: float
 
 
-def read_links(shape: MeshShape, *, rank: int, device: torch.device, budget: float, cards: int, source: str) -> Links:
+def read_links(shape: MeshShape, *, rank: int, device: torch.device, budget: float, cards: int, source: str) -> _Links:
     """Measure the links between `inter` nodes of `intra` ranks each. All ranks call it, and all get the same result.
 
     budget: seconds for a size of messages.  cards: network cards of a node, which its ranks share evenly.
@@ -76,10 +76,10 @@ def read_links(shape: MeshShape, *, rank: int, device: torch.device, budget: flo
         network = _link(wire, islands.gather("inter", wire), share=local / cards, source=source)
         line.transport.close()
     islands.transport.close()
-    return Links(node, network)
+    return _Links(node, network)
 
 
-def _link(wire: Wire, goodput: float, *, share: float, source: str) -> Link:
+def _link(wire: MeasuredLink, goodput: float, *, share: float, source: str) -> Link:
     """Return a link. share: cards' rate over a rank's. If collectives are faster than messages, the rate is theirs."""
     rate = max(wire.rate, goodput)
     return Link(rate=rate * share, latency=wire.latency, reach=goodput / rate, source=source)
@@ -93,7 +93,7 @@ class _Ranks:
         self.budget = budget
         self.device = transport.device
 
-    def exchange_messages(self, peer: int | None) -> Wire:
+    def exchange_messages(self, peer: int | None) -> MeasuredLink:
         """Exchange messages between pairs of ranks, all pairs at the same time. peer: of this rank, None if it only
         waits.
 
@@ -109,12 +109,12 @@ class _Ranks:
                     raise
             else:
                 break
-        return Wire(line.start, 1.0 / line.each)
+        return MeasuredLink(line.start, 1.0 / line.each)
 
     def _message_seconds(self, peer: int | None, budget: float) -> dict[float, float]:
         """Return the seconds of a message by its bytes. budget: seconds for each size."""
         timings: dict[float, float] = {}
-        for nbytes in MESSAGES:
+        for nbytes in _MESSAGES:
             tensor = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
             def call(tensor: torch.Tensor = tensor) -> None:
@@ -126,7 +126,7 @@ class _Ranks:
                 break
         return timings
 
-    def gather(self, axis: str, wire: Wire) -> float:
+    def gather(self, axis: str, wire: MeasuredLink) -> float:
         """Return the bytes a second with which `collective` gives gathers and reductions along an axis their
         seconds."""
         transport, peers = self.transport, Peers.along(axis, self.transport.place)

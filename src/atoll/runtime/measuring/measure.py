@@ -26,7 +26,7 @@ DIGITS = 4
 """Number of significant digits that are written."""
 
 
-def measure(
+def measure_cluster(
     world: int,
     *,
     local: int,
@@ -78,12 +78,12 @@ def to_tables(cluster: Cluster) -> dict[str, Any]:
     return _rounded(cluster.tables())
 
 
-def to_text(cluster: Cluster) -> str:
+def cluster_to_toml(cluster: Cluster) -> str:
     """Return TOML for `Cluster.read`."""
     return nested_to_toml(to_tables(cluster))
 
 
-def describe(cluster: Cluster) -> str:
+def describe_cluster(cluster: Cluster) -> str:
     """Return the measurements, one line each."""
     device, reached = cluster.device, cluster.device.efficiency
     rows = [

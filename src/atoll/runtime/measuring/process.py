@@ -29,7 +29,7 @@ LOCAL_RANKS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class MeasureRequest:
     """Options of `atoll doctor --measure`.
 
     path: the file to write.  ranks: local processes; None for one per GPU, or two.  cards: network cards of a node.
@@ -49,11 +49,11 @@ class Request:
         return [sys.executable, "-m", "atoll", *words, *["--json"] * self.as_json]
 
 
-def run(request: Request) -> int:
+def run_measurement(request: MeasureRequest) -> int:
     """Measure as a rank if the environment describes one, or start the ranks. Return the exit code."""
     rendezvous = torchrun_environment()
     if rendezvous is not None:
-        return run_rank(request, rendezvous)
+        return _run_rank(request, rendezvous)
     _check(request)
     gpus = _count_gpus()
     ranks = request.ranks or gpus or LOCAL_RANKS
@@ -61,7 +61,7 @@ def run(request: Request) -> int:
     return launch_local(request.command, ranks)
 
 
-def run_rank(request: Request, rendezvous: Rendezvous) -> int:
+def _run_rank(request: MeasureRequest, rendezvous: Rendezvous) -> int:
     """Run one rank from start to end and return its exit code. Errors end the process, see `exit_with_error`."""
     return take_part(rendezvous, lambda store: _measure(request, rendezvous, store))
 
@@ -80,9 +80,9 @@ def take_part(rendezvous: Rendezvous, measure: Callable[[Store], None]) -> int:
     return 0
 
 
-def _measure(request: Request, rendezvous: Rendezvous, store: Store) -> None:
+def _measure(request: MeasureRequest, rendezvous: Rendezvous, store: Store) -> None:
     from atoll.runtime import transport
-    from atoll.runtime.measuring.measure import measure
+    from atoll.runtime.measuring.measure import measure_cluster
 
     start = time.monotonic()
     if rendezvous.rank == 0:
@@ -90,7 +90,7 @@ def _measure(request: Request, rendezvous: Rendezvous, store: Store) -> None:
         sys.stderr.write(f"measuring {rendezvous.world} ranks\n")
     device = choose_device(rendezvous)
     transport.join(rendezvous.rank, rendezvous.world, store, device=device, timeout=TIMEOUT)
-    cluster = measure(
+    cluster = measure_cluster(
         rendezvous.world,
         local=rendezvous.local_world,
         device=device,
@@ -102,18 +102,18 @@ def _measure(request: Request, rendezvous: Rendezvous, store: Store) -> None:
     transport.leave()
 
 
-def _conclude(request: Request, cluster: Cluster, *, seconds: float) -> None:
+def _conclude(request: MeasureRequest, cluster: Cluster, *, seconds: float) -> None:
     from atoll.base.units import format_seconds
-    from atoll.runtime.measuring.measure import describe, to_tables, to_text
+    from atoll.runtime.measuring.measure import describe_cluster, to_tables, cluster_to_toml
 
-    write(request.path, to_text(cluster))
-    text = json.dumps(to_tables(cluster), indent=2) if request.as_json else describe(cluster)
+    write_cluster(request.path, cluster_to_toml(cluster))
+    text = json.dumps(to_tables(cluster), indent=2) if request.as_json else describe_cluster(cluster)
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
     sys.stderr.write(f"wrote {request.path} after {format_seconds(seconds)}\n")
 
 
-def write(path: Path, text: str) -> None:
+def write_cluster(path: Path, text: str) -> None:
     """Write a whole file: an old one stays until the new one is complete. Raises RunError if the disk fails."""
     draft = path.with_name(f".{path.name}.new")
     try:
@@ -123,7 +123,7 @@ def write(path: Path, text: str) -> None:
         raise RunError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _check(request: Request) -> None:
+def _check(request: MeasureRequest) -> None:
     """Check in advance that the measurement is possible and the file can be written."""
     for name, value in (("ranks", request.ranks), ("cards", request.cards)):
         if value is not None and value < 1:

@@ -33,7 +33,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class _Form:
     """Output form of layers: the hidden state (0), or the length of a tuple that starts with it."""
 
     length: int
@@ -50,7 +50,7 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class OutputShape:
     """Shapes of a module's outputs, with primes for batch and lengths."""
 
     output: Any
@@ -73,7 +73,7 @@ class Stack:
 
     name: str
     layers: nn.ModuleList
-    form: Form
+    form: _Form
     memory: Argument | None = None
 
 
@@ -88,7 +88,7 @@ class Look:
 
     stacks: tuple[Stack, ...]
     around: tuple[tuple[str, ...], ...]
-    shapes: Mapping[str, Shape]
+    shapes: Mapping[str, OutputShape]
     primes: tuple[int, int, int]
     kept: Mapping[str, str]
 
@@ -135,7 +135,7 @@ def look_at(model: nn.Module) -> Look:
         names = " and ".join(repr(name) for name, _ in lists)
         raise PlanError(f"{_kind(model)} does not split at {names}: {furthest.problem}; {HOW_TO_ADAPT}")
     around = _parts(model, stacks, record)
-    shapes = {part: Shape(record.outputs[part]) for parts in around[:-1] for part in parts}
+    shapes = {part: OutputShape(record.outputs[part]) for parts in around[:-1] for part in parts}
     kept = _kept_apart(model, record, [part for parts in around for part in parts])
     stacks[1:] = [replace(stack, memory=record.memory) for stack in stacks[1:]]
     return Look(tuple(stacks), around, shapes, primes, kept=kept)
@@ -144,7 +144,7 @@ def look_at(model: nn.Module) -> Look:
 _FEW = (3, 5, 7, 11, 13, 17, 19)
 _MANY = (23, 29, 31, 37, 41, 43, 47, 53, 59, 61)
 _LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
-_FORMS = tuple(Form(length) for length in range(4))
+_FORMS = tuple(_Form(length) for length in range(4))
 
 
 class _Rest:
@@ -166,7 +166,7 @@ class _Record:
 class _Recorder(nn.Module):
     """Replaces a layer: records its inputs, and returns the hidden state."""
 
-    def __init__(self, layer: nn.Module, at: int, record: _Record, form: Form) -> None:
+    def __init__(self, layer: nn.Module, at: int, record: _Record, form: _Form) -> None:
         super().__init__()
         self.__dict__["_layer"] = layer
         self._at, self._record, self._form = at, record, form

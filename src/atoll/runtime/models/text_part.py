@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-KINDS = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
+_KINDS = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
 """Classes of transformers that know which class a configuration with several parts has."""
 
 
@@ -45,14 +45,14 @@ def whole_model(config: Any) -> Any | None:
     """Return the model with all parts on `meta`, or None if transformers has no class for it."""
     import transformers
 
-    for kind in (getattr(transformers, name, None) for name in KINDS):
+    for kind in (getattr(transformers, name, None) for name in _KINDS):
         if kind is not None and type(config) in kind._model_mapping:
             with torch.device("meta"):
                 return kind.from_config(config)
     return None
 
 
-def whole_of(model: Any, folder: Path) -> Any | None:
+def whole_model_of(model: Any, folder: Path) -> Any | None:
     """Return the model of a folder's configuration if `model` is its text part, else None."""
     if not (folder / "config.json").is_file() or not hasattr(model, "get_decoder"):
         return None

@@ -29,9 +29,9 @@ from typing import Any
 import torch
 
 from atoll.plans.layouts import SYNC_PARAMETER, Codec, Level, Slice
-from atoll.plans.outer import Outer, Way
+from atoll.plans.outer import Outer, OuterAction
 from atoll.runtime.checkpoint import Piece
-from atoll.runtime.lanes import Job, Lane
+from atoll.runtime.lanes import Job, JobLane
 from atoll.runtime.sharding import coding
 from atoll.runtime.sharding.norm import sum_of_squares
 from atoll.runtime.sharding.segment import Segment
@@ -90,7 +90,7 @@ class _Anchor:
         """The parameters' parts of the anchor."""
         return self.segment.flat.map.slices(self.segment.flat.range(Level.G))
 
-    def leave(self, lane: Lane, step: int) -> torch.Tensor:
+    def leave(self, lane: JobLane, step: int) -> torch.Tensor:
         """Begin to average the outer gradient of `step` over the islands.
 
         Returns its squares and those of the anchor, summed over what this rank accounts for: [2], float64.
@@ -129,7 +129,7 @@ class _Anchor:
         def noise(what: str, to: int) -> torch.Tensor | None:
             rank = self._transport.place.data
             seed = coding.noise_seed(self._seed, step - 1, *self._tag, what=what, rank=rank, to=to)
-            return coding.draw(codec, own.numel(), seed, device=flow.device)
+            return coding.draw_uniform(codec, own.numel(), seed, device=flow.device)
 
         there, back = (Tag(channel, *self._tag) for channel in (Channel.OUTER_REDUCE, Channel.OUTER_GATHER))
         transport, drawn = self._transport, partial(noise, "outer.reduce")
@@ -194,7 +194,7 @@ class OuterSteps:
     """
 
     def __init__(
-        self, units: Sequence[Unit], outer: Outer, transport: Transport, lane: Lane, *, count: int, seed: int = 0
+        self, units: Sequence[Unit], outer: Outer, transport: Transport, lane: JobLane, *, count: int, seed: int = 0
     ) -> None:
         self.outer = outer
         self._count = count
@@ -250,7 +250,7 @@ class OuterSteps:
     def act(self, step: int) -> None:
         """Do the outer work after `step`. Every rank calls it, once its masters are those after the step."""
         for way, fragment in self.outer.turns(step, self._count):
-            if way is Way.LEAVES:
+            if way is OuterAction.LEAVES:
                 self._leave(fragment, step)
             elif fragment in self._waiting:  # not if it was sent before a load that restarted from the anchors
                 self._arrive(fragment)

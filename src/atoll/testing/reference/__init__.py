@@ -15,7 +15,7 @@ from their documentation:
 The two seeds are those of DESIGN.md, "Same result".
 """
 
-from atoll.testing.reference.dropout import block_seed
+from atoll.testing.reference.dropout import reference_seed
 from atoll.testing.reference.initial import module_seed, rule_of, start
 from atoll.testing.reference.losses import IGNORED, forward, rows, token_loss
 from atoll.testing.reference.model import Recipe, named_parameters, tied
@@ -27,7 +27,7 @@ __all__ = [
     "History",
     "Recipe",
     "ReferenceMuon",
-    "block_seed",
+    "reference_seed",
     "forward",
     "module_seed",
     "named_parameters",

@@ -13,7 +13,7 @@ from atoll.testing.reference.initial import seed_generators
 from atoll.testing.reference.model import Recipe, base_of, blocks_of_family
 
 
-def block_seed(seed: int, step: int, microbatch: int, block: int) -> int:
+def reference_seed(seed: int, step: int, microbatch: int, block: int) -> int:
     """Return the upper 63 bits of the 8-byte BLAKE2b of "seed:step:microbatch:block", little-endian."""
     text = ":".join(map(str, (seed, step, microbatch, block)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") // 2
@@ -56,7 +56,7 @@ class Seeding:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if not self._inside:
             block = self._order.setdefault(module, len(self._order))
-            seed_generators(block_seed(self._seed, *self._moment, block))
+            seed_generators(reference_seed(self._seed, *self._moment, block))
         self._inside.append(module)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:

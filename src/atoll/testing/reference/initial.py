@@ -12,7 +12,7 @@ from torch import nn
 
 from atoll.testing.reference.model import Recipe, around_layers, base_of, blocks_of_family, tied
 
-Rule = Callable[[str, nn.Module], None]
+_Rule = Callable[[str, nn.Module], None]
 """(qualified name, module) -> None; sets the module's own parameters from torch's default generator."""
 
 
@@ -31,13 +31,13 @@ def start(recipe: Recipe, seed: int) -> nn.Module:
         model = recipe.build()
         rule = rule_of(recipe, model)
         if rule is not None:
-            draw(model, rule, seed)
+            _draw(model, rule, seed)
     return model
 
 
-def rule_of(recipe: Recipe, model: nn.Module) -> Rule | None:
+def rule_of(recipe: Recipe, model: nn.Module) -> _Rule | None:
     """Return the initialization of this model's modules, if it is known without the adapter."""
-    own: Rule | None = getattr(recipe, "initialise", None)
+    own: _Rule | None = getattr(recipe, "initialise", None)
     if own is not None:
         return own
     family: Any = getattr(base_of(model), "_init_weights", None)
@@ -46,7 +46,7 @@ def rule_of(recipe: Recipe, model: nn.Module) -> Rule | None:
     return (lambda name, module: _reset(module)) if isinstance(model, nn.Sequential) else None
 
 
-def draw(model: nn.Module, rule: Rule, seed: int) -> None:
+def _draw(model: nn.Module, rule: _Rule, seed: int) -> None:
     """Set all parameters, each module from a generator of its own, inner modules first.
 
     A shared parameter is drawn under each of its names and keeps the values of the first. A family's rule of a module

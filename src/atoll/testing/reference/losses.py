@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from atoll.testing.reference.model import Recipe, base_of
 
 IGNORED = -100
-LABELS = ("labels", "start_positions", "end_positions")
+_LABELS = ("labels", "start_positions", "end_positions")
 
 
 def forward(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
@@ -20,7 +20,7 @@ def forward(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     labels."""
     config: Any = getattr(base_of(model), "config", None)
     reads_labels = getattr(config, "is_encoder_decoder", False)
-    inputs = {name: value for name, value in batch.items() if name not in LABELS or (reads_labels and name == "labels")}
+    inputs = {name: value for name, value in batch.items() if name not in _LABELS or (reads_labels and name == "labels")}
     if hasattr(config, "use_cache"):
         config.use_cache = False
     first = inputs.get("input_ids", inputs.get("inputs"))
@@ -37,7 +37,7 @@ def summed_loss(recipe: Recipe, outputs: Any, batch: Mapping[str, Any]) -> Any:
     return token_loss(outputs, batch["labels"]) if own is None else own(outputs, batch)
 
 
-def count(batch: Mapping[str, Any]) -> int:
+def _count(batch: Mapping[str, Any]) -> int:
     """Return the number of labels that count: integers except -100, all others; samples if there are no labels."""
     labels = batch.get("labels")
     if isinstance(labels, Tensor):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from atoll.testing.coded import Buffer, Coding, Setting, uses_apart
 from atoll.testing.reference.dropout import Seeding
 from atoll.testing.reference.initial import start
-from atoll.testing.reference.losses import count, forward, rows, summed_loss
+from atoll.testing.reference.losses import _count, forward, rows, summed_loss
 from atoll.testing.reference.model import Recipe, base_of, named_parameters, tied
 from atoll.testing.reference.muon import hidden_matrices
 
@@ -147,7 +147,7 @@ class _Replica:
         with torch.random.fork_rng(devices=[]):
             numbers = range(self._first, self._first + self._count)
             pieces = {at: rows(batch, at * microbatch, microbatch, device) for at in numbers}
-            tokens: float = sum(map(count, pieces.values()))
+            tokens: float = sum(map(_count, pieces.values()))
             self._stepping.zero_grad(set_to_none=True)
             total = counted = 0.0
             for at, piece in pieces.items():

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from atoll.base.errors import PlanError
-from atoll.base.faults import Policy
+from atoll.base.faults import BadStepPolicy
 from atoll.training.config.section import NAMED, Fraction, Names, Natural, Pair, Positive, Section, raise_all
 
 RATES = ("cosine", "constant", "linear", "wsd")
@@ -35,7 +35,7 @@ class AdamOptions(Section):
 
 def _as_policy(value: str) -> str:
     try:
-        return str(Policy.parse(value))
+        return str(BadStepPolicy.parse(value))
     except PlanError as error:
         raise ValueError(str(error)) from error
 

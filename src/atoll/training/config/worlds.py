@@ -19,11 +19,11 @@ from atoll.training.config.planning import divisors
 if TYPE_CHECKING:
     from atoll.training.config.schema import Config
 
-NAMED = 4
+_NAMED = 4
 """Number of world sizes that an error names."""
 
 
-def fit(config: Config, world: int | None) -> tuple[str, ...]:
+def fit_to_world(config: Config, world: int | None) -> tuple[str, ...]:
     """Return overrides that give the config a plan on `world` ranks; none if it has one already, or world is None.
 
     Raises ConfigError if there is no plan and the config sets parallel.min_ranks; without it `to_plan` raises.
@@ -72,7 +72,7 @@ def _others(config: Config, world: int) -> str:
     parallel = config.parallel
     most = max(world, parallel.ranks, parallel.pipeline * parallel.tensor * parallel.intra)
     sizes = sorted(range(parallel.min_ranks or 1, most + 1), key=lambda size: abs(size - world))
-    found = [size for size in sizes[: 16 * NAMED] if size != world and _fitting(config, size) is not None][:NAMED]
+    found = [size for size in sizes[: 16 * _NAMED] if size != world and _fitting(config, size) is not None][:_NAMED]
     given = f"with parallel.min_ranks = {parallel.min_ranks}"
     if not found:
         return f"{given}, no world of at most {most} ranks has a plan"

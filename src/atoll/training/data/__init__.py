@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.training.data.corpus import Source, documents, find_source, fingerprint
 from atoll.training.data.masking import hide
-from atoll.training.data.order import IGNORED_LABEL, Batch, SampleOrder, batch, sample_count, validation_batches
+from atoll.training.data.order import IGNORED_LABEL, TokenBatch, SampleOrder, batch, sample_count, validation_batches
 from atoll.training.data.recipe import expected_ids
-from atoll.training.data.rows import Packing, Part, Rows, rows_of
+from atoll.training.data.rows import Packing, SplitTokens, Rows, rows_of
 from atoll.training.data.store import Corpus, prepare, preview
 from atoll.training.data.supply import Name, Supply, prepare_supply, preview_supply
 from atoll.training.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "IGNORED_LABEL",
-    "Batch",
+    "TokenBatch",
     "ByteTokenizer",
     "Corpus",
     "FileTokenizer",
     "Name",
     "Packing",
-    "Part",
+    "SplitTokens",
     "Rows",
     "SampleOrder",
     "Source",

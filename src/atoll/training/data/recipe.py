@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Required, TypedDict
 
 from atoll.base.errors import DataError
-from atoll.training.data.bad_records import BadRecords, Policy
+from atoll.training.data.bad_records import BadRecords, BadRecordPolicy
 from atoll.training.data.conversations import RULES, ChatTemplate
 from atoll.training.data.corpus import Source, documents, find_source, fingerprint
 from atoll.training.data.rows import How, Packing, TooLong
 from atoll.training.data.split import check_fraction
 from atoll.training.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, bpe_size, sample, train_bpe
 
-FORMAT = 2
+_FORMAT = 2
 """Version of the arrays, increased whenever the same source and settings would give other arrays."""
 
 BYTES = "bytes"
@@ -48,11 +48,11 @@ class Settings(TypedDict, total=False):
     too_long: TooLong
     chat: ChatTemplate | None
     ignored: Collection[str]
-    bad_records: Policy
+    bad_records: BadRecordPolicy
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class CorpusRecipe:
     """Everything that determines the arrays; contents are given as hashes.
 
     held: source of the held-out tokens; None: a share of the source, `validation`.
@@ -70,7 +70,7 @@ class Recipe:
     packing: Packing
     chat: ChatTemplate | None
     ignored: frozenset[str]
-    bad_records: Policy
+    bad_records: BadRecordPolicy
 
     @staticmethod
     def find(
@@ -84,8 +84,8 @@ class Recipe:
         too_long: TooLong = "split",
         chat: ChatTemplate | None = None,
         ignored: Collection[str] = (),
-        bad_records: Policy = "stop",
-    ) -> Recipe:
+        bad_records: BadRecordPolicy = "stop",
+    ) -> CorpusRecipe:
         packing = Packing(sequence=sequence, how=how, too_long=too_long)
         file, tokenizer_content = None, tokenizer
         if tokenizer != BYTES and bpe_size(tokenizer) is None:
@@ -97,7 +97,7 @@ class Recipe:
         if isinstance(validation, str):
             held, validation = find_source(validation, **options, key="data.validation"), 0.0
         check_fraction(validation)
-        return Recipe(
+        return CorpusRecipe(
             found,
             fingerprint(found),
             tokenizer,
@@ -114,7 +114,7 @@ class Recipe:
 
     def about(self) -> dict[str, Any]:
         about: dict[str, Any] = {
-            "format": FORMAT,
+            "format": _FORMAT,
             "source": self.content,
             "kind": self.source.kind.value,
             "text_field": self.source.text_field,

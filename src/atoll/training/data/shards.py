@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from atoll.training.data.corpus import Kind, Source, dataset_rows, unreadable
-from atoll.training.data.files import Range, parts_of
+from atoll.training.data.corpus import SourceKind, Source, dataset_rows, unreadable
+from atoll.training.data.files import RecordRange, file_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Shard:
     nbytes: int
 
 
-Piece = tuple[Path, Range | None, int]
+_Piece = tuple[Path, RecordRange | None, int]
 """A file, a part of it, and the number of bytes of that part."""
 
 
@@ -39,20 +39,20 @@ def identity_of(source: Source) -> str:
 
 def cut(source: Source, nbytes: int) -> tuple[Shard, ...]:
     """Return the shards of a source whose `identity` is known."""
-    if source.kind is Kind.DATASETS:
+    if source.kind is SourceKind.DATASETS:
         size, rows = sum(_size(file) for file in source.files), dataset_rows(source)
         parts = pairwise([*range(0, rows, max(1, rows * nbytes // max(1, size))), rows])
-        groups: list[list[Piece]] = [[(source.root, part, size * (part[1] - part[0]) // rows)] for part in parts]
+        groups: list[list[_Piece]] = [[(source.root, part, size * (part[1] - part[0]) // rows)] for part in parts]
     else:
         groups = list(_groups(_pieces(source, nbytes), nbytes))
     return tuple(_shard(source, number, group, len(groups)) for number, group in enumerate(groups))
 
 
-def _pieces(source: Source, nbytes: int) -> Iterator[Piece]:
+def _pieces(source: Source, nbytes: int) -> Iterator[_Piece]:
     for file in source.files:
         size = _size(file)
         try:
-            parts = parts_of(file, nbytes) if size > nbytes else None
+            parts = file_parts(file, nbytes) if size > nbytes else None
         except OSError as error:
             raise unreadable(file, error) from error
         if parts is None:
@@ -62,9 +62,9 @@ def _pieces(source: Source, nbytes: int) -> Iterator[Piece]:
                 yield file, part, size * (part[1] - part[0]) // max(1, parts[-1][1])
 
 
-def _groups(pieces: Iterator[Piece], nbytes: int) -> Iterator[list[Piece]]:
+def _groups(pieces: Iterator[_Piece], nbytes: int) -> Iterator[list[_Piece]]:
     """Yield groups of consecutive pieces, up to a number of bytes each."""
-    group: list[Piece] = []
+    group: list[_Piece] = []
     total = 0
     for piece in pieces:
         if group and total + piece[2] > nbytes:
@@ -76,8 +76,8 @@ def _groups(pieces: Iterator[Piece], nbytes: int) -> Iterator[list[Piece]]:
         yield group
 
 
-def _shard(source: Source, number: int, group: Sequence[Piece], count: int) -> Shard:
-    begin = group[0][0] if source.kind is Kind.FILES else None
+def _shard(source: Source, number: int, group: Sequence[_Piece], count: int) -> Shard:
+    begin = group[0][0] if source.kind is SourceKind.FILES else None
     where = "" if begin is None else f" from {source.relative(begin)} on"
     # If a file changes and keeps its size, its shard is encoded again, and the index reports the difference.
     times = [path.stat().st_mtime_ns for path, _, _ in group]

@@ -35,18 +35,18 @@ from filelock import FileLock
 
 from atoll.base.documents import parse_json, read_json
 from atoll.base.errors import DataError
-from atoll.training.data.blocks import MANIFEST, MARK, Blocks, CheckedTokens, DamagedCorpusError
+from atoll.training.data.blocks import CORPUS_MANIFEST, MARK, Blocks, CheckedTokens, DamagedCorpusError
 from atoll.training.data.corpus import Source
-from atoll.training.data.encoding import encode
-from atoll.training.data.recipe import Recipe, Report, Settings, key_of
-from atoll.training.data.rows import Packing, Part, rows_of
+from atoll.training.data.encoding import encode_source
+from atoll.training.data.recipe import CorpusRecipe, Report, Settings, key_of
+from atoll.training.data.rows import Packing, SplitTokens, rows_of
 from atoll.training.data.split import hold_back, split
 from atoll.training.data.tokenizer import BESIDE, TOKENIZER, ByteTokenizer, FileTokenizer, Tokenizer
 
 TRAIN, VALIDATION = "train", "validation"
 CONTENT = (TOKENIZER, "train.npy", "validation.npy")
 """Files whose content the fingerprint covers."""
-OPTIONAL = tuple(f"{part}-{what}.npy" for part in (TRAIN, VALIDATION) for what in ("lengths", "answers"))
+_OPTIONAL = tuple(f"{part}-{what}.npy" for part in (TRAIN, VALIDATION) for what in ("lengths", "answers"))
 """Further files covered by the fingerprint, if they exist."""
 
 LONGEST_NOTE = 4000
@@ -66,8 +66,8 @@ class Corpus:
     notes: on records that were skipped.
     """
 
-    trained: Part
-    held: Part
+    trained: SplitTokens
+    held: SplitTokens
     tokenizer: Tokenizer
     fingerprint: str
     folder: Path
@@ -121,7 +121,7 @@ def prepare(
     global_batch: only checked, see `Corpus.check`. Raises DataError for an unusable source, tokenizer or cache.
     """
     say = report or (lambda line: None)
-    recipe = Recipe.find(source, **settings)
+    recipe = CorpusRecipe.find(source, **settings)
     folder = cache.expanduser() / recipe.key()
     if not folder.is_dir():
         _make_once(folder, recipe, say)
@@ -141,7 +141,7 @@ def preview(source: str | Source, *, cache: Path, global_batch: int = 1, **setti
     Returns None if the arrays are not cached and the source has more than PREVIEWED_BYTES: it exists, but its number of
     tokens is unknown.
     """
-    recipe = Recipe.find(source, **settings)
+    recipe = CorpusRecipe.find(source, **settings)
     folder = cache.expanduser() / recipe.key()
     corpus = None
     if folder.is_dir():
@@ -157,7 +157,7 @@ def preview(source: str | Source, *, cache: Path, global_batch: int = 1, **setti
     return corpus
 
 
-def _make_once(folder: Path, recipe: Recipe, say: Report) -> None:
+def _make_once(folder: Path, recipe: CorpusRecipe, say: Report) -> None:
     cache = folder.parent
     lock = "shards.lock" if recipe.source.is_shard else f"{folder.name}.lock"
     with writing_cache(cache), FileLock(cache / lock):
@@ -201,11 +201,11 @@ def _set_aside(folder: Path) -> bool:
     return False
 
 
-def _make(folder: Path, recipe: Recipe, say: Report) -> None:
+def _make(folder: Path, recipe: CorpusRecipe, say: Report) -> None:
     tokenizer = recipe.make_tokenizer(say)
     say(f"encoding {recipe.source.name}")
     how: dict[str, Any] = {"chat": recipe.chat, "ignored": recipe.ignored, "bad_records": recipe.bad_records}
-    encoded = encode(folder, recipe.source, tokenizer, **how)
+    encoded = encode_source(folder, recipe.source, tokenizer, **how)
     skipped = [] if encoded.skipped is None else [str(encoded.skipped)]
     if recipe.packing.keeps_documents:
         # The samples of a record are held out together: each has what the others are judged by.
@@ -220,7 +220,7 @@ def _make(folder: Path, recipe: Recipe, say: Report) -> None:
     encoded.remove()
     if recipe.held is not None:
         say(f"encoding {recipe.held.name}")
-        own = encode(folder, recipe.held, tokenizer, **how)
+        own = encode_source(folder, recipe.held, tokenizer, **how)
         skipped += [] if own.skipped is None else [f"data.validation: {own.skipped}"]
         everything = np.ones(len(own.lengths), dtype=np.bool_)
         lengths = own.chosen(everything) if recipe.packing.keeps_documents else None
@@ -247,7 +247,7 @@ def _make(folder: Path, recipe: Recipe, say: Report) -> None:
 
 def _content_hash(folder: Path) -> str:
     total = hashlib.sha256()
-    for name in (*CONTENT, *OPTIONAL):
+    for name in (*CONTENT, *_OPTIONAL):
         content = b""
         if (path := folder / name).is_file():
             with path.open("rb") as stream:
@@ -257,7 +257,7 @@ def _content_hash(folder: Path) -> str:
     return total.hexdigest()
 
 
-def verify(folder: Path) -> int:
+def verify_cache(folder: Path) -> int:
     """Verify all of the token cache in `folder` against its digests. Return the number of bytes read.
 
     A cache without digests, of an older version, is compared with its fingerprint. Raises DamagedCorpusError if it is
@@ -308,14 +308,14 @@ def load_cache(folder: Path, key: str, say: Report, *, marks: bool = False) -> C
     return Corpus(trained, held, tokenizer, recorded, folder, notes)
 
 
-def _part(folder: Path, part: str, blocks: Blocks, *, marks: bool) -> Part:
+def _part(folder: Path, part: str, blocks: Blocks, *, marks: bool) -> SplitTokens:
     """Return the arrays of a split. Raises DamagedCorpusError, OSError and ValueError if they cannot be read."""
 
     def array(name: str, *kinds: type[np.unsignedinteger[Any]]) -> CheckedTokens | None:
         file = blocks.open(folder / name, marks=marks) if name in blocks.files else None
         return None if file is None else CheckedTokens(file, kinds)
 
-    found = Part(
+    found = SplitTokens(
         CheckedTokens(blocks.open(folder / f"{part}.npy", marks=marks)),
         array(f"{part}-lengths.npy", np.uint32),
         array(f"{part}-answers.npy", np.uint8),
@@ -327,7 +327,7 @@ def _part(folder: Path, part: str, blocks: Blocks, *, marks: bool) -> Part:
 
 def _blocks(folder: Path, say: Report) -> Blocks:
     """Return the digests of a cache. One of an older version gets them once its content matches its fingerprint."""
-    if (folder / MANIFEST).exists():
+    if (folder / CORPUS_MANIFEST).exists():
         return Blocks.read(folder)
     say(f"comparing {folder} with its fingerprint, once: it was created by a version without digests")
     recorded = read_json(folder / "about.json")["fingerprint"]
@@ -341,7 +341,7 @@ def _blocks(folder: Path, say: Report) -> Blocks:
 
 def _digests_of(folder: Path) -> Blocks:
     return Blocks.of(
-        folder, [name for name in (*CONTENT, *OPTIONAL, *BESIDE, "about.json") if (folder / name).is_file()]
+        folder, [name for name in (*CONTENT, *_OPTIONAL, *BESIDE, "about.json") if (folder / name).is_file()]
     )
 
 
@@ -350,4 +350,4 @@ def _publish(folder: Path, blocks: Blocks) -> None:
     descriptor, draft = tempfile.mkstemp(prefix=".manifest-", dir=folder)
     with os.fdopen(descriptor, "wb") as stream:
         stream.write(blocks.encode())
-    os.replace(draft, folder / MANIFEST)
+    os.replace(draft, folder / CORPUS_MANIFEST)

@@ -34,16 +34,16 @@ from numpy.typing import NDArray
 
 from atoll.base.digests import read_sealed, seal
 from atoll.base.errors import DataError
-from atoll.training.data.order import Batch, scatter, shuffled
+from atoll.training.data.order import TokenBatch, scatter, shuffled
 from atoll.training.data.recipe import Report
 from atoll.training.data.rows import Packing, Rows, rows_of
 from atoll.training.data.shards import Shard
 from atoll.training.data.store import Corpus, writing_cache
 
-WINDOW = 3
+_WINDOW = 3
 """Number of shards whose samples are shuffled together."""
 
-KEPT = 3 * WINDOW
+KEPT = 3 * _WINDOW
 """Number of shards on disk: the current and next window, and the previous one, which another rank may still use."""
 
 NOTED_SECONDS = 1.0
@@ -97,7 +97,7 @@ class _Opened:
         begins = self._ends - np.array(self.window.counts, dtype=np.int64)
         return shards, samples - begins[shards]
 
-    def take(self, position: int, count: int) -> list[tuple[NDArray[np.int64], Batch]]:
+    def take(self, position: int, count: int) -> list[tuple[NDArray[np.int64], TokenBatch]]:
         """Return the samples from `position` on, with their places among them."""
         shards, samples = self.find(position, count)
         places = [(at, np.flatnonzero(shards == at)) for at in np.unique(shards).tolist()]
@@ -139,9 +139,9 @@ class Stream:
         self._ahead: Future[_Opened] | None = None
         self._is_closed = threading.Event()
 
-    def take(self, position: int, count: int) -> Batch:
+    def take(self, position: int, count: int) -> TokenBatch:
         """Return the samples at positions position .. position+count-1."""
-        parts: list[tuple[NDArray[np.int64], Batch]] = []
+        parts: list[tuple[NDArray[np.int64], TokenBatch]] = []
         done = 0
         while done < count:
             opened = self._at(position + done)
@@ -222,7 +222,7 @@ class Stream:
         if epoch == 0:
             order.remove(0)
             order.insert(0, 0)
-        ends = [0, *range(1 if epoch == 0 else WINDOW, len(order), WINDOW), len(order)]
+        ends = [0, *range(1 if epoch == 0 else _WINDOW, len(order), _WINDOW), len(order)]
         return [tuple(order[a:b]) for a, b in pairwise(ends)]
 
     def _count(self, shard: int) -> int:

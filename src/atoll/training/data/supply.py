@@ -26,7 +26,7 @@ from atoll.training.data.bad_records import BadRecords
 from atoll.training.data.conversations import RULES
 from atoll.training.data.corpus import TEXT_FIELD, Source, documents, find_source, find_sources, fingerprint
 from atoll.training.data.mixing import Mix, shares, weighted
-from atoll.training.data.order import Batch, SampleOrder, scatter
+from atoll.training.data.order import TokenBatch, SampleOrder, scatter
 from atoll.training.data.recipe import Report
 from atoll.training.data.rows import Packing, Rows, rows_of
 from atoll.training.data.shards import Shard, cut, identity_of
@@ -74,7 +74,7 @@ class Feed(Protocol):
         """Notes on split, dropped and truncated documents."""
         ...
 
-    def take(self, position: int, count: int) -> Batch:
+    def take(self, position: int, count: int) -> TokenBatch:
         """Return the samples at positions position .. position+count-1."""
         ...
 
@@ -91,7 +91,7 @@ class Feed(Protocol):
         ...
 
 
-class Whole:
+class _Whole:
     """Feed of token arrays."""
 
     def __init__(self, name: str, rows: Rows, *, seed: int, number: int, notes: Sequence[str] = ()) -> None:
@@ -100,7 +100,7 @@ class Whole:
         self.size = self.samples = len(rows)
         self._rows, self._order = rows, SampleOrder(max(1, len(rows)), seed, number)
 
-    def take(self, position: int, count: int) -> Batch:
+    def take(self, position: int, count: int) -> TokenBatch:
         """Return the samples at positions position .. position+count-1."""
         return self._rows.take(self._order.take(position, count))
 
@@ -117,7 +117,7 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class _Held:
     """Held-out samples of a source, or a separate source."""
 
     name: str
@@ -134,7 +134,7 @@ class Supply:
 
     feeds: tuple[Feed, ...]
     mix: Mix
-    held: tuple[Held, ...]
+    held: tuple[_Held, ...]
     tokenizer: Tokenizer
     fingerprint: str
     size: str
@@ -155,7 +155,7 @@ class Supply:
             found += [f"{what}: {note}" for note in (*each.notes, *each.rows.notes)]
         return found
 
-    def take(self, position: int, count: int) -> Batch:
+    def take(self, position: int, count: int) -> TokenBatch:
         """Return the samples at positions position .. position+count-1."""
         parts = [(places, self.feeds[at].take(begin, len(places))) for at, places, begin in self._of(position, count)]
         if len(parts) == 1:
@@ -198,7 +198,7 @@ class Supply:
 
     # ---- validation
 
-    def validation(self, size: int, *, limit: int) -> Iterator[tuple[str, Batch]]:
+    def validation(self, size: int, *, limit: int) -> Iterator[tuple[str, TokenBatch]]:
         """Yield batches of `size` samples in order, each from one source and with its name.
 
         limit: maximum number of batches, shared in proportion to the sources' samples, with at least one each.
@@ -234,7 +234,7 @@ def prepare_supply(
     found = _Sources.find(sources, recipe, shard)
     tokenizer = found.tokenizer
     if found.trains_together:
-        tokenizer = str(trained.train(found.trained_folder, tokenizer, found.texts, say))
+        tokenizer = str(trained.train_tokenizer(found.trained_folder, tokenizer, found.texts, say))
     if shard is not None:
         return found.streamed(tokenizer, weights, seed, say)
     supply = found.supply(lambda source, **how: prepare(source, **how, report=report), tokenizer, weights, seed)
@@ -263,7 +263,7 @@ def preview_supply(
         return None
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made) / found.trained_folder.name
-        path = trained.train(folder, found.tokenizer, found.texts, lambda line: None)
+        path = trained.train_tokenizer(folder, found.tokenizer, found.texts, lambda line: None)
         return found.supply(preview, str(path), weights, seed)
 
 
@@ -364,11 +364,11 @@ class _Sources:
                     report=say,
                 )
             )
-            held.append(Held(source.name, rows_of(first.held, self.packing)))
+            held.append(_Held(source.name, rows_of(first.held, self.packing)))
             fingerprints += [f"streamed {source.identity}", first.fingerprint]
         if self.own is not None:
             judged = prepare(self.own, **{**recipe, "validation": 0.0}, report=say)
-            held = [Held(self.own.name, rows_of(judged.trained, self.packing), judged.notes)]
+            held = [_Held(self.own.name, rows_of(judged.trained, self.packing), judged.notes)]
             fingerprints.append(judged.fingerprint)
         counts = weighted(names, weights or [feed.size for feed in feeds])
         size = format_bytes(sum(feed.size for feed in feeds))
@@ -398,15 +398,15 @@ class _Sources:
             return None
         names = [source.name for source in self.trained_on]
         feeds = tuple(
-            Whole(name, rows_of(corpus.trained, packing), seed=seed, number=number, notes=corpus.notes)
+            _Whole(name, rows_of(corpus.trained, packing), seed=seed, number=number, notes=corpus.notes)
             for number, (name, corpus) in enumerate(zip(names, known, strict=True))
         )
         if self.own is None:
-            held = [Held(name, rows_of(corpus.held, packing)) for name, corpus in zip(names, known, strict=True)]
+            held = [_Held(name, rows_of(corpus.held, packing)) for name, corpus in zip(names, known, strict=True)]
         elif judged is None:
-            held = [Held(self.own.name, rows_of(known[0].held, packing))]
+            held = [_Held(self.own.name, rows_of(known[0].held, packing))]
         else:
-            held = [Held(self.own.name, rows_of(judged.trained, packing), judged.notes)]
+            held = [_Held(self.own.name, rows_of(judged.trained, packing), judged.notes)]
         tokens = sum(len(corpus.train) for corpus in known)
         held_tokens = sum(len(corpus.validation) for corpus in known) if judged is None else len(judged.train)
         _check(feeds, tokens, packing, self.recipe.get("global_batch", 1))
@@ -445,7 +445,7 @@ def content_of(tokenizer: str) -> str:
     return FileTokenizer.read(file).identity if file.is_file() else tokenizer
 
 
-def _check(feeds: Sequence[Whole], tokens: int, packing: Packing, batch: int) -> None:
+def _check(feeds: Sequence[_Whole], tokens: int, packing: Packing, batch: int) -> None:
     """Raise DataError if a source has no sample, or all together have less than a step."""
     if len(feeds) == 1:
         return

@@ -18,19 +18,19 @@ from pathlib import Path
 from filelock import FileLock
 
 from atoll.base.errors import DataError
-from atoll.training.data.blocks import MANIFEST, Blocks, DamagedCorpusError
+from atoll.training.data.blocks import CORPUS_MANIFEST, Blocks, DamagedCorpusError
 from atoll.training.data.corpus import Source
 from atoll.training.data.recipe import Report
 from atoll.training.data.store import writing_cache
 from atoll.training.data.tokenizer import TOKENIZER, bpe_size, train_bpe
 
-FORMAT = 1
+_FORMAT = 1
 
 
 def folder_of(name: str, sources: Sequence[Source], cache: Path) -> Path:
     """Return the folder of the tokenizer of these sources, whose `identity` must be known."""
     about = {
-        "format": FORMAT,
+        "format": _FORMAT,
         "trained": name,
         "sources": [[source.kind.value, source.text_field, source.identity] for source in sources],
     }
@@ -46,7 +46,7 @@ def is_kept(folder: Path) -> bool:
     return True
 
 
-def train(folder: Path, name: str, texts: Callable[[], Iterable[str]], say: Report) -> Path:
+def train_tokenizer(folder: Path, name: str, texts: Callable[[], Iterable[str]], say: Report) -> Path:
     """Return the tokenizer.json of a folder, after training it on the texts unless it exists."""
     size = bpe_size(name)
     if size is None:
@@ -57,7 +57,7 @@ def train(folder: Path, name: str, texts: Callable[[], Iterable[str]], say: Repo
             found = train_bpe(texts(), size)
             part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.part-", dir=folder.parent))
             (part / TOKENIZER).write_text(found.to_json(), encoding="utf-8")
-            (part / MANIFEST).write_bytes(Blocks.of(part, [TOKENIZER]).encode())
+            (part / CORPUS_MANIFEST).write_bytes(Blocks.of(part, [TOKENIZER]).encode())
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(part, folder)
     return folder / TOKENIZER

@@ -30,10 +30,10 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from atoll.base.documents import count, parse_json, string
+from atoll.base.documents import whole_number, parse_json, string
 from atoll.base.errors import ConfigError, RunError
 
-BEAT_SECONDS = 2.0
+_BEAT_SECONDS = 2.0
 SILENCE_SECONDS = 10.0
 _LARGEST = 4096
 
@@ -168,7 +168,7 @@ class RunLock:
         say(f"{self._root}: looking for {SILENCE_SECONDS:g} seconds whether {before} is still there")
         first, end = self._touched(), self._clock() + SILENCE_SECONDS
         while self._clock() < end:
-            self._sleep(min(BEAT_SECONDS / 2, 0.5))
+            self._sleep(min(_BEAT_SECONDS / 2, 0.5))
             if self._touched() != first:
                 raise self._refusal(before)
 
@@ -185,7 +185,7 @@ class RunLock:
         )
 
     def _beat(self) -> None:
-        while not self._stop.wait(BEAT_SECONDS):
+        while not self._stop.wait(_BEAT_SECONDS):
             with suppress(OSError):
                 if read_holder(self.path) == self._own:
                     os.utime(self.path)
@@ -197,7 +197,7 @@ def read_holder(path: Path) -> Holder | None:
         with path.open("rb") as file:
             found = parse_json(file.read(_LARGEST))
         host, boot, started, since = (string(found[name]) for name in ("host", "boot", "started", "since"))
-        return Holder(host, boot, count(found["process"]), started, since)
+        return Holder(host, boot, whole_number(found["process"]), started, since)
     except (FileNotFoundError, ValueError, TypeError, LookupError):
         return None
 

@@ -14,7 +14,7 @@ from atoll.base.digests import digest
 from atoll.base.errors import CheckpointError, DamageError, UnverifiedWarning
 from atoll.runtime import checkpoint
 from atoll.runtime.checkpoint.manifest import Manifest
-from atoll.runtime.checkpoint.meeting import listing
+from atoll.runtime.checkpoint.meeting import list_problems
 from atoll.training.output.folder import Start, read_records, writing
 from atoll.training.run.resumed import order_of, resumed_state
 from atoll.training.run.run import Run
@@ -66,7 +66,7 @@ class RunCheckpoints:
                     "use --overwrite"
                 )
             return True
-        words = listing([str(error) for _, error in damaged])
+        words = list_problems([str(error) for _, error in damaged])
         raise CheckpointError(
             f"no checkpoint in {self._run.folder.checkpoints} is whole: {words}\n"
             "restore one from a copy, or begin again with --overwrite"

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from atoll.base import documents
-from atoll.base.documents import LARGEST_BYTES, LARGEST_JSON, count, finite, parse_json, read_text, string
+from atoll.base.documents import LARGEST_BYTES, LARGEST_JSON, whole_number, finite, parse_json, read_text, string
 from atoll.base.errors import ConfigError, UserError
 from atoll.prediction.cost import Cluster, Prediction
 from atoll.prediction.cost.calibration import Step
 from atoll.prediction.cost.comparison import Taken, Timed
-from atoll.program import named
+from atoll.program import operation_of
 from atoll.training.config import Config, from_dict, load
 from atoll.training.output.folder import RunFolder, typical_seconds
 from atoll.training.setup.optimizers import planned
@@ -35,7 +35,7 @@ from atoll.training.setup.prediction import predict_plan
 OF_CONFIG = {"config", "set", "seconds", "vocabulary", "world", "reads_in_place", "device", "name"}
 OF_RUN = {"run", "name"}
 
-KINDS: Mapping[str, tuple[type, ...]] = {
+_KINDS: Mapping[str, tuple[type, ...]] = {
     "name": (str,),
     "run": (str,),
     "config": (str, dict),
@@ -49,7 +49,7 @@ KINDS: Mapping[str, tuple[type, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class _Measured:
     """A measured step.
 
     world: number of ranks; parallel.ranks if None.  vocabulary, reads_in_place, device: see `predict`.
@@ -85,7 +85,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunRecords:
     """The records of a run.
 
     blocks: their names.
@@ -95,7 +95,7 @@ class Run:
     """
 
     folder: RunFolder
-    measured: Measured
+    measured: _Measured
     blocks: tuple[str, ...]
     timed_seconds: float = 0.0
     timed: tuple[Timed, ...] = ()
@@ -116,7 +116,7 @@ class Started(NamedTuple):
     corpus: tuple[str, ...]
 
 
-class Timing(NamedTuple):
+class _Timing(NamedTuple):
     """A timed step, see `Run`."""
 
     seconds: float
@@ -125,7 +125,7 @@ class Timing(NamedTuple):
     memory: str
 
 
-def read_run(root: Path) -> Run:
+def read_run(root: Path) -> RunRecords:
     """Return the records of the last start of a run in a folder. Raises ConfigError if they are missing or damaged."""
     folder = RunFolder(root)
     config = load(folder.config)
@@ -135,22 +135,22 @@ def read_run(root: Path) -> Run:
         raise ConfigError(f"{folder.metrics} has no steps of the last start; let the run take some")
     cluster = folder.cluster if folder.cluster.is_file() else None
     known = started.world, started.vocabulary, started.reads_in_place, started.device
-    measured = Measured(str(root), config, seconds, *known, cluster)
+    measured = _Measured(str(root), config, seconds, *known, cluster)
     if not folder.timing.is_file():
-        return Run(folder, measured, started.blocks)
+        return RunRecords(folder, measured, started.blocks)
     timing = read_timing(folder.timing)
     found = timing.seconds, timing.timed, timing.peaks, timing.memory
-    return Run(folder, measured, started.blocks, *found)
+    return RunRecords(folder, measured, started.blocks, *found)
 
 
 def read_started(path: Path) -> Started:
     """Return the content of a run's plan.json. Raises ConfigError if it is missing or damaged."""
-    plan = read_json(path)
+    plan = read_run_file(path)
     with _written(path):
         return Started(
-            first_step=count(plan["first_step"]),
-            world=reduce(lambda ranks, size: count(ranks * count(size)), plan["mesh"].values(), 1),
-            vocabulary=None if plan["vocabulary"] is None else count(plan["vocabulary"]),
+            first_step=whole_number(plan["first_step"]),
+            world=reduce(lambda ranks, size: whole_number(ranks * whole_number(size)), plan["mesh"].values(), 1),
+            vocabulary=None if plan["vocabulary"] is None else whole_number(plan["vocabulary"]),
             reads_in_place=bool(plan["reads_in_place"]),
             device=string(plan["device"]),
             blocks=tuple(string(name) for names in plan["stages"] for name in names),
@@ -158,17 +158,17 @@ def read_started(path: Path) -> Started:
         )
 
 
-def read_timing(path: Path) -> Timing:
+def read_timing(path: Path) -> _Timing:
     """Return the content of a run's timing.json. Raises ConfigError if it is missing or damaged."""
-    timing = read_json(path)
+    timing = read_run_file(path)
     with _written(path):
         ranks = timing["ranks"]
         if not ranks:
             raise ValueError("no ranks")
-        return Timing(
+        return _Timing(
             seconds=finite(timing["seconds"]),
             timed=tuple(map(_timed, ranks)),
-            peaks=tuple(count(rank["peak_bytes"], limit=LARGEST_BYTES) for rank in ranks),
+            peaks=tuple(whole_number(rank["peak_bytes"], limit=LARGEST_BYTES) for rank in ranks),
             memory=string(timing["memory"]),
         )
 
@@ -186,7 +186,7 @@ def _written(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path} is not what a run writes: {error}; run it again") from error
 
 
-def read_rows(path: Path) -> list[Measured]:
+def read_rows(path: Path) -> list[_Measured]:
     """Return the rows of a JSON or JSONL file. Raises ConfigError with the number and error of every invalid row."""
     try:
         rows = read_text(path, limit=LARGEST_JSON)
@@ -204,7 +204,7 @@ def read_rows(path: Path) -> list[Measured]:
     return found
 
 
-def steps_of(path: Path, rows: list[Measured], cluster: Cluster) -> list[Step]:
+def steps_of(path: Path, rows: list[_Measured], cluster: Cluster) -> list[Step]:
     """Return the rows of a file as steps on a cluster. Raises ConfigError with every row that cannot be predicted
     there."""
     found, problems = [], []
@@ -234,7 +234,7 @@ def _split(rows: str) -> list[Any]:
     return whole if isinstance(whole, list) else [whole]
 
 
-def _read_row(row: Any, folder: Path, number: int) -> Measured:
+def _read_row(row: Any, folder: Path, number: int) -> _Measured:
     if not isinstance(row, dict):
         raise ConfigError(f"{row!r} is no object")
     row = {key: value for key, value in row.items() if value is not None}
@@ -244,8 +244,8 @@ def _read_row(row: Any, folder: Path, number: int) -> Measured:
     if unknown:
         raise ConfigError(f"unknown keys {', '.join(unknown)}; known: {', '.join(sorted(OF_CONFIG | OF_RUN))}")
     for key, value in row.items():
-        if not isinstance(value, KINDS[key]) or (isinstance(value, bool) and bool not in KINDS[key]):
-            raise ConfigError(f"{key} = {value!r}: must be {' or '.join(kind.__name__ for kind in KINDS[key])}")
+        if not isinstance(value, _KINDS[key]) or (isinstance(value, bool) and bool not in _KINDS[key]):
+            raise ConfigError(f"{key} = {value!r}: must be {' or '.join(kind.__name__ for kind in _KINDS[key])}")
     if "run" in row:
         return read_run(folder / row["run"]).measured
     seconds = float(row.get("seconds", math.nan))
@@ -254,7 +254,7 @@ def _read_row(row: Any, folder: Path, number: int) -> Measured:
     given, overrides = row["config"], [str(each) for each in row.get("set", ())]
     is_file = isinstance(given, str)
     config = load(folder / given, overrides) if is_file else from_dict(given, overrides=overrides, source="config")
-    return Measured(
+    return _Measured(
         row.get("name", " ".join([given, *overrides]) if is_file else f"row {number}"),
         config,
         seconds,
@@ -268,14 +268,14 @@ def _read_row(row: Any, folder: Path, number: int) -> Measured:
 
 def _timed(rank: Mapping[str, Any]) -> Timed:
     return {
-        (named(string(each["do"])), count(each["of"], least=-1)): Taken(
-            count(each["times"]), finite(each["seconds"]), finite(each["shortest"])
+        (operation_of(string(each["do"])), whole_number(each["of"], least=-1)): Taken(
+            whole_number(each["times"]), finite(each["seconds"]), finite(each["shortest"])
         )
         for each in rank["instructions"]
     }
 
 
-def read_json(path: Path) -> Any:
+def read_run_file(path: Path) -> Any:
     """Read a file of a run folder. Raises ConfigError if it is missing or damaged."""
     try:
         return documents.read_json(path)

@@ -30,7 +30,7 @@ from atoll.training.run.measure import peak_memory, share_timeline, share_timing
 from atoll.training.run.oddities import SLOW, Spikes, straggler
 from atoll.training.run.run import Run
 from atoll.training.run.signals import StopRequest
-from atoll.training.run.utilisation import peak_of, utilised_seconds
+from atoll.training.run.utilisation import device_peak, utilised_seconds
 from atoll.training.setup.prediction import in_short, predict_plan
 from atoll.training.setup.samples import vocabulary_of
 
@@ -90,7 +90,7 @@ class Results:
         }
         cluster = None if run.config.run.cluster is None else Cluster.read(run.config.run.cluster)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-        peak = peak_of(name, plan.precision.compute, cluster)
+        peak = device_peak(name, plan.precision.compute, cluster)
         rates = None if peak is None else asdict(peak)
         notes = [*run.progress.samples.notes]
         recorder.plan(plan, held, stages, **facts, peak=rates, first_step=first + 1, corpus=notes)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from atoll.base.documents import LARGEST_BYTES, count, finite, read_json
+from atoll.base.documents import LARGEST_BYTES, whole_number, finite, read_json
 from atoll.base.errors import CostWarning, WeightsWarning
 from atoll.base.units import format_bytes, format_count, format_rate, format_seconds
 from atoll.plans.plan import Plan
@@ -137,10 +137,10 @@ class RunResult(LoopOutcome):
 def _predicted_peaks(prediction: Mapping[str, Any]) -> list[int]:
     """Return the predicted tensor bytes of each pipeline rank."""
     peaks = [each["peak"] for each in prediction["ranks"]]
-    return [count(peak["total"], limit=LARGEST_BYTES) - count(peak["context"], limit=LARGEST_BYTES) for peak in peaks]
+    return [whole_number(peak["total"], limit=LARGEST_BYTES) - whole_number(peak["context"], limit=LARGEST_BYTES) for peak in peaks]
 
 
-def run(
+def run_session(
     config: Config,
     plan: Plan,
     *,

@@ -40,7 +40,7 @@ OPEN = (
 )
 """Keys that decide what is trained: each is in a converted config, or named."""
 
-SYSTEMS: Mapping[str, System] = {
+SYSTEM_RULES: Mapping[str, System] = {
     "deepspeed": from_deepspeed.SYSTEM,
     "accelerate": from_accelerate.SYSTEM,
     "torchtitan": from_torchtitan.SYSTEM,
@@ -50,10 +50,10 @@ SYSTEMS: Mapping[str, System] = {
 
 def system_of(document: Mapping[str, Any]) -> str:
     """Return the system of a document. Raises ConfigError for an unknown one."""
-    for name, system in [*SYSTEMS.items()][::-1]:
+    for name, system in [*SYSTEM_RULES.items()][::-1]:
         if document.keys() & set(system.marks.split()):
             return name
-    known = ", ".join(SYSTEMS)
+    known = ", ".join(SYSTEM_RULES)
     raise ConfigError(f"this is no config of {known}: it has {', '.join(sorted(document)[:8]) or 'nothing'}")
 
 
@@ -66,7 +66,7 @@ def convert(document: Mapping[str, Any], system: str | None = None) -> Conversio
     Raises ConfigError for a document of an unknown system.
     """
     name = system_of(document) if system is None else system
-    source = SYSTEMS[name]
+    source = SYSTEM_RULES[name]
     into, rules = Conversion(name, source.version), source.rules
     given = {path: value for path, value in _settings(document, rules) if value is not None}
     absent = {path: value for path, value in source.defaults(given).items() if path not in given}

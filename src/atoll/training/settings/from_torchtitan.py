@@ -24,7 +24,7 @@ from atoll.training.settings.rules import (
     to_or,
     unless,
 )
-from atoll.training.settings.torchtitan import FLAVORS, RECOMPUTE, SCHEDULES
+from atoll.training.settings.torchtitan import FLAVORS, CHECKPOINT_MODES, SCHEDULES
 
 
 def _flavor(into: Conversion, path: str, value: Any) -> None:
@@ -180,7 +180,7 @@ RULES: Mapping[str, Rule] = {
     "parallelism.expert_parallel_degree": if_set("experts are not split over ranks"),
     "parallelism.enable_async_tensor_parallel": if_set("tensor parallelism is torch's, without asynchronous products"),
     "activation_checkpoint.mode": to_or(
-        "selective", "parallel.recompute", **{theirs: ours for ours, theirs in RECOMPUTE.items()}
+        "selective", "parallel.recompute", **{theirs: ours for ours, theirs in CHECKPOINT_MODES.items()}
     ),
     "activation_checkpoint.selective_ac_option": _selective,
     "compile.enable": enabled("parallel.compile", "block"),

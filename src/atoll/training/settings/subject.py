@@ -27,7 +27,7 @@ class Settings:
     limits: tuple[str, ...]
 
 
-SCHEDULES = ("cosine", "constant", "linear")
+_SCHEDULES = ("cosine", "constant", "linear")
 """Learning-rate schedules that all of the systems have."""
 
 
@@ -60,7 +60,7 @@ class Subject:
         others: dict[str, object] = {}
         if train.optimizer != "AdamW":
             others = {"optimizer": "AdamW", "weight_decay": WEIGHT_DECAY, "optimizer_options": {}}
-        if train.lr_schedule not in SCHEDULES:
+        if train.lr_schedule not in _SCHEDULES:
             others["lr_schedule"] = "cosine"
         return train.model_copy(update=others)
 
@@ -101,7 +101,7 @@ class Subject:
         plan, train, found = self.plan, self.config.train, []
         if train.optimizer != "AdamW":
             found.append(f"the optimizer {train.optimizer}, replaced by AdamW")
-        if train.lr_schedule not in SCHEDULES:
+        if train.lr_schedule not in _SCHEDULES:
             found.append(f"the learning-rate schedule {train.lr_schedule}, replaced by a cosine")
         if train.epochs is not None:
             found.append(

@@ -13,7 +13,7 @@ from atoll.plans.ir.text import to_csv
 from atoll.plans.layouts import Level
 from atoll.training.settings.subject import FULL, HYBRID, Settings, Subject, TorchSharding
 
-VERSION = "torchtitan 0.2.2"
+_VERSION = "torchtitan 0.2.2"
 
 SCHEDULES: Mapping[str, str] = {
     "gpipe": "GPipe",
@@ -34,7 +34,7 @@ FLAVORS: Mapping[tuple[int, int, int, int, int], str] = {
 }
 """hidden, layers, heads, key and value heads, inner width -> the flavor of torchtitan's llama3."""
 
-RECOMPUTE = {"none": "none", "block": "full", "selective": "selective"}
+CHECKPOINT_MODES = {"none": "none", "block": "full", "selective": "selective"}
 
 
 def torchtitan(subject: Subject) -> Settings:
@@ -97,13 +97,13 @@ def torchtitan(subject: Subject) -> Settings:
             "mixed_precision_reduce": "float32",
         },
         "parallelism": parallelism,
-        "activation_checkpoint": {"mode": RECOMPUTE[plan.recompute]}
+        "activation_checkpoint": {"mode": CHECKPOINT_MODES[plan.recompute]}
         | ({"selective_ac_option": "op"} if plan.recompute == "selective" else {}),
         "compile": {"enable": plan.compile != "none", "components": ["model"]},
     }
     files = {"torchtitan.toml": nested_to_toml(tables), **files}
     launch = f"{subject.torchrun} -m torchtitan.train --job.config_file torchtitan.toml"
-    return Settings("torchtitan", VERSION, files, (launch,), tuple(limits))
+    return Settings("torchtitan", _VERSION, files, (launch,), tuple(limits))
 
 
 def _flavor(subject: Subject, limits: list[str]) -> str:

@@ -16,12 +16,12 @@ from atoll.base.errors import ConfigError
 from atoll.base.toml import value_to_toml
 from atoll.plans.layouts import Layout
 from atoll.prediction.cost import Cluster, Transformer, Workload
-from atoll.prediction.planner import EFFORT, Answer, Candidate, Goal, Order, Search, Space, settings
+from atoll.prediction.planner import BUDGET, Answer, Candidate, Goal, Order, PlanSearch, Space, settings
 from atoll.runtime.rendezvous import torchrun_environment
 from atoll.training.config import Config, load
-from atoll.training.config.worlds import check_world, fit
+from atoll.training.config.worlds import check_world, fit_to_world
 from atoll.training.setup.here import measured_cluster
-from atoll.training.setup.optimizers import states_of, whole_of
+from atoll.training.setup.optimizers import states_of, whole_matrices_of
 from atoll.training.setup.prediction import expected_vocabulary, is_on_cpu, workload_of
 
 CHOSEN = {
@@ -40,7 +40,7 @@ CHOSEN = {
 }
 """Keys of [parallel] that the planner chooses, with their names in `Space`."""
 
-UNKNOWN = ("layers_per_stage",)
+_UNKNOWN = ("layers_per_stage",)
 """Keys of [parallel] that the planner leaves at their defaults."""
 
 
@@ -50,7 +50,7 @@ def plan(
     goal: Goal | None = None,
     space: Space | None = None,
     *,
-    effort: int = EFFORT,
+    effort: int = BUDGET,
 ) -> Answer:
     """Choose the plan with the lowest predicted step time that fits in the memory of every rank.
 
@@ -76,7 +76,7 @@ def plan(
                 "a model is planned for a cluster and a goal, as in Goal(global_batch=256, sequence=4096)"
             )
         workload = model.workload if isinstance(model, Transformer) else model
-        return Answer.of(Search(workload, _read(cluster), goal, space or Space(), effort=effort))
+        return Answer.of(PlanSearch(workload, _read(cluster), goal, space or Space(), effort=effort))
     config = model if isinstance(model, Config) else load(model)
     found = question(config, _cluster_of(config) if cluster is None else _read(cluster))
     return Answer.of(replace(found, goal=goal or found.goal, space=space or found.space, effort=effort))
@@ -119,7 +119,7 @@ def load_chosen(
         asked = question(config, _cluster_of(config), world=world)
         given += overrides_of(Answer.of(asked).best)
         return load(path, given), given
-    fitted = fit(config, world)
+    fitted = fit_to_world(config, world)
     if not fitted:
         return config, given
     given += fitted
@@ -138,7 +138,7 @@ def fewer_ranks(path: Path, overrides: Sequence[str], ranks: int) -> int | None:
     return None
 
 
-def question(config: Config, cluster: Cluster, *, world: int | None = None) -> Search:
+def question(config: Config, cluster: Cluster, *, world: int | None = None) -> PlanSearch:
     """Return the search for a plan for a config's model, batch and sequence.
 
     If the config sets `parallel.auto`, the keys set beside it are kept, and so are train.microbatch and
@@ -160,14 +160,14 @@ def question(config: Config, cluster: Cluster, *, world: int | None = None) -> S
     codecs = config.parallel.codecs.value
     space = space_of(config) if config.parallel.auto else Space(precision=(config.train.precision,), codecs=codecs)
     outer = None if config.parallel.outer is None else config.parallel.outer.to_outer(config.parallel.codecs)
-    states, whole = states_of(config.train), whole_of(config.train)
-    return Search(workload, cluster, goal, space, on_cpu, states=states, outer=outer, whole=whole)
+    states, whole = states_of(config.train), whole_matrices_of(config.train)
+    return PlanSearch(workload, cluster, goal, space, on_cpu, states=states, outer=outer, whole=whole)
 
 
 def space_of(config: Config) -> Space:
     """Return the choices that a config leaves open."""
     parallel = config.parallel
-    refused = [name for name in UNKNOWN if _is_written(config, name)]
+    refused = [name for name in _UNKNOWN if _is_written(config, name)]
     if refused:
         raise ConfigError(
             f"parallel.{', parallel.'.join(refused)}: the planner does not support it; leave it out, or turn "
