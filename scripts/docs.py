@@ -29,7 +29,7 @@ from atoll.base.toml import value_to_toml
 from atoll.base.units import format_bytes
 from atoll.cli.layouts import table as layouts_table
 from atoll.cli.main import app
-from atoll.cli.predict import describe as describe_prediction
+from atoll.cli.predict import describe_prediction
 from atoll.plans.ir.draw import SVG_STYLE, draw_svg
 from atoll.plans.layouts import (
     ALL,

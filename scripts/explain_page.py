@@ -34,7 +34,7 @@ def fenced(lines: Iterable[str], language: str = "text") -> str:
 
 
 def whole() -> str:
-    return fenced(text.describe(explanation()))
+    return fenced(text.describe_explanation(explanation()))
 
 
 def slow() -> str:

@@ -19,7 +19,7 @@ from atoll.base.units import format_bytes, format_seconds
 from atoll.plans.ir.text import to_csv
 from atoll.prediction.cost.breakdown import busiest_rank
 from atoll.prediction.planner import Answer, choices, settings
-from atoll.prediction.planner.text import SHOWN
+from atoll.prediction.planner.text import SMALLEST_SHARE
 from atoll.training.config import load
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,7 +62,7 @@ def reasons(answer: Answer) -> Iterator[str]:
     name = max(waits, key=lambda each: float(getattr(parts, each)))
     share = getattr(parts, name) / parts.total
     yield f"The busiest rank computes for {computed:.1%} of the step."
-    if share >= SHOWN:
+    if share >= SMALLEST_SHARE:
         yield f"The largest wait, {share:.1%}, is for {waits[name]}."
     margin = min(map(prediction.margin, range(prediction.plan.mesh.pipeline)))
     memory = format_bytes(prediction.device.memory)

@@ -9,7 +9,7 @@ from typing import Any
 
 from atoll.base.errors import AtollError
 from atoll.plans.ir import Placement
-from atoll.plans.ir.placement import Kind
+from atoll.plans.ir.placement import PlacementKind
 from atoll.plans.schedules import CATALOGUE, Memory, Problem, build
 from atoll.plans.schedules.memory import peak_of
 from atoll.plans.schedules.problem import TOLERANCE
@@ -62,7 +62,7 @@ def draw(seed: int, *, most_ranks: int = 32, most_microbatches: int = 256) -> In
     chance = random.Random(seed)
     ranks = chance.choice([count for count in (4, 5, 6, 8, 12, 16, 24, 32) if count <= most_ranks])
     microbatches = chance.randint(max(2, ranks // 2), min(most_microbatches, 8 * ranks))
-    kind: Kind = chance.choice(["line", "line", "line", "v", "loop"])
+    kind: PlacementKind = chance.choice(["line", "line", "line", "v", "loop"])
     placement = Placement(kind, ranks, {"line": 1, "v": 2, "loop": chance.choice([2, 3])}[kind])
     forward, backward, weight = chance.uniform(0.8, 1.2), chance.uniform(0.8, 1.6), chance.uniform(0.5, 1.1)
     hop = chance.choice([0.0, 0.01, 0.05])

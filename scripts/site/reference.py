@@ -59,7 +59,7 @@ PAGES = (
                 *("footprint", "Footprint", "saved_besides", "saved_bytes"),
                 *("traffic", "Traffic", "published_memory", "PublishedMemory", "AT_ONCE"),
                 *("Sharding", "Stored", "SegmentShape", "Shape", "FlatMap", "Entry", "Nest", "Slice", "Box", "boxes"),
-                *("Axis", "Kind", "Move", "Moves", "GATHER_INTRA", "GATHER_INTER", "REDUCE_INTRA", "REDUCE_INTER"),
+                *("Axis", "MoveKind", "Move", "Moves", "GATHER_INTRA", "GATHER_INTER", "REDUCE_INTRA", "REDUCE_INTER"),
                 *("GATHER_PARAMETER", "REDUCE_GRADIENT", "SYNC_GRADIENT", "SYNC_PARAMETER"),
                 *("Codec", "Codecs", "NO_CODECS", "CODES", "BLOCK", "ROUNDINGS", "Rounding"),
                 *(

@@ -8,12 +8,12 @@ import typer
 from typer.testing import CliRunner
 
 from atoll.base.errors import UserError
-from atoll.cli.layouts import command
+from atoll.cli.layouts import layouts_command
 
 
 def _run(*arguments: str) -> Any:
     app = typer.Typer()
-    app.command()(command)
+    app.command()(layouts_command)
     return CliRunner().invoke(app, list(arguments))
 
 

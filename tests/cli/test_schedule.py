@@ -7,7 +7,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from atoll.base.errors import UserError
-from atoll.cli.schedule import command
+from atoll.cli.schedule import schedule_command
 from atoll.plans.ir.text import from_csv
 from atoll.plans.schedules import CATALOGUE, build
 
@@ -25,7 +25,7 @@ COMMAND = [
 
 def run(*arguments: str) -> Result:
     app = typer.Typer()
-    app.command()(command)
+    app.command()(schedule_command)
     return CliRunner().invoke(app, list(arguments))
 
 

@@ -14,8 +14,8 @@ from atoll.plans.layouts import (
     Codec,
     Codecs,
     FlatMap,
-    Kind,
     Layout,
+    MoveKind,
     Nest,
     Precision,
     SegmentShape,
@@ -93,8 +93,8 @@ def test_encoded_blocks_are_sent_and_received_besides(layout: str, in_place: boo
         for move in moves:
             block = len(nest.range(move.fine, NUMEL))
             if move.axis is Axis.INTER:  # two groups
-                sizes.append((2 if move.kind is Kind.REDUCE else 1) * 2 * codec.nbytes(block))
-            elif move.kind is Kind.REDUCE and not in_place:  # of the other rank, as it is
+                sizes.append((2 if move.kind is MoveKind.REDUCE else 1) * 2 * codec.nbytes(block))
+            elif move.kind is MoveKind.REDUCE and not in_place:  # of the other rank, as it is
                 sizes.append(4 * block)
         assert _arriving(moves, of_what, sharding, segment, is_shared=in_place) == max(sizes)  # type: ignore[arg-type]
 

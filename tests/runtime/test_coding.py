@@ -10,7 +10,7 @@ import torch
 
 from atoll.plans.layouts import CODES, Codec
 from atoll.runtime.sharding import coding
-from atoll.testing.coded import Kind, coded
+from atoll.testing.coded import CodecKind, coded
 
 SIZES = (1, 7, 8, 65, 3000)
 
@@ -40,7 +40,7 @@ def test_what_arrives_is_what_the_reference_says(name: str, rounding: Any) -> No
     for numel in SIZES:
         codec, values = Codec(name, 8, rounding), draws(numel)
         noise = coding.draw(codec, numel, 5, torch.device("cpu"))
-        wanted = coded(values, Kind(name, 8, rounding == "stochastic"), seed=5)
+        wanted = coded(values, CodecKind(name, 8, rounding == "stochastic"), seed=5)
         assert torch.equal(arrived(codec, values, noise=noise), wanted)
 
 

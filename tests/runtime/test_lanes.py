@@ -14,7 +14,7 @@ import torch
 
 from atoll.base.errors import RankError
 from atoll.plans.layouts import Codec, Codecs
-from atoll.runtime.lanes import AT_ONCE, KINDS, Job, Kind, Threads, lane_of, lanes_of
+from atoll.runtime.lanes import AT_ONCE, STEP_LANES, Job, LaneKind, Threads, lane_of, lanes_of
 from atoll.runtime.pipeline.clock import clock_of
 from atoll.runtime.sharding.collectives import Collectives
 from atoll.runtime.sharding.gradients import Gradients
@@ -70,7 +70,7 @@ def test_gradients_are_off_in_jobs() -> None:
 def test_a_rank_that_shares_nothing_has_no_threads() -> None:
     before = threading.active_count()
     lanes = lanes_of(torch.device("cpu"), alone=True, waits_on_host=True)
-    for kind in KINDS:
+    for kind in STEP_LANES:
         lanes[kind].start(lambda: None, unit=0).wait()
         lanes[kind].close()
     assert threading.active_count() == before
@@ -134,7 +134,7 @@ def train_and_watch_jobs(case: Case) -> tuple[int, list[str]]:
             found.append(f"{thread.name} resized a storage to {nbytes} bytes")
         return resize(storage, nbytes)
 
-    def watched(collectives: Collectives, kind: Kind, work: Callable[[], None], *, after: Job | None) -> Job:
+    def watched(collectives: Collectives, kind: LaneKind, work: Callable[[], None], *, after: Job | None) -> Job:
         given = [each for each in getattr(work, "args", ()) if isinstance(each, torch.Tensor)]
         owner = getattr(getattr(work, "func", work), "__self__", None)
 

@@ -15,7 +15,7 @@ from torch import nn
 from atoll.base.errors import RunError
 from atoll.plans.layouts import Layout, Nest, Precision, Sharding
 from atoll.plans.plan import MeshShape
-from atoll.runtime.lanes import KINDS, Inline
+from atoll.runtime.lanes import STEP_LANES, Inline
 from atoll.runtime.sharding.optimizer import ShardedOptimizer
 from atoll.runtime.sharding.segment import Segment
 from atoll.runtime.sharding.surroundings import Surroundings
@@ -42,7 +42,7 @@ def around(precision: Precision, layout: str = "NIG") -> Surroundings:
     transport = GlooTransport(MeshShape(intra=2).place(0), CPU)
     transport.memory = Lending(CPU)  # type: ignore[assignment]
     sharding = Sharding(Layout(layout), precision, Nest(inter=1, intra=2, i=0, j=0))
-    return Surroundings(sharding, transport, CPU, {kind: Inline(kind) for kind in KINDS})
+    return Surroundings(sharding, transport, CPU, {kind: Inline(kind) for kind in STEP_LANES})
 
 
 def segment(surroundings: Surroundings) -> Segment:
@@ -80,7 +80,7 @@ def test_unsharded_gradients_are_held_until_their_reduction_has_been_waited_for(
 def test_options_are_restored_after_a_step_that_fails() -> None:
     sharding = Sharding(Layout("NNN"), Precision.preset("fp32"), Nest())
     alone = GlooTransport(MeshShape().place(0), CPU)
-    surroundings = Surroundings(sharding, alone, CPU, {kind: Inline(kind) for kind in KINDS})
+    surroundings = Surroundings(sharding, alone, CPU, {kind: Inline(kind) for kind in STEP_LANES})
     parameters = {"weight": nn.Parameter(torch.ones(3))}
     spec = UnitSpec(0, "block", ("weight",), (0,), is_shared=False)
     unit = Unit(spec, parameters, surroundings, owners=(0,), phases={"weight": frozenset({"I"})})

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from atoll.base.errors import CheckpointError, ConfigError, RankError
-from atoll.cli.predict import describe
+from atoll.cli.predict import describe_prediction
 from atoll.prediction.cost import Cluster
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_parity, whole_parameters
@@ -244,7 +244,7 @@ def test_a_planner_and_a_prediction_know_what_is_transformed() -> None:
     assert found.peak(0).total > found.rest(0).total
     assert any(flow.cause == "matrices" and flow.link == "inter" for flow in predicted_flows(found))
     assert question(config_of(optimizer="Muon"), cluster).whole == found.plan.whole
-    assert "transformed whole, on one of the 4 ranks" in "\n".join(describe(found))
+    assert "transformed whole, on one of the 4 ranks" in "\n".join(describe_prediction(found))
 
 
 def test_fewer_states_are_stepped_faster_and_a_planner_knows() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from atoll.plans.layouts import CODES, Codec
 from atoll.runtime.sharding import coding
-from atoll.testing.coded import Kind, coded
+from atoll.testing.coded import CodecKind, coded
 from atoll.testing.parity import Case, reference, train
 from atoll.testing.tiny import TinyConfig
 from benchmarks.gpu.compared import compared
@@ -61,7 +61,7 @@ def _both(codec: Codec, numel: int, device: torch.device, dtype: torch.dtype) ->
     coding.encode(codec, values.to(device), sent)
     out = torch.full((numel,), torch.nan, dtype=dtype, device=device)
     coding.decode(codec, sent, out)
-    return out.cpu(), coded(values, Kind(codec.name, codec.block))
+    return out.cpu(), coded(values, CodecKind(codec.name, codec.block))
 
 
 def _difference(got: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from atoll.prediction.cost.comparison import Difference
     from atoll.training.measurements import Run
 
-SHOWN = 10
+_SHOWN = 10
 """Number of differences that are printed."""
 
 
@@ -186,7 +186,7 @@ def _describe(run: Run, prediction: Prediction, differences: tuple[Difference, .
         return
     yield from _parts(run, prediction, differences)
     yield f"\nthe largest differences{'rank':>9}{'times':>7}{'predicted':>12}{'measured':>12}{'difference':>12}"
-    for each in differences[:SHOWN]:
+    for each in differences[:_SHOWN]:
         times = max(each.measured.times, each.predicted.times)
         cells = "".join(f"{format_seconds(one.seconds):>12}" for one in (each.predicted, each.measured))
         yield f"{_name(run, each):23}{each.rank:>9}{times:>7}{cells}{format_seconds(each.seconds):>12}"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from atoll.training.settings.convert import Conversion
 
 
-def command(
+def convert_command(
     path: Annotated[
         Path,
         typer.Argument(

@@ -76,7 +76,7 @@ OPTIONAL = (
 )
 
 
-def command(
+def doctor_command(
     measure: Annotated[
         Path | None,
         typer.Option("--measure", metavar="FILE", help="Measure devices and links, and write this TOML file."),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from atoll.prediction.explain import Explanation
 
 
-def command(
+def explain_command(
     config: Annotated[Path, typer.Argument(help="A TOML file, or the folder of a run.", show_default=False)],
     overrides: Overrides = None,
     cluster: Annotated[Path | None, typer.Option(help=f"{CLUSTER} By default run.cluster, or that of the run.")] = None,
@@ -67,7 +67,7 @@ def command(
     if as_json:
         _echo_json(plain.values(explanation))
         return
-    lines = list(text.describe(explanation))  # print nothing if the config is refused
+    lines = list(text.describe_explanation(explanation))  # print nothing if the config is refused
     typer.echo("\n".join(lines))
 
 

@@ -9,7 +9,7 @@ import typer
 from atoll.base.units import parse_count
 
 
-def command(
+def layouts_command(
     parameters: Annotated[float, typer.Option(help="Parameters of the model, as in 7e9 or 7b.", parser=parse_count)],
     trainable: Annotated[
         float | None, typer.Option(help="Trainable parameters; by default all.", parser=parse_count)

@@ -61,17 +61,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-app.command("train")(train.command)
-app.command("plan")(plan.command)
-app.command("predict")(predict.command)
-app.command("explain")(explain.command)
-app.command("verify")(verify.command)
-app.command("report")(report.command)
+app.command("train")(train.train_command)
+app.command("plan")(plan.plan_command)
+app.command("predict")(predict.predict_command)
+app.command("explain")(explain.explain_command)
+app.command("verify")(verify.verify_command)
+app.command("report")(report.report_command)
 app.add_typer(show.app, name="show")
-app.command("convert")(convert.command)
+app.command("convert")(convert.convert_command)
 app.command("import")(interchange.import_command)
 app.command("export")(interchange.export_command)
-app.command("doctor")(doctor.command)
+app.command("doctor")(doctor.doctor_command)
 
 
 def main() -> None:

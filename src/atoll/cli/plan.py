@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from atoll.training.config import Config
 
 
-def command(
+def plan_command(
     config: ConfigFile,
     overrides: Overrides = None,
     cluster: Annotated[Path | None, typer.Option(help=CLUSTER)] = None,
@@ -36,7 +36,7 @@ def command(
     alternatives, by choice, other and its seconds (undone is their old name); changes, each with what, same and best
     (seconds or null) and plan; own, the seconds of the config's own plan, or null.
     """
-    from atoll.prediction.planner.text import describe
+    from atoll.prediction.planner.text import describe_answer
     from atoll.training.choosing import load_chosen, overrides_of, plan
     from atoll.training.config import load
 
@@ -55,7 +55,7 @@ def command(
 
         typer.echo(json.dumps(summary(answer, own)))
         return
-    typer.echo("\n".join(describe(answer, own)))
+    typer.echo("\n".join(describe_answer(answer, own)))
 
 
 def _own(config: Config, cluster: Cluster) -> Prediction | None:

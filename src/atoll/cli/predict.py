@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from atoll.prediction.cost import Breakdown, Held, Prediction
 
 
-def command(
+def predict_command(
     config: ConfigFile,
     overrides: Overrides = None,
     cluster: Annotated[Path | None, typer.Option(help=CLUSTER)] = None,
@@ -52,14 +52,14 @@ def report(prediction: Prediction, *, as_json: bool) -> None:
 
         typer.echo(json.dumps(summary(prediction)))
         return
-    lines = list(describe(prediction))  # print nothing if the config is refused
+    lines = list(describe_prediction(prediction))  # print nothing if the config is refused
     typer.echo("\n".join(lines))
 
 
 # ---- text
 
 
-def describe(prediction: Prediction) -> Iterator[str]:
+def describe_prediction(prediction: Prediction) -> Iterator[str]:
     """Yield the plan, its step time by part, and its memory by component."""
     yield from _plan(prediction)
     if prediction.cluster is not None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from atoll.training.config import Config
 
 
-def command(
+def program_command(
     config: ConfigFile,
     overrides: Overrides = None,
     rank: Annotated[int, typer.Option(help="Pipeline rank.")] = 0,
@@ -52,7 +52,7 @@ def command(
 
         typer.echo(json.dumps({**summary(found, rank), "outer": turns}))
         return
-    for line in [*describe(found, microbatch=microbatch), *_outer_lines(turns, plan)]:
+    for line in [*_describe(found, microbatch=microbatch), *_outer_lines(turns, plan)]:
         typer.echo(line)
 
 
@@ -110,7 +110,7 @@ def _has_gpus(config: Config) -> bool:
     return torch.cuda.is_available() and torch.cuda.device_count() >= config.parallel.ranks
 
 
-def describe(found: Described, *, microbatch: int | None = None) -> list[str]:
+def _describe(found: Described, *, microbatch: int | None = None) -> list[str]:
     """Yield the units, the listing, and the peak of gathered parameters and gradients."""
     from atoll.base.units import format_bytes
     from atoll.program.draw import listing

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from atoll.training.report import Sheet
 
 
-def command(
+def report_command(
     run_or_plan: Annotated[list[Path], typer.Argument(help="Folders of runs, and config files.", show_default=False)],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The page; report.html by default.", show_default=False)

@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 _COST = "for a rank's full share of a microbatch: one number, or one for each rank separated by commas."
 _BYTES = "one number, or one for each rank separated by commas."
 
-KINDS = ("line", "loop", "v")
+_KINDS = ("line", "loop", "v")
 OBJECTIVES = ("makespan", "span")
 
 
-def command(
+def schedule_command(
     name: Annotated[str, typer.Argument(help="gpipe, 1f1b, ... An unknown name lists all.")],
     ranks: Annotated[int, typer.Option(help="Pipeline ranks.")] = 4,
     microbatches: Annotated[int, typer.Option(help="Microbatches a step.")] = 8,
     chunks: Annotated[int | None, typer.Option(help="Stages of each rank, on a loop.")] = None,
     placement: Annotated[
-        str | None, typer.Option(help=f"{', '.join(KINDS)}: the placement of stages. Most schedules have their own.")
+        str | None, typer.Option(help=f"{', '.join(_KINDS)}: the placement of stages. Most schedules have their own.")
     ] = None,
     unit: Annotated[int | None, typer.Option(help="Maximum number of microbatches in a unit.")] = None,
     forward: Annotated[str, typer.Option(help=f"Time of F {_COST}")] = "1",
@@ -193,7 +193,7 @@ def _note_excess(schedule: Schedule, memory: Memory) -> None:
 def _check_words(asked: dict[str, Any]) -> None:
     from atoll.base.errors import ConfigError
 
-    for option, words in (("placement", KINDS), ("objective", OBJECTIVES)):
+    for option, words in (("placement", _KINDS), ("objective", OBJECTIVES)):
         if asked[option] is not None and asked[option] not in words:
             raise ConfigError(f"--{option} is {asked[option]!r}: choose one of {', '.join(words)}")
 

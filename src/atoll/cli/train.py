@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from atoll.training.process import Request
 
 
-def command(
+def train_command(
     config: ConfigFile,
     overrides: Overrides = None,
     resume: Annotated[

@@ -14,7 +14,7 @@ from atoll.base.errors import CheckpointError, DataError
 from atoll.base.units import format_bytes
 
 
-def command(
+def verify_command(
     path: Annotated[
         Path, typer.Argument(help="A checkpoint, the folder of a run, or a token cache.", show_default=False)
     ],

@@ -22,7 +22,7 @@ from atoll.program.instruction import Instruction
 from atoll.program.operation import Fact, Operation, Per, Phase, facts
 from atoll.program.shape import RankShape
 
-SHOWN = 3
+_SHOWN = 3
 """Number of instructions around a wrong one, and of wrong ones, in an error."""
 
 
@@ -30,15 +30,15 @@ def check(instructions: Sequence[Instruction], shape: RankShape) -> None:
     """Raise ScheduleError if a program violates laws, with the instructions around each violation."""
     wrong = _broken(instructions, shape)
     if wrong:
-        shown = "\n".join(f"{problem}:\n{_around(instructions, at)}" for at, problem in wrong[:SHOWN])
-        more = f"\nand {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        shown = "\n".join(f"{problem}:\n{_around(instructions, at)}" for at, problem in wrong[:_SHOWN])
+        more = f"\nand {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise ScheduleError(f"a program of {len(instructions)} instructions breaks its laws\n{shown}{more}")
 
 
 def _around(instructions: Sequence[Instruction], at: int) -> str:
     """Return a piece of a program with the instruction at `at` marked."""
-    first = max(0, at - SHOWN)
-    piece = enumerate(instructions[first : at + SHOWN + 1], first)
+    first = max(0, at - _SHOWN)
+    piece = enumerate(instructions[first : at + _SHOWN + 1], first)
     return "\n".join(f"  {'>' if here == at else ' '} {here:6} {each}" for here, each in piece)
 
 

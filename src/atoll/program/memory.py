@@ -20,8 +20,8 @@ from atoll.plans.layouts import (
     SYNC_GRADIENT,
     SYNC_PARAMETER,
     Axis,
-    Kind,
     Level,
+    MoveKind,
     Moves,
     SegmentShape,
     Sharding,
@@ -369,7 +369,7 @@ def _arriving(
     for move in moves:
         ranks, block = nest.size(move.axis), sharding.block_bytes(segment, of, move, dtype)
         if sharding.codec(of, move) is not None:
-            sizes.append((2 if move.kind is Kind.REDUCE else 1) * ranks * block)
-        elif move.kind is Kind.REDUCE and not (is_shared and move.axis is Axis.INTRA):
+            sizes.append((2 if move.kind is MoveKind.REDUCE else 1) * ranks * block)
+        elif move.kind is MoveKind.REDUCE and not (is_shared and move.axis is Axis.INTRA):
             sizes.append((ranks - 1) * block)
     return max(sizes)

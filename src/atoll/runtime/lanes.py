@@ -2,7 +2,7 @@
 
 A lane starts its jobs in the order they were submitted, so ranks that submit them in one order cannot deadlock. Each
 kind of job has its own lane, since ranks submit jobs of different kinds in different orders. A job may wait for jobs of
-lanes before its own in `KINDS`, never for later ones.
+lanes before its own in `STEP_LANES`, never for later ones.
 
 On the CPU a lane is a few threads: gloo makes progress only while a thread waits, so each job in flight needs one. On
 CUDA it is a stream: a job starts after the work launched before it, and an event waits for it.
@@ -43,12 +43,12 @@ import torch
 
 from atoll.plans.layouts import AT_ONCE
 
-Kind = Literal["reduce", "sync", "gather", "outer"]
+LaneKind = Literal["reduce", "sync", "gather", "outer"]
 
 # In the order of their waits: a reduction is behind the segment's reduction before it, a sync of gradients behind the
 # segment's last reduction, a gather behind the sync that brings updated parameters back. A wait for a later lane could
 # close a circle, in which the few threads of two lanes wait for each other.
-KINDS: tuple[Kind, ...] = ("reduce", "sync", "gather")
+STEP_LANES: tuple[LaneKind, ...] = ("reduce", "sync", "gather")
 """Those of a step. Outer gradients overlap with several steps, on a lane that waits for no other."""
 
 
@@ -58,7 +58,7 @@ class TransferRecorder(Protocol):
     def now(self) -> float:
         """Return the current time on this device."""
 
-    def travelled(self, kind: Kind, unit: int, start: float) -> None:
+    def travelled(self, kind: LaneKind, unit: int, start: float) -> None:
         """Record the end of a unit's job that began at `start`."""
 
 
@@ -75,7 +75,7 @@ class Lane(ABC):
     clock: of the program that runs, if any.
     """
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: LaneKind) -> None:
         # Names the threads, and tells the clock what has ended. Never changes.
         self._kind = kind
         # Set by the executor at the begin of each program. None where nobody records: on the lane of outer gradients,
@@ -175,7 +175,7 @@ class Threads(Lane):
     """`AT_ONCE` threads, started with the first job. They are daemons, so that a thread that waits for a failed rank
     does not keep the process alive."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: LaneKind) -> None:
         super().__init__(kind)
         # Filled by the computation alone, whose order is the peers' order; emptied by all threads. None ends a thread.
         self._jobs: queue.SimpleQueue[_ThreadJob | None] = queue.SimpleQueue()
@@ -243,7 +243,7 @@ class _StreamJob:
 class Stream(Lane):
     """A CUDA stream. The host launches a job's work when the job is submitted: see [Note: streams and memory]."""
 
-    def __init__(self, kind: Kind, device: torch.device) -> None:
+    def __init__(self, kind: LaneKind, device: torch.device) -> None:
         super().__init__(kind)
         # With its index: [Note: the current device].
         self._device = device
@@ -314,7 +314,7 @@ class _StreamThreadJob(_ThreadJob):
 class StreamThreads(Threads):
     """Threads with a stream each, for transports that wait on the host between copies from and to the device."""
 
-    def __init__(self, kind: Kind, device: torch.device) -> None:
+    def __init__(self, kind: LaneKind, device: torch.device) -> None:
         super().__init__(kind)
         self._device = device
         # Thread -> its stream, which lives as long as the thread: what one job frees is the next one's, in order.
@@ -324,18 +324,18 @@ class StreamThreads(Threads):
         return _StreamThreadJob(work, self._device, self._own)
 
 
-def lanes_of(device: torch.device, *, alone: bool, waits_on_host: bool) -> dict[Kind, Lane]:
+def lanes_of(device: torch.device, *, alone: bool, waits_on_host: bool) -> dict[LaneKind, Lane]:
     """Return a lane for each kind of job; `alone` if no other rank shares this rank's parameters.
 
     waits_on_host: whether jobs return when they have finished, instead of when they have been launched.
     """
     # No job of a step sends anything. Islands of one rank still send outer gradients: their lane is not among these.
     if alone:
-        return {kind: Inline(kind) for kind in KINDS}
-    return {kind: lane_of(kind, device, waits_on_host=waits_on_host) for kind in KINDS}
+        return {kind: Inline(kind) for kind in STEP_LANES}
+    return {kind: lane_of(kind, device, waits_on_host=waits_on_host) for kind in STEP_LANES}
 
 
-def lane_of(kind: Kind, device: torch.device, *, waits_on_host: bool) -> Lane:
+def lane_of(kind: LaneKind, device: torch.device, *, waits_on_host: bool) -> Lane:
     """A lane of several ranks; `waits_on_host` as `lanes_of` has it. A CUDA device has an index."""
     if device.type != "cuda":
         return Threads(kind)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SOFTWARE = ("atoll", "atoll's source", "torch", "python", "transformers")
 DIGEST = "#"
 """Prefix of a value that means nothing to a reader; an error only reports that it differs."""
-SHOWN = 160
+_SHOWN = 160
 """Maximum length of a value in an error."""
 LISTED = 6
 """Maximum number of differences in an error."""
@@ -56,7 +56,7 @@ def check_same(store: Store, rank: int, world: int, facts: Mapping[str, str], *,
     advice: what to do if facts other than those of the software differ.
     """
     key = f"atoll/same/{store.add(f'atoll/same/{rank}', 1)}"
-    shown = {name: value if len(value) <= SHOWN else DIGEST + digest(value.encode()) for name, value in facts.items()}
+    shown = {name: value if len(value) <= _SHOWN else DIGEST + digest(value.encode()) for name, value in facts.items()}
     store.set(f"{key}/{rank}", json.dumps(shown))
     if rank == 0:
         said = [parse_json(store.get(f"{key}/{other}")) for other in range(world)]

@@ -68,7 +68,7 @@ class Buffer:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class CodecKind:
     """A codec: its name, elements of a block, and whether it rounds at random."""
 
     name: str
@@ -86,14 +86,14 @@ class Setting:
     levels: str
     inter: int
     intra: int
-    gradient: Kind | None
-    parameter: Kind | None
+    gradient: CodecKind | None
+    parameter: CodecKind | None
     feedback: bool
     seed: int
     buffers: tuple[Buffer, ...]
 
 
-def coded(values: Tensor, kind: Kind, seed: int | None = None) -> Tensor:
+def coded(values: Tensor, kind: CodecKind, seed: int | None = None) -> Tensor:
     """Values as they are after a message."""
     noise = None
     if kind.is_random and seed is not None:
@@ -298,7 +298,7 @@ class Coding:
             for name, copy in copies.items():
                 copy.copy_(masters[name])
             return
-        kind = Kind(kind.name, kind.block)  # rounded to nearest
+        kind = CodecKind(kind.name, kind.block)  # rounded to nearest
         follows = p != "G" and os == "G"
         before = {name: copy.clone() for name, copy in copies.items()}  # copies of a tied parameter all start from it
         for buffer in setting.buffers:

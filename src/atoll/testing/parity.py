@@ -28,7 +28,7 @@ from atoll.runtime.sharding.optimizer import decay_matrices
 from atoll.runtime.sharding.tensors import whole_output
 from atoll.runtime.transport import GlooTransport
 from atoll.testing.buffers import buffers_of
-from atoll.testing.coded import Kind, Setting
+from atoll.testing.coded import CodecKind, Setting
 from atoll.testing.pool import run_ranks
 from atoll.testing.reference import (
     History,
@@ -244,8 +244,8 @@ def _train_with_units(case: Case, first: int = 0) -> tuple[History, tuple[tuple[
     return history, units
 
 
-def _kind(codec: Codec | None) -> Kind | None:
-    return None if codec is None else Kind(codec.name, codec.block, codec.rounding == "stochastic")
+def _kind(codec: Codec | None) -> CodecKind | None:
+    return None if codec is None else CodecKind(codec.name, codec.block, codec.rounding == "stochastic")
 
 
 def setting_of(case: Case, histories: Sequence[History]) -> Setting | None:

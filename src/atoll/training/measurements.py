@@ -35,7 +35,7 @@ from atoll.training.prediction import predict_plan
 OF_CONFIG = {"config", "set", "seconds", "vocabulary", "world", "reads_in_place", "device", "name"}
 OF_RUN = {"run", "name"}
 
-KINDS: Mapping[str, tuple[type, ...]] = {
+_KINDS: Mapping[str, tuple[type, ...]] = {
     "name": (str,),
     "run": (str,),
     "config": (str, dict),
@@ -244,8 +244,8 @@ def _read_row(row: Any, folder: Path, number: int) -> Measured:
     if unknown:
         raise ConfigError(f"unknown keys {', '.join(unknown)}; known: {', '.join(sorted(OF_CONFIG | OF_RUN))}")
     for key, value in row.items():
-        if not isinstance(value, KINDS[key]) or (isinstance(value, bool) and bool not in KINDS[key]):
-            raise ConfigError(f"{key} = {value!r}: must be {' or '.join(kind.__name__ for kind in KINDS[key])}")
+        if not isinstance(value, _KINDS[key]) or (isinstance(value, bool) and bool not in _KINDS[key]):
+            raise ConfigError(f"{key} = {value!r}: must be {' or '.join(kind.__name__ for kind in _KINDS[key])}")
     if "run" in row:
         return read_run(folder / row["run"]).measured
     seconds = float(row.get("seconds", math.nan))

@@ -67,7 +67,7 @@ class Recorder:
 
     def plan(self, plan: Plan, footprints: Sequence[Footprint], blocks: Sequence[Sequence[str]], **facts: Any) -> None:
         """Write the actions of each rank, and its predicted bytes. facts: of this start."""
-        values = {**describe(plan, footprints, blocks), **facts}
+        values = {**_describe(plan, footprints, blocks), **facts}
         files.write(self.folder.plan, json.dumps(values, indent=1) + "\n")
 
     def prediction(self, prediction: Prediction) -> None:
@@ -187,7 +187,7 @@ class Recorder:
                 self._events.add_scalar(name, value, step)
 
 
-def describe(plan: Plan, footprints: Sequence[Footprint], blocks: Sequence[Sequence[str]]) -> dict[str, Any]:
+def _describe(plan: Plan, footprints: Sequence[Footprint], blocks: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Return a plan as plain values. blocks: names of each stage's; footprints: by rank, in bytes."""
     schedule = plan.schedule
     ranks = []

@@ -31,7 +31,7 @@ from atoll.training.report import (
     with_measurements,
 )
 
-SHOWN = ("loss", "grad_norm", "tokens_per_second", "seconds", "lr", "bubble", "memory_bytes")
+_SHOWN = ("loss", "grad_norm", "tokens_per_second", "seconds", "lr", "bubble", "memory_bytes")
 """Keys of metrics.jsonl that are drawn."""
 MEASURED = ("seconds", "tokens_per_second", "bubble")
 """Keys that a typical step must have."""
@@ -131,7 +131,7 @@ class RunReader:
             figures["peak memory"] = f"{format_bytes(max(timing.peaks))} {timing.memory}"
             memory = None if memory is None else replace(memory, peaks=timing.peaks, measured=timing.memory)
         curves = Curves(
-            _columns(records, ("step", *SHOWN)),
+            _columns(records, ("step", *_SHOWN)),
             _columns(read_records(folder.validation), ("step", "loss")),
         )
         return with_measurements(

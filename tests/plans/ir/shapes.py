@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 from atoll.plans.ir import Action, Op, Placement, Schedule
-from atoll.plans.ir.placement import Kind
+from atoll.plans.ir.placement import PlacementKind
 
 Rows = list[list[str]]
 
 
-def typed(*rows: str, kind: Kind = "line", chunks: int = 1, microbatches: int | None = None) -> Schedule:
+def typed(*rows: str, kind: PlacementKind = "line", chunks: int = 1, microbatches: int | None = None) -> Schedule:
     """A schedule from rows such as "0F0 0B0"; as many microbatches as are named."""
     actions = tuple(tuple(Action.parse(cell) for cell in row.split()) for row in rows)
     named = [action.microbatch or 0 for row in actions for action in row]
@@ -38,7 +38,7 @@ def random_schedule(seed: int) -> Schedule:
     executable by construction and otherwise arbitrary.
     """
     chance = random.Random(seed)
-    kind: Kind = chance.choice(["line", "loop", "v"])
+    kind: PlacementKind = chance.choice(["line", "loop", "v"])
     chunks = {"line": 1, "v": 2}.get(kind, chance.randint(1, 3))
     placement = Placement(kind, chance.randint(1, 4), chunks)
     microbatches = chance.randint(1, 5)

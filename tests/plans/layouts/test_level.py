@@ -8,8 +8,8 @@ from atoll.plans.layouts import (
     SYNC_GRADIENT,
     SYNC_PARAMETER,
     Axis,
-    Kind,
     Level,
+    MoveKind,
     Moves,
 )
 
@@ -18,7 +18,7 @@ def _walk(moves: Moves, start: Level) -> Level:
     """The level where `moves` end that begin at `start`; fails if a move does not begin where the last ended."""
     level = start
     for move in moves:
-        before, after = (move.coarse, move.fine) if move.kind is Kind.REDUCE else (move.fine, move.coarse)
+        before, after = (move.coarse, move.fine) if move.kind is MoveKind.REDUCE else (move.fine, move.coarse)
         assert level is before, f"{move} begins at {before.name}, the last ended at {level.name}"
         level = after
     return level
@@ -46,14 +46,14 @@ def test_syncing_parameters_joins_the_levels(optimizer: Level, parameter: Level)
         assert moves == (), "a finer copy is an own slice: nothing travels"
     else:
         assert _walk(moves, optimizer) is parameter
-    assert all(move.kind is Kind.GATHER for move in moves)
+    assert all(move.kind is MoveKind.GATHER for move in moves)
 
 
 @pytest.mark.parametrize(("gradient", "optimizer"), list(SYNC_GRADIENT))
 def test_a_gradient_is_summed_once_along_each_axis(gradient: Level, optimizer: Level) -> None:
     moves = (*REDUCE_GRADIENT[gradient], *SYNC_GRADIENT[gradient, optimizer])
     for axis in Axis:
-        assert sum(move.kind is Kind.REDUCE and move.axis is axis for move in moves) == 1
+        assert sum(move.kind is MoveKind.REDUCE and move.axis is axis for move in moves) == 1
 
 
 def test_the_tables_are_complete() -> None:

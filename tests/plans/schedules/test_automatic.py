@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from atoll.base.errors import ConfigError
 from atoll.plans.ir import Op, Placement, Schedule, lower
-from atoll.plans.ir.placement import Kind
+from atoll.plans.ir.placement import PlacementKind
 from atoll.plans.schedules import Memory, Problem, build, lower_bound, portfolio
 from atoll.plans.schedules.automatic import find
 from atoll.plans.schedules.exact import solve
@@ -142,7 +142,7 @@ def test_zb_v_is_no_worse_than_its_fixed_order(objective: str) -> None:
 )
 @settings(max_examples=40)
 def test_any_problem_has_an_order_that_fits(
-    kind: Kind, ranks: int, microbatches: int, times: tuple[float, float, float], hop: float, ratio: float,
+    kind: PlacementKind, ranks: int, microbatches: int, times: tuple[float, float, float], hop: float, ratio: float,
     room: float, is_fused: bool, objective: str,
 ) -> None:  # fmt: skip
     costs = Costs(*times, hop=hop, fused_backward=is_fused)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from atoll.base.errors import AtollError
 from atoll.plans.ir import Placement
-from atoll.plans.ir.placement import Kind
+from atoll.plans.ir.placement import PlacementKind
 from atoll.plans.schedules import CATALOGUE, Memory, Problem, build, exact, lower_bound, one_rank, search
 from atoll.plans.schedules.memory import peak_of
 from atoll.plans.schedules.problem import OBJECTIVES
@@ -19,7 +19,7 @@ from atoll.program.sim import Costs, simulate
 def small(seed: int) -> Problem:
     """A few microbatches of any costs and limits."""
     chance = random.Random(seed)
-    kind: Kind = chance.choice(["line", "line", "v", "loop"])
+    kind: PlacementKind = chance.choice(["line", "line", "v", "loop"])
     ranks, chunks = (chance.choice([2, 3, 4]), 1) if kind == "line" else (2, 2)
     times = [tuple(chance.choice([0.0, 0.5, 1.0, 1.5, 2.0]) for _ in range(ranks)) for _ in range(3)]
     costs = Costs(*times, hop=chance.choice([0.0, 0.25]), fused_backward=chance.random() < 0.3)

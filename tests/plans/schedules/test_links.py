@@ -9,7 +9,7 @@ import pytest
 
 from atoll.base.errors import ConfigError
 from atoll.plans.ir import Op, Placement, Schedule, lower
-from atoll.plans.ir.placement import Kind
+from atoll.plans.ir.placement import PlacementKind
 from atoll.plans.schedules import Link, Links, Memory, Problem, build, exact, lower_bound, search
 from atoll.plans.schedules.automatic import find
 from atoll.plans.schedules.links import Hops
@@ -134,7 +134,7 @@ def test_a_number_and_links_of_that_latency_are_the_same() -> None:
 
 def small(seed: int) -> Problem:
     chance = random.Random(seed)
-    kind: Kind = chance.choice(["line", "line", "v", "loop"])
+    kind: PlacementKind = chance.choice(["line", "line", "v", "loop"])
     ranks, chunks = (3, 1) if kind == "line" else (2, 2)
     times = [tuple(chance.choice([0.5, 1.0, 1.5, 2.0]) for _ in range(ranks * chunks)) for _ in range(3)]
     names = ("", "wan") if seed % 2 else ("",)
@@ -187,7 +187,7 @@ def test_the_bound_knows_what_a_link_carries() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "chunks"), [("line", 1), ("loop", 2), ("v", 2)])
 @pytest.mark.parametrize("seed", range(2))
-def test_an_automatic_order_is_never_worse_than_a_closed_form(kind: Kind, chunks: int, seed: int) -> None:
+def test_an_automatic_order_is_never_worse_than_a_closed_form(kind: PlacementKind, chunks: int, seed: int) -> None:
     """Under the same links, in the memory of each."""
     placement, microbatches = Placement(kind, 4, chunks), 10
     costs = Costs(1.0, 1.1, 0.8, hop=links_of(seed, 4))

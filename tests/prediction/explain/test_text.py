@@ -24,7 +24,7 @@ CONFIG, CLUSTER = ROOT / "configs" / "llama-3-8b.toml", ROOT / "configs" / "clus
 
 
 def lines(explanation: Explanation) -> str:
-    return "\n".join(text.describe(explanation))
+    return "\n".join(text.describe_explanation(explanation))
 
 
 @pytest.mark.parametrize("explanation", PLANS.values(), ids=PLANS)
@@ -38,7 +38,7 @@ def test_every_plan_is_described(explanation: Explanation) -> None:
 
 def test_the_words_for_a_peak() -> None:
     explanation = explained()
-    before = takewhile(lambda line: "has the highest peak" not in line, text.describe(explanation))
+    before = takewhile(lambda line: "has the highest peak" not in line, text.describe_explanation(explanation))
     found = [words for words in " ".join(" ".join(before).split()).split("Rank ") if " peaks " in words]
     assert len(found) == 2
     for each, words in zip(explanation.holdings, found, strict=True):

@@ -19,7 +19,7 @@ def answer() -> Answer:
 
 
 def line(answer: Answer, name: str) -> str:
-    return next(each for each in text.describe(answer) if each.split()[:1] == [name])
+    return next(each for each in text.describe_answer(answer) if each.split()[:1] == [name])
 
 
 @pytest.mark.parametrize(

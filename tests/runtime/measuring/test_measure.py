@@ -16,7 +16,7 @@ from atoll.plans.plan import MeshShape, Plan
 from atoll.prediction.cost import Cluster, Prediction, Transformer, Use
 from atoll.runtime.measuring.device import _Bench
 from atoll.runtime.measuring.host import machine_memory
-from atoll.runtime.measuring.measure import describe, measure, statistic, to_tables, to_text
+from atoll.runtime.measuring.measure import describe_cluster, measure, statistic, to_tables, to_text
 from atoll.runtime.measuring.stopwatch import Stopwatch, typical
 from atoll.testing import run_ranks
 
@@ -93,7 +93,7 @@ def test_two_nodes_of_one_rank_have_a_network_only(tmp_path: Path) -> None:
     assert cluster.node.link is None
     assert cluster.network is not None
     assert "[node.link]" not in to_text(cluster)
-    assert "network card" in describe(cluster)
+    assert "network card" in describe_cluster(cluster)
 
 
 @pytest.mark.alone

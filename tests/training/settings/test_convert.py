@@ -625,16 +625,16 @@ def test_values_of_another_type_are_said() -> None:
 
 
 def test_the_command_writes_a_config_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from atoll.cli.convert import command
+    from atoll.cli.convert import convert_command
 
     given = tmp_path / "ds_config.json"
     given.write_text(json.dumps(DEEPSPEED))
-    command(given, out=tmp_path / "run.toml")
+    convert_command(given, out=tmp_path / "run.toml")
     assert load(tmp_path / "run.toml").parallel.layout == "NGG"
     assert "# Not carried over:" in (tmp_path / "run.toml").read_text()
     assert "not carried over: flops_profiler" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="exists; name another file"):
-        command(given, out=tmp_path / "run.toml")
+        convert_command(given, out=tmp_path / "run.toml")
 
 
 @pytest.mark.parametrize(("name", "content", "words"), [
@@ -648,11 +648,11 @@ def test_the_command_writes_a_config_that_loads(tmp_path: Path, capsys: pytest.C
     ("a.txt", "", "supported are .json"),
 ])  # fmt: skip
 def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, content: str, words: str) -> None:
-    from atoll.cli.convert import command
+    from atoll.cli.convert import convert_command
 
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=words):
-        command(tmp_path / name)
+        convert_command(tmp_path / name)
 
 
 # ---- what a file leaves out

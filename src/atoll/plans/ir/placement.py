@@ -16,21 +16,21 @@ from typing import Literal, get_args
 
 from atoll.base.errors import ScheduleError
 
-Kind = Literal["line", "loop", "v"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+PlacementKind = Literal["line", "loop", "v"]
+PLACEMENT_KINDS: tuple[PlacementKind, ...] = get_args(PlacementKind)
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Stage -> rank, for `ranks` ranks with `chunks` stages each: a line has 1 chunk, a v has 2, a loop any number."""
 
-    kind: Kind
+    kind: PlacementKind
     ranks: int
     chunks: int = 1
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ScheduleError(f"placement {self.kind!r} does not exist: choose one of {', '.join(KINDS)}")
+        if self.kind not in PLACEMENT_KINDS:
+            raise ScheduleError(f"placement {self.kind!r} does not exist: choose one of {', '.join(PLACEMENT_KINDS)}")
         if self.ranks < 1 or self.chunks < 1:
             raise ScheduleError(f"a placement needs at least 1 rank and 1 chunk, not {self.ranks} and {self.chunks}")
         wanted = {"line": 1, "v": 2}.get(self.kind, self.chunks)

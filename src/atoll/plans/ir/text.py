@@ -9,7 +9,7 @@ import re
 from atoll.base.errors import ScheduleError
 from atoll.plans.ir.action import Action
 from atoll.plans.ir.draw import IDLE, layout_rows
-from atoll.plans.ir.placement import KINDS, Kind, Placement
+from atoll.plans.ir.placement import PLACEMENT_KINDS, Placement, PlacementKind
 from atoll.plans.ir.schedule import Rows, Schedule
 
 _OVERLAP = re.compile(r"\(([^();]+);([^();]+)\)OVERLAP_F_B")
@@ -84,7 +84,7 @@ def _placement_of(rows: Rows) -> Placement:
         if all(stages <= set(placement.stages_of(rank)) for rank, stages in enumerate(seen)):
             return placement
     found = "; ".join(f"rank {rank}: {', '.join(map(str, sorted(stages)))}" for rank, stages in enumerate(seen))
-    raise ScheduleError(f"no placement ({', '.join(KINDS)}) puts these stages on these ranks: {found}")
+    raise ScheduleError(f"no placement ({', '.join(PLACEMENT_KINDS)}) puts these stages on these ranks: {found}")
 
 
 def _parse_row(rank: int, cells: list[str]) -> tuple[Action, ...]:
@@ -94,5 +94,5 @@ def _parse_row(rank: int, cells: list[str]) -> tuple[Action, ...]:
         raise ScheduleError(f"rank {rank}: {error}") from None
 
 
-def _kind(text: str) -> Kind:
-    return next(kind for kind in KINDS if kind == text)
+def _kind(text: str) -> PlacementKind:
+    return next(kind for kind in PLACEMENT_KINDS if kind == text)

@@ -14,9 +14,9 @@ from atoll.plans.layouts.level import (
     SYNC_GRADIENT,
     SYNC_PARAMETER,
     Axis,
-    Kind,
     Level,
     Move,
+    MoveKind,
     Moves,
 )
 from atoll.plans.layouts.matrices import (
@@ -62,11 +62,11 @@ __all__ = [
     "FlatMap",
     "Footprint",
     "Holders",
-    "Kind",
     "Layout",
     "Level",
     "Matrix",
     "Move",
+    "MoveKind",
     "Moves",
     "Nest",
     "NewtonSchulz",

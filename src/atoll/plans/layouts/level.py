@@ -33,7 +33,7 @@ class Axis(Enum):
     INTRA = "intra"
 
 
-class Kind(Enum):
+class MoveKind(Enum):
     """The collective of a move: an all-gather or a reduce-scatter."""
 
     GATHER = "gather"
@@ -48,7 +48,7 @@ class Move:
     reduce (reduce-scatter) from the coarser to the finer.
     """
 
-    kind: Kind
+    kind: MoveKind
     axis: Axis
 
     @property
@@ -65,10 +65,10 @@ class Move:
 AT_ONCE = 2
 """Maximum number of concurrent syncs, and of gathers: one on the slow link, one on the fast one."""
 
-GATHER_INTER = Move(Kind.GATHER, Axis.INTER)
-GATHER_INTRA = Move(Kind.GATHER, Axis.INTRA)
-REDUCE_INTRA = Move(Kind.REDUCE, Axis.INTRA)
-REDUCE_INTER = Move(Kind.REDUCE, Axis.INTER)
+GATHER_INTER = Move(MoveKind.GATHER, Axis.INTER)
+GATHER_INTRA = Move(MoveKind.GATHER, Axis.INTRA)
+REDUCE_INTRA = Move(MoveKind.REDUCE, Axis.INTRA)
+REDUCE_INTER = Move(MoveKind.REDUCE, Axis.INTER)
 
 Moves = tuple[Move, ...]
 N, I, G = Level.N, Level.I, Level.G  # noqa: E741

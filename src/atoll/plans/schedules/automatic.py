@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from atoll.plans.ir.placement import Kind, Placement
+from atoll.plans.ir.placement import Placement, PlacementKind
 from atoll.plans.ir.schedule import Schedule
 from atoll.plans.schedules.memory import Memory, PerRank, peak_of
 from atoll.plans.schedules.problem import Objective, Problem
@@ -31,7 +31,7 @@ def automatic(
     *,
     ranks: int,
     microbatches: int,
-    placement: Kind | None = None,
+    placement: PlacementKind | None = None,
     chunks: int | None = None,
     costs: StageCosts | None = None,
     objective: Objective = "makespan",
@@ -57,7 +57,7 @@ def zb_1p(
     *,
     ranks: int,
     microbatches: int,
-    placement: Kind | None = None,
+    placement: PlacementKind | None = None,
     chunks: int | None = None,
     costs: StageCosts | None = None,
     objective: Objective = "makespan",
@@ -82,7 +82,7 @@ def zb_2p(
     *,
     ranks: int,
     microbatches: int,
-    placement: Kind | None = None,
+    placement: PlacementKind | None = None,
     chunks: int | None = None,
     costs: StageCosts | None = None,
     objective: Objective = "makespan",
@@ -149,9 +149,9 @@ def own_limit(name: str, memory: Memory, ranks: int, microbatches: int) -> Memor
     return memory if kept is None else _limited(memory, ranks, kept)
 
 
-def placement_of(kind: Kind | None, ranks: int, chunks: int | None) -> Placement:
+def placement_of(kind: PlacementKind | None, ranks: int, chunks: int | None) -> Placement:
     """Return the requested placement: a line, or a loop if only chunks are given."""
-    chosen: Kind = kind or ("loop" if (chunks or 1) > 1 else "line")
+    chosen: PlacementKind = kind or ("loop" if (chunks or 1) > 1 else "line")
     return Placement(chosen, ranks, chunks or {"line": 1, "v": 2, "loop": 2}[chosen])
 
 

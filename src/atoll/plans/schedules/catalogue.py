@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from atoll.base.errors import ConfigError
-from atoll.plans.ir.placement import Kind
+from atoll.plans.ir.placement import PlacementKind
 from atoll.plans.ir.schedule import Schedule
 from atoll.plans.schedules import forms
 from atoll.plans.schedules.automatic import automatic, zb_1p, zb_2p, zero_bubble_v
@@ -44,7 +44,7 @@ class Entry:
     bubbles: tuple[ClosedForm, ...]
     activations: RankForm
     kept: RankForm
-    placement: Kind = "line"
+    placement: PlacementKind = "line"
     chunks: int = 1
     options: tuple[str, ...] = ()
 

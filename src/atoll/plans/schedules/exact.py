@@ -19,7 +19,7 @@ from typing import Any
 
 from atoll.base.errors import ConfigError
 from atoll.plans.ir.action import Action, Op
-from atoll.plans.ir.placement import Kind
+from atoll.plans.ir.placement import PlacementKind
 from atoll.plans.ir.schedule import Schedule
 from atoll.plans.ir.table import F, I, W
 from atoll.plans.schedules.automatic import find, placement_of
@@ -64,7 +64,7 @@ def optimal(
     *,
     ranks: int,
     microbatches: int,
-    placement: Kind | None = None,
+    placement: PlacementKind | None = None,
     chunks: int | None = None,
     costs: StageCosts | None = None,
     objective: Objective = "makespan",

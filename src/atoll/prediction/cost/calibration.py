@@ -231,7 +231,7 @@ class Way:
     axis: str
 
 
-Kind = tuple[Kernel, ...] | Hop | Way | Literal["update", "pause"]
+_Kind = tuple[Kernel, ...] | Hop | Way | Literal["update", "pause"]
 """Kernels of a part of a block, traffic of a link, the optimizer's step, or pauses."""
 
 
@@ -240,7 +240,7 @@ class _Linear:
 
     def __init__(self, step: Step) -> None:
         self._any = step.played[0][1]
-        self._shares: defaultdict[Kind, float] = defaultdict(float)
+        self._shares: defaultdict[_Kind, float] = defaultdict(float)
         for weight, prediction in step.played:
             for kind, seconds in _shares(prediction):
                 if seconds:
@@ -252,10 +252,10 @@ class _Linear:
         now = self._times(self._any.on(changed(self._any.given, constants)))
         return sum(share * now[kind] / self._base[kind] for kind, share in self._shares.items())
 
-    def _times(self, prediction: Prediction) -> dict[Kind, float]:
+    def _times(self, prediction: Prediction) -> dict[_Kind, float]:
         """Return the seconds of one instruction of each kind."""
         links = prediction.durations.links
-        found: dict[Kind, float] = {}
+        found: dict[_Kind, float] = {}
         for kind in self._shares:
             match kind:
                 case Hop():
@@ -271,7 +271,7 @@ class _Linear:
         return found
 
 
-def _shares(prediction: Prediction) -> Iterator[tuple[Kind, float]]:
+def _shares(prediction: Prediction) -> Iterator[tuple[_Kind, float]]:
     """Yield the seconds of each kind of instruction in a step. They add up to the step, which is as long as its
     critical path."""
     programs, works = prediction.ranks.programs, (*prediction.ranks.works, *prediction.ranks.slices.works)

@@ -16,7 +16,7 @@ MOST_BETTER = 5
 """Number of faster alternatives to list."""
 
 
-def describe(explanation: Explanation) -> Iterator[str]:
+def describe_explanation(explanation: Explanation) -> Iterator[str]:
     """Yield the whole explanation, line by line."""
     for at, (title, section) in enumerate(SECTIONS.items()):
         lines = list(section(explanation))

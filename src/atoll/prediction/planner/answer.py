@@ -67,7 +67,7 @@ class Answer:
         return found
 
     def __str__(self) -> str:
-        return "\n".join(text.describe(self))
+        return "\n".join(text.describe_answer(self))
 
     @cached_property
     def best(self) -> Candidate:

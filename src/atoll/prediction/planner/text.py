@@ -13,11 +13,11 @@ from atoll.prediction.planner.candidate import Candidate, choices
 if TYPE_CHECKING:
     from atoll.prediction.planner.answer import Answer
 
-SHOWN = 0.005
+SMALLEST_SHARE = 0.005
 """Smallest share of a step for which a part is listed."""
 
 
-def describe(answer: Answer, own: Prediction | None = None) -> Iterator[str]:
+def describe_answer(answer: Answer, own: Prediction | None = None) -> Iterator[str]:
     """Yield the plan, its memory and time, the runners-up, and the effect of other choices and conditions."""
     best, prediction = answer.best, answer.prediction
     devices = prediction.plan.mesh.world
@@ -70,7 +70,7 @@ def _time(prediction: Prediction) -> str:
     """Return the largest parts of the busiest rank's step."""
     busiest = prediction.breakdown[busiest_rank(prediction.breakdown)]
     parts = {PARTS[name]: value / busiest.total for name, value in busiest._asdict().items()}
-    named = sorted((share, name) for name, share in parts.items() if share >= SHOWN)
+    named = sorted((share, name) for name, share in parts.items() if share >= SMALLEST_SHARE)
     return ", ".join(f"{name} {share:.1%}" for share, name in reversed(named))
 
 

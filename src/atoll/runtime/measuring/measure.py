@@ -83,7 +83,7 @@ def to_text(cluster: Cluster) -> str:
     return nested_to_toml(to_tables(cluster))
 
 
-def describe(cluster: Cluster) -> str:
+def describe_cluster(cluster: Cluster) -> str:
     """Return the measurements, one line each."""
     device, reached = cluster.device, cluster.device.efficiency
     rows = [

@@ -104,10 +104,10 @@ def _measure(request: Request, rendezvous: Rendezvous, store: Store) -> None:
 
 def _conclude(request: Request, cluster: Cluster, *, seconds: float) -> None:
     from atoll.base.units import format_seconds
-    from atoll.runtime.measuring.measure import describe, to_tables, to_text
+    from atoll.runtime.measuring.measure import describe_cluster, to_tables, to_text
 
     write(request.path, to_text(cluster))
-    text = json.dumps(to_tables(cluster), indent=2) if request.as_json else describe(cluster)
+    text = json.dumps(to_tables(cluster), indent=2) if request.as_json else describe_cluster(cluster)
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
     sys.stderr.write(f"wrote {request.path} after {format_seconds(seconds)}\n")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-KINDS = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
+_KINDS = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
 """Classes of transformers that know which class a configuration with several parts has."""
 
 
@@ -45,7 +45,7 @@ def whole_model(config: Any) -> Any | None:
     """Return the model with all parts on `meta`, or None if transformers has no class for it."""
     import transformers
 
-    for kind in (getattr(transformers, name, None) for name in KINDS):
+    for kind in (getattr(transformers, name, None) for name in _KINDS):
         if kind is not None and type(config) in kind._model_mapping:
             with torch.device("meta"):
                 return kind.from_config(config)

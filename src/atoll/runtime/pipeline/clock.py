@@ -16,9 +16,9 @@ import torch
 from atoll.plans.ir import Action, Op
 from atoll.program import Instruction, Operation
 from atoll.program.trace import Span, lane_of
-from atoll.runtime.lanes import Kind
+from atoll.runtime.lanes import LaneKind
 
-_OP: Mapping[Kind, Op] = {"gather": Op.UNSHARD, "reduce": Op.REDUCE_GRAD}
+_OP: Mapping[LaneKind, Op] = {"gather": Op.UNSHARD, "reduce": Op.REDUCE_GRAD}
 
 
 class ProgramClock:
@@ -75,7 +75,7 @@ class ProgramClock:
         """Return a time in seconds."""
         return point
 
-    def travelled(self, kind: Kind, unit: int, start: float) -> None:
+    def travelled(self, kind: LaneKind, unit: int, start: float) -> None:
         """Record that a unit has been gathered or reduced since `start`. Called by any thread."""
         if kind in _OP:
             self.add(Action(self._stages[unit], _OP[kind]), start)

@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
-from atoll.plans.layouts import Axis, Kind, Move
+from atoll.plans.layouts import Axis, Move, MoveKind
 from atoll.runtime import lanes
 from atoll.runtime.sharding.flat_group import FlatGroup
 from atoll.runtime.transport import Channel, Tag
 
 # A job has at most one collective of each kind along each axis, so the channel tells its messages apart. NCCL ignores
 # tags: its collectives match by the order of launches, which is the program's, the same on all ranks of a collective.
-CHANNELS: Mapping[tuple[Kind, Axis], Channel] = {
-    (Kind.GATHER, Axis.INTRA): Channel.GATHER_INTRA,
-    (Kind.GATHER, Axis.INTER): Channel.GATHER_INTER,
-    (Kind.REDUCE, Axis.INTRA): Channel.REDUCE_INTRA,
-    (Kind.REDUCE, Axis.INTER): Channel.REDUCE_INTER,
+CHANNELS: Mapping[tuple[MoveKind, Axis], Channel] = {
+    (MoveKind.GATHER, Axis.INTRA): Channel.GATHER_INTRA,
+    (MoveKind.GATHER, Axis.INTER): Channel.GATHER_INTER,
+    (MoveKind.REDUCE, Axis.INTRA): Channel.REDUCE_INTRA,
+    (MoveKind.REDUCE, Axis.INTER): Channel.REDUCE_INTER,
 }
 
 
@@ -43,18 +43,18 @@ class Collectives:
         self._flat = flat
         self._around = flat.around
 
-    def start(self, kind: lanes.Kind, work: Callable[[], None], *, after: lanes.Job | None) -> lanes.Job:
+    def start(self, kind: lanes.LaneKind, work: Callable[[], None], *, after: lanes.Job | None) -> lanes.Job:
         """Start a job on the lane of `kind`, behind another job."""
         return self._around.lanes[kind].start(work, unit=self._flat.tag[0], after=after)
 
-    def run(self, kind: lanes.Kind, work: Callable[[], None], *, after: lanes.Job | None) -> None:
+    def run(self, kind: lanes.LaneKind, work: Callable[[], None], *, after: lanes.Job | None) -> None:
         """Run the work of such a job on the computing thread and its stream, which wait for `after` alone."""
         self._around.lanes[kind].do(work, unit=self._flat.tag[0], after=after)
 
     def move(self, buffer: torch.Tensor, move: Move, purpose: Purpose, **options: Any) -> None:
         """Run a move in a buffer of its coarse level; `options` as the transport's `gather` and `reduce` have them."""
         transport = self._around.transport
-        collective = transport.gather if move.kind is Kind.GATHER else transport.reduce
+        collective = transport.gather if move.kind is MoveKind.GATHER else transport.reduce
         collective(buffer, self._around.peers(move.axis), self._tag_of(move, purpose), **options)
 
     def move_encoded(self, collective: Callable[..., None], move: Move, purpose: Purpose, **options: Any) -> None:

@@ -27,7 +27,7 @@ from functools import partial
 
 import torch
 
-from atoll.plans.layouts import REDUCE_GRADIENT, SYNC_GRADIENT, Kind, Level, Move
+from atoll.plans.layouts import REDUCE_GRADIENT, SYNC_GRADIENT, Level, Move, MoveKind
 from atoll.program import Phase
 from atoll.runtime import lanes
 from atoll.runtime.sharding import coding
@@ -242,7 +242,7 @@ class Gradients:
         if wide is not shard:  # only where os is coarser: then the moves are gathers, which fill every other block
             flat.part(wide, coarse, g).copy_(shard)
         for move in SYNC_GRADIENT[g, os]:
-            part, what = flat.part(wide, coarse, move.coarse), "sync" if move.kind is Kind.REDUCE else "gather"
+            part, what = flat.part(wide, coarse, move.coarse), "sync" if move.kind is MoveKind.REDUCE else "gather"
             self._move(part, move, Purpose.SYNC_GRADIENT, phase=flat.phases[0], what=what)
         self.final = flat.part(wide, coarse, os)
         if final is not None:
@@ -269,7 +269,7 @@ class Gradients:
 
         # The buffer of a move along inter and the residual are both I-shards, so their blocks match. A reduction
         # encodes the blocks of other groups, a gather the own block: no element of a residual serves both.
-        if move.kind is Kind.REDUCE:
+        if move.kind is MoveKind.REDUCE:
             reduce = partial(coding.reduce, codec, buffer, scale=scale)
             self._collectives.move_encoded(reduce, move, purpose, noise=noise, residual=residual)
         else:

@@ -25,7 +25,7 @@ from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Transport
 from atoll.runtime.verdict import named
 
-KINDS = ("master weights", "parameters", "optimizer state", "anchors")
+_KINDS = ("master weights", "parameters", "optimizer state", "anchors")
 AT_A_TIME = 1 << 26
 """Bytes that are copied from a device at once."""
 _DIGITS = 12
@@ -36,7 +36,7 @@ _DIGITS = 12
 class Holding:
     """One replicated value on one rank. key: equal on all ranks that replicate it.  value: digest of its bytes.
 
-    unit: its place in the model.  kind: its place in `KINDS`.
+    unit: its place in the model.  kind: its place in `_KINDS`.
     """
 
     key: int
@@ -56,7 +56,7 @@ class Difference:
 
     def describe(self, names: Sequence[str]) -> str:
         """One line; names: of the units."""
-        what = f"{KINDS[self.kind]} of {names[self.unit]}"
+        what = f"{_KINDS[self.kind]} of {names[self.unit]}"
         if not self.others:
             return f"{named(self.ranks)} hold different {what}, and none is in the majority"
         verb = "hold" if len(self.ranks) > 1 else "holds"
@@ -72,7 +72,7 @@ def holdings(
     units = tuple(units)
     segments = {(unit.spec.index, part): each for unit in units for part, each in enumerate(unit.segments)}
     for at, part, tensors in () if outer is None else outer.holdings():
-        segment, kind = segments[at, part], KINDS.index("anchors")
+        segment, kind = segments[at, part], _KINDS.index("anchors")
         held = segment.flat.range(Level.G)
         common = at, part, kind, held.start, held.stop, _position(segment, tp)
         yield Holding(short(digest(repr(common).encode())), short(digest_of(tensors)), at, kind=kind)

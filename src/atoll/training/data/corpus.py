@@ -54,7 +54,7 @@ TEXT_FIELD = "text"
 _READ_BYTES = 1 << 20
 
 
-class Kind(StrEnum):
+class SourceKind(StrEnum):
     """The kind of a source's files."""
 
     FILES = "files"
@@ -71,7 +71,7 @@ class Source:
     """
 
     name: str
-    kind: Kind
+    kind: SourceKind
     root: Path
     files: tuple[Path, ...]
     text_field: str = TEXT_FIELD
@@ -116,7 +116,7 @@ def find_sources(
 ) -> tuple[Source, ...]:
     """Return several sources with the same settings, see `find_source`."""
     found = tuple(_find(source, text_field, has_records=has_records, key=key) for source in sources)
-    files = [file for each in found if each.kind is Kind.FILES for file in each.files]
+    files = [file for each in found if each.kind is SourceKind.FILES for file in each.files]
     has_fields = len(files) < sum(len(each.files) for each in found)
     if text_field != TEXT_FIELD and not has_fields and all(_form(file) is Form.TEXT for file in files):
         names = ", ".join(repr(source) for source in sources)
@@ -138,7 +138,7 @@ def _find(source: str, text_field: str, *, has_records: bool, key: str) -> Sourc
                 "text; give JSON lines, an array of texts, or of objects that have one each, or the text itself in a "
                 ".txt file"
             )
-        return Source(source, Kind.FILES, path.parent, (path,), text_field, key)
+        return Source(source, SourceKind.FILES, path.parent, (path,), text_field, key)
     if not path.is_dir():
         raise DataError(
             f"{key} = {source!r}: there is no such file or folder (looked for {path.absolute()}); "
@@ -146,7 +146,7 @@ def _find(source: str, text_field: str, *, has_records: bool, key: str) -> Sourc
         )
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         files = tuple(file for file in _below(path) if file.suffix in {".arrow", ".json"})
-        return Source(source, Kind.DATASETS, path, files, text_field, key)
+        return Source(source, SourceKind.DATASETS, path, files, text_field, key)
     known = (RECORD_SUFFIXES if has_records else TEXT_SUFFIXES) | JSONL_SUFFIXES | PARQUET_SUFFIXES
     files = tuple(file for file in _below(path) if inner_suffix(file) in known)
     if not files:
@@ -154,7 +154,7 @@ def _find(source: str, text_field: str, *, has_records: bool, key: str) -> Sourc
         raise DataError(
             f"{key} = {source!r}: no {what} below {path.absolute()}; known suffixes: {', '.join(sorted(known))}"
         )
-    return Source(source, Kind.FILES, path, files, text_field, key)
+    return Source(source, SourceKind.FILES, path, files, text_field, key)
 
 
 def _form(path: Path) -> Form:
@@ -173,7 +173,7 @@ def _stdlib(text_field: str, key: str) -> Source:
             f'{key} = "{STDLIB}": the standard library of this interpreter has no .py files at {root}; '
             "give a file or a folder of text instead"
         )
-    return Source(STDLIB, Kind.FILES, root, files, text_field, key)
+    return Source(STDLIB, SourceKind.FILES, root, files, text_field, key)
 
 
 def _below(root: Path, *, without: frozenset[str] = frozenset()) -> list[Path]:
@@ -211,7 +211,7 @@ def fingerprint(source: Source) -> str:
 def documents(source: Source, bad: BadRecords | None = None) -> Iterator[str]:
     """Yield the documents that are not empty, in a fixed order. bad: collects broken records."""
     bad, column = BadRecords() if bad is None else bad, source.text_field
-    if source.kind is Kind.DATASETS:
+    if source.kind is SourceKind.DATASETS:
         texts = _column(source, column, bad)
     else:
         texts = (text for file, part in source.pieces for text in _readable(file, read_file(file, column, part, bad)))
@@ -233,7 +233,7 @@ def records(
     bad: BadRecords | None = None,
 ) -> Iterator[Record]:
     """Yield the records of a source, in a fixed order. See `read_records`."""
-    if source.kind is Kind.DATASETS:
+    if source.kind is SourceKind.DATASETS:
         return _saved_dataset(source, columns, hint, without)
     return (
         each

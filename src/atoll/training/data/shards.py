@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from atoll.training.data.corpus import Kind, Source, dataset_rows, unreadable
+from atoll.training.data.corpus import Source, SourceKind, dataset_rows, unreadable
 from atoll.training.data.files import Range, parts_of
 
 
@@ -39,7 +39,7 @@ def identity_of(source: Source) -> str:
 
 def cut(source: Source, nbytes: int) -> tuple[Shard, ...]:
     """Return the shards of a source whose `identity` is known."""
-    if source.kind is Kind.DATASETS:
+    if source.kind is SourceKind.DATASETS:
         size, rows = sum(_size(file) for file in source.files), dataset_rows(source)
         parts = pairwise([*range(0, rows, max(1, rows * nbytes // max(1, size))), rows])
         groups: list[list[Piece]] = [[(source.root, part, size * (part[1] - part[0]) // rows)] for part in parts]
@@ -77,7 +77,7 @@ def _groups(pieces: Iterator[Piece], nbytes: int) -> Iterator[list[Piece]]:
 
 
 def _shard(source: Source, number: int, group: Sequence[Piece], count: int) -> Shard:
-    begin = group[0][0] if source.kind is Kind.FILES else None
+    begin = group[0][0] if source.kind is SourceKind.FILES else None
     where = "" if begin is None else f" from {source.relative(begin)} on"
     # If a file changes and keeps its size, its shard is encoded again, and the index reports the difference.
     times = [path.stat().st_mtime_ns for path, _, _ in group]
