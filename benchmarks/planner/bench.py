@@ -10,7 +10,7 @@ from typing import Any
 
 import atoll
 from atoll.prediction.cost import Cluster, Transformer
-from atoll.prediction.planner import EFFORT, Goal, choices
+from atoll.prediction.planner import BUDGET, Goal, choices
 from benchmarks.islands import tables
 
 
@@ -43,12 +43,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Ask every question twice."""
     rows = []
     for question in QUESTIONS[:1] if arguments.quick else QUESTIONS:
-        rows.append(asked(question, effort=10_000 if arguments.quick else EFFORT))
+        rows.append(asked(question, effort=10_000 if arguments.quick else BUDGET))
         print(_line(rows[-1]), flush=True)
     return {"rows": rows}
 
 
-def asked(question: Question, *, effort: int = EFFORT) -> dict[str, Any]:
+def asked(question: Question, *, effort: int = BUDGET) -> dict[str, Any]:
     """Ask one question twice. effort: as `atoll.plan` has it."""
     cluster = Cluster.of(
         {

@@ -68,7 +68,7 @@ PAGES = (
                     "NewtonSchulz",
                     "Matrix",
                     "Holders",
-                    "Piece",
+                    "MatrixPiece",
                     "pieces",
                     "deal",
                     "swapped_along",
@@ -144,7 +144,7 @@ PAGES = (
             "atoll": ["plan", "predict", "Cluster"],
             "atoll.prediction.planner": [
                 *("Goal", "Space", "Search", "Found", "Answer", "Candidate", "Alternative", "Change", "Order"),
-                *("choices", "settings", "EFFORT"),
+                *("choices", "settings", "BUDGET"),
             ],
         },
     ),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import atoll.plans.outer
 from atoll.base.errors import PlanError
 from atoll.plans.layouts import Codec, Layout
-from atoll.plans.outer import Outer, Way, largest_at_once
+from atoll.plans.outer import Outer, OuterAction, largest_at_once
 from atoll.plans.plan import MeshShape, Plan
 from atoll.plans.schedules import build
 
@@ -31,7 +31,7 @@ def test_each_fragment_leaves_once_an_interval_and_arrives_before_it_leaves_agai
     arrived: dict[int, list[int]] = {}
     for step in range(1, 4 * outer.every + 1):
         for way, fragment in outer.turns(step, units):
-            if way is Way.LEAVES:
+            if way is OuterAction.LEAVES:
                 assert len(arrived.get(fragment, [])) == len(left.get(fragment, [])), "it is still under way"
                 left.setdefault(fragment, []).append(step)
             else:
@@ -48,7 +48,7 @@ def test_islands_meet_where_something_arrives(case: tuple[Outer, int]) -> None:
     outer, units = case
     for step in range(1, 3 * outer.every):
         ways = [way for way, _ in outer.turns(step, units)]
-        assert outer.meets(step, units) == (Way.ARRIVES in ways)
+        assert outer.meets(step, units) == (OuterAction.ARRIVES in ways)
 
 
 @given(outers())
@@ -59,7 +59,7 @@ def test_the_largest_at_once_is_that_of_a_simulation(case: tuple[Outer, int]) ->
     most = 0.0
     for step in range(1, 4 * outer.every + 1):
         for way, fragment in outer.turns(step, units):
-            (under_way.add if way is Way.LEAVES else under_way.discard)(fragment)
+            (under_way.add if way is OuterAction.LEAVES else under_way.discard)(fragment)
             most = max(most, sum(size for unit, size in sizes.items() if outer.fragment_of(unit, units) in under_way))
     if outer.delay:
         assert largest_at_once(outer, sizes, units) == most
@@ -72,7 +72,7 @@ def test_the_drawing_of_the_docstring() -> None:
     lines = (atoll.plans.outer.__doc__ or "").splitlines()
     drawn = {word: next(line for line in lines if line.split()[:1] == [word]) for word in ("step", "leaves", "arrives")}
     columns = {match.end(): int(match[0]) for match in re.finditer(r"\d+", drawn["step"])}
-    for way in Way:
+    for way in OuterAction:
         found = {columns[match.end()]: int(match[0]) for match in re.finditer(r"\d+", drawn[way.value])}
         wanted = {step: turn.fragment for step in columns.values() for turn in outer.turns(step, 3) if turn.way is way}
         assert found == wanted

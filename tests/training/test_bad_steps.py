@@ -16,7 +16,7 @@ from atoll.testing import run_ranks
 from atoll.training.config.load import from_dict
 from atoll.training.folder import RunFolder, Start, read_records
 from atoll.training.samples import Samples
-from atoll.training.session import run
+from atoll.training.session import run_session
 from atoll.training.signals import StopRequest
 from tests.pages import ROOT, blocks
 
@@ -61,7 +61,9 @@ def in_rank(values: dict[str, dict[str, Any]], bad: tuple[int, ...]) -> tuple[in
     config = from_dict(values)
     with patch.object(Samples, "take", noted), patch.object(decoder.DecoderLayer, "forward", spoiled):
         try:
-            ending = run(config, config.to_plan(), device=torch.device("cpu"), start=Start.AUTO, stop=StopRequest())
+            ending = run_session(
+                config, config.to_plan(), device=torch.device("cpu"), start=Start.AUTO, stop=StopRequest()
+            )
         except BadStepError as error:
             return -1, str(error)
     return ending.step, ""

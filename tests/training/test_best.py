@@ -14,7 +14,7 @@ from atoll.testing import run_ranks
 from atoll.training.best import Best
 from atoll.training.config.load import from_dict
 from atoll.training.folder import RunFolder, Start, read_records
-from atoll.training.session import RunResult, run
+from atoll.training.session import RunResult, run_session
 from atoll.training.signals import StopRequest
 
 TEXT = "".join(f"the {number} brown foxes jump over {number * number} lazy dogs\n" for number in range(60))
@@ -52,7 +52,7 @@ def settings(folder: Path, *, parallel: dict[str, Any] | None = None, **train: A
 def train(values: dict[str, Any]) -> RunResult:
     config = from_dict(values)
     RunFolder(Path(config.run.folder)).check(Start.AUTO)
-    return run(config, config.to_plan(), device=torch.device("cpu"), start=Start.AUTO, stop=StopRequest())
+    return run_session(config, config.to_plan(), device=torch.device("cpu"), start=Start.AUTO, stop=StopRequest())
 
 
 def checkpoints(folder: Path) -> list[str]:

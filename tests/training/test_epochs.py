@@ -20,7 +20,7 @@ from atoll.training.dry_run import check_run
 from atoll.training.folder import RunFolder, Start, read_records
 from atoll.training.process import Request
 from atoll.training.samples import Samples, prepare_corpus
-from atoll.training.session import RunResult, run
+from atoll.training.session import RunResult, run_session
 from atoll.training.signals import StopRequest
 
 BATCH = 8
@@ -76,7 +76,7 @@ def train(values: dict[str, dict[str, Any]]) -> RunResult:
     config = from_dict(values)
     if config.parallel.ranks == 1:
         RunFolder(Path(config.run.folder)).check(Start.AUTO)
-    return run(config, config.to_plan(), device=torch.device("cpu"), start=Start.AUTO, stop=StopRequest())
+    return run_session(config, config.to_plan(), device=torch.device("cpu"), start=Start.AUTO, stop=StopRequest())
 
 
 def figures(folder: Path) -> dict[int, tuple[float, ...]]:

@@ -30,7 +30,7 @@ from atoll.training.data.tokenizer import FileTokenizer
 from atoll.training.folder import RunFolder, Start
 from atoll.training.interchange import export_folder, import_folder
 from atoll.training.pretrained import hugging_face_config, hugging_face_model
-from atoll.training.session import run
+from atoll.training.session import run_session
 from atoll.training.signals import StopRequest
 from tests.families import Family
 
@@ -225,7 +225,7 @@ def train_and_look(values: dict[str, Any]) -> tuple[str, torch.Tensor | None]:
     """Train a config; the last checkpoint, and logits of an engine that starts from it."""
     found = from_dict(values)
     RunFolder(Path(found.run.folder)).check(Start.OVERWRITE)
-    ending = run(found, found.to_plan(), device=torch.device("cpu"), start=Start.OVERWRITE, stop=StopRequest())
+    ending = run_session(found, found.to_plan(), device=torch.device("cpu"), start=Start.OVERWRITE, stop=StopRequest())
     from atoll.training.build import build_engine, build_model
 
     with warnings.catch_warnings():
@@ -391,7 +391,9 @@ def train_and_look_at_nothing(values: dict[str, Any]) -> str:
     found = from_dict(values)
     RunFolder(Path(found.run.folder)).check(Start.OVERWRITE)
     return str(
-        run(found, found.to_plan(), device=torch.device("cpu"), start=Start.OVERWRITE, stop=StopRequest()).checkpoint
+        run_session(
+            found, found.to_plan(), device=torch.device("cpu"), start=Start.OVERWRITE, stop=StopRequest()
+        ).checkpoint
     )
 
 

@@ -16,7 +16,7 @@ from atoll.training.config.load import from_dict
 from atoll.training.folder import RunFolder, Start, read_records
 from atoll.training.loggers import Logger, check_loggers
 from atoll.training.prediction import predict
-from atoll.training.session import run
+from atoll.training.session import run_session
 from atoll.training.signals import StopRequest
 from atoll.training.utilisation import Peak, peak_of, utilised_seconds
 from tests.loggers import FakeMlflow, FakeWandb
@@ -48,7 +48,7 @@ def test_every_logger_gets_what_the_folder_has(tmp_path: Path, packages: dict[st
         values = settings(tmp_path / "run", corpus, train={"steps": steps}, run={"loggers": names})
         config = from_dict(values)
         RunFolder(tmp_path / "run").check(Start.AUTO)
-        run(config, config.to_plan(), device=torch.device("cpu"), start=Start.AUTO, stop=StopRequest())
+        run_session(config, config.to_plan(), device=torch.device("cpu"), start=Start.AUTO, stop=StopRequest())
     metrics = read_records(tmp_path / "run" / "metrics.jsonl")
     validation = read_records(tmp_path / "run" / "validation.jsonl")
     for fake in packages.values():

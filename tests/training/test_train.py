@@ -22,7 +22,7 @@ from atoll.training.config.load import from_dict
 from atoll.training.folder import RunFolder, Start, append, read_records
 from atoll.training.lock import Holder, RunLock
 from atoll.training.samples import prepare_corpus, vocabulary_of
-from atoll.training.session import run
+from atoll.training.session import run_session
 from atoll.training.signals import StopRequest
 
 STEPS = 6
@@ -55,7 +55,7 @@ def in_rank(values: dict[str, dict[str, Any]], start: Start) -> tuple[int, str |
     """What one rank does; the step it reached and the text it generated."""
     config = from_dict(values)
     plan = config.to_plan()
-    ending = run(config, plan, device=torch.device("cpu"), start=start, stop=StopRequest())
+    ending = run_session(config, plan, device=torch.device("cpu"), start=start, stop=StopRequest())
     return ending.step, ending.sample
 
 
@@ -276,7 +276,9 @@ def test_a_run_whose_folder_was_taken_over_ends_before_it_writes(tmp_path: Path,
         other = replace(Holder.own(), host="node9", boot="another boot")
         (folder / ".lock").write_text(json.dumps(asdict(other)))
         with pytest.raises(RunError, match=r"taken over by process .* on node9"):
-            run(config, config.to_plan(), device=torch.device("cpu"), start=Start.AUTO, stop=StopRequest(), lock=lock)
+            run_session(
+                config, config.to_plan(), device=torch.device("cpu"), start=Start.AUTO, stop=StopRequest(), lock=lock
+            )
     assert [path.name for path in folder.iterdir()] == [".lock"]
 
 

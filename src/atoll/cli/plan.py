@@ -53,7 +53,7 @@ def plan_command(
     if as_json:
         import json
 
-        typer.echo(json.dumps(summary(answer, own)))
+        typer.echo(json.dumps(_summary(answer, own)))
         return
     typer.echo("\n".join(describe_answer(answer, own)))
 
@@ -74,7 +74,7 @@ def _own(config: Config, cluster: Cluster) -> Prediction | None:
 # ---- values
 
 
-def summary(answer: Answer, own: Prediction | None = None) -> dict[str, Any]:
+def _summary(answer: Answer, own: Prediction | None = None) -> dict[str, Any]:
     """Return the JSON object of `atoll plan`."""
     from atoll.prediction.cost.summary import summary as predicted
     from atoll.prediction.planner import choices, settings

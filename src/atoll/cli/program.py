@@ -50,7 +50,7 @@ def program_command(
     if as_json:
         import json
 
-        typer.echo(json.dumps({**summary(found, rank), "outer": turns}))
+        typer.echo(json.dumps({**_summary(found, rank), "outer": turns}))
         return
     for line in [*_describe(found, microbatch=microbatch), *_outer_lines(turns, plan)]:
         typer.echo(line)
@@ -59,7 +59,7 @@ def program_command(
 def outer_turns(found: Described, plan: Plan) -> list[dict[str, Any]]:
     """Return the outer work of a rank in an interval, once the first fragments have been applied."""
     from atoll.plans.layouts import ITEM_BYTES
-    from atoll.plans.outer import Way
+    from atoll.plans.outer import OuterAction
 
     outer, islands, turns = plan.outer, plan.mesh.inter, []
     item = ITEM_BYTES[plan.precision.master]
@@ -68,7 +68,7 @@ def outer_turns(found: Described, plan: Plan) -> list[dict[str, Any]]:
     for step, each in outer.interval(found.count):
         for way, fragment in each:
             units = [unit for unit in found.outgoing if outer.fragment_of(unit, found.count) == fragment]
-            parts = [numel for unit in units for numel in found.outgoing[unit]] if way is Way.LEAVES else []
+            parts = [numel for unit in units for numel in found.outgoing[unit]] if way is OuterAction.LEAVES else []
             sent = sum(outer.sent_bytes(numel, islands, item) for numel in parts)
             turns.append({"step": step, "way": way.value, "fragment": fragment, "units": units, "bytes": sent})
     return turns
@@ -129,7 +129,7 @@ def _describe(found: Described, *, microbatch: int | None = None) -> list[str]:
     return lines
 
 
-def summary(found: Described, rank: int) -> dict[str, Any]:
+def _summary(found: Described, rank: int) -> dict[str, Any]:
     """Return the documented JSON object."""
     from atoll.program.memory import held_after
 

@@ -101,7 +101,9 @@ def schedule_command(
     trace = simulate(schedule, costs, memory)
     _note_excess(schedule, memory)
     _write_files(schedule, trace, csv, svg)
-    typer.echo(json.dumps(summary(schedule, trace, bound)) if as_json else _describe(schedule, trace, bound, objective))
+    typer.echo(
+        json.dumps(_summary(schedule, trace, bound)) if as_json else _describe(schedule, trace, bound, objective)
+    )
 
 
 def _build(
@@ -198,7 +200,7 @@ def _check_words(asked: dict[str, Any]) -> None:
             raise ConfigError(f"--{option} is {asked[option]!r}: choose one of {', '.join(words)}")
 
 
-def summary(schedule: Schedule, trace: Trace, bound: float) -> dict[str, object]:
+def _summary(schedule: Schedule, trace: Trace, bound: float) -> dict[str, object]:
     """Return the output of `--json`."""
     return {
         "schedule": schedule.name,

@@ -46,7 +46,7 @@ MIX = 0.5
 """Default `mix` with a delay, as in Streaming DiLoCo. Without a delay it is 0."""
 
 
-class Way(Enum):
+class OuterAction(Enum):
     """LEAVES: the outer gradients of a fragment are sent.  ARRIVES: their mean is applied."""
 
     LEAVES = "leaves"
@@ -56,7 +56,7 @@ class Way(Enum):
 class Turn(NamedTuple):
     """Outer work of one fragment after a step."""
 
-    way: Way
+    way: OuterAction
     fragment: int
 
 
@@ -183,8 +183,8 @@ class Outer:
 
         With a delay, fragments are applied before others are sent.
         """
-        leaves = [Turn(Way.LEAVES, each) for each in self._leaving(step, units)]
-        arrives = [Turn(Way.ARRIVES, each) for each in self._leaving(step - self.delay, units)]
+        leaves = [Turn(OuterAction.LEAVES, each) for each in self._leaving(step, units)]
+        arrives = [Turn(OuterAction.ARRIVES, each) for each in self._leaving(step - self.delay, units)]
         return (*arrives, *leaves) if self.delay else (*leaves, *arrives)
 
     def meets(self, step: int, units: int) -> bool:
@@ -220,7 +220,7 @@ def largest_at_once(outer: Outer, sizes: Mapping[int, float], units: int) -> flo
             own[turn.fragment]
             for before in range(step - max(outer.delay - 1, 0), step + 1)
             for turn in outer.turns(before, units)
-            if turn.way is Way.LEAVES
+            if turn.way is OuterAction.LEAVES
         )
 
     return max(sum(in_flight(step)) for step in steps)

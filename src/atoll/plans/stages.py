@@ -133,12 +133,12 @@ def _by_hand(
     return counts
 
 
-Way = tuple[int, ...]
+_Way = tuple[int, ...]
 """Number of parts of each stage."""
 
 _Amounts = tuple[float, ...]
-_Weight = tuple[float, _Amounts, _Amounts, _Amounts, _Amounts, Way]
-_LineWeight = tuple[_Amounts, _Amounts, Way]
+_Weight = tuple[float, _Amounts, _Amounts, _Amounts, _Amounts, _Way]
+_LineWeight = tuple[_Amounts, _Amounts, _Way]
 
 
 class _Search:
@@ -153,7 +153,7 @@ class _Search:
         self._memory = _running_sum(sum(blocks[at].memory for at in part) for part in parts)
         self._tries = 0
 
-    def find(self) -> Way:
+    def find(self) -> _Way:
         """Return the most even split that was found; if it exceeds the limit, so do all others that were tried."""
         stages = self._placement.stages
         found = _cut_line(self._costs, self._memory, stages, limit=self._limit)
@@ -165,7 +165,7 @@ class _Search:
             found = self._improve(lightest)
         return found
 
-    def _improve(self, way: Way) -> Way:
+    def _improve(self, way: _Way) -> _Way:
         """Move parts between stages as long as that helps, then try whether further moves help after one that does
         not."""
         if self._placement.kind == "line":
@@ -186,7 +186,7 @@ class _Search:
                     break
         return way
 
-    def _descend(self, way: Way) -> tuple[_Weight, Way]:
+    def _descend(self, way: _Way) -> tuple[_Weight, _Way]:
         """Apply the best move until no move improves the split."""
         best = self._weigh(way)
         goes_on = True
@@ -200,7 +200,7 @@ class _Search:
                         best, way, goes_on = weight, moved, True
         return best, way
 
-    def _weigh(self, way: Way, best: _Weight | None = None) -> _Weight:
+    def _weigh(self, way: _Way, best: _Weight | None = None) -> _Weight:
         """Return the criteria of the note for a split, after the bytes above the limit; less is better.
 
         Returns `best` early if the ranks of this split have more work.
@@ -220,7 +220,7 @@ class _Search:
             tuple(-count for count in way),
         )
 
-    def _turns(self, sums: Sequence[float], way: Way) -> list[list[float]]:
+    def _turns(self, sums: Sequence[float], way: _Way) -> list[list[float]]:
         """Return the work of each turn's stages, rank by rank."""
         ranks = self._placement.ranks
         at = [sums[part] for part in accumulate(way, initial=0)]
@@ -231,7 +231,7 @@ class _Search:
         return turns
 
 
-def _moved(way: Way, move: tuple[int, int]) -> Way:
+def _moved(way: _Way, move: tuple[int, int]) -> _Way:
     """Return a split in which a stage gives one part to another; those between them pass one on."""
     giver, taker = move
     changed = list(way)
@@ -240,7 +240,7 @@ def _moved(way: Way, move: tuple[int, int]) -> Way:
     return tuple(changed)
 
 
-def _cut_line(costs: Sequence[float], memory: Sequence[float], stages: int, limit: float = math.inf) -> Way | None:
+def _cut_line(costs: Sequence[float], memory: Sequence[float], stages: int, limit: float = math.inf) -> _Way | None:
     """Return the most even split on a line, or None if each has a stage above the limit.
 
     Dynamic programming over running sums: which of two splits of the first parts is more even does not depend on the

@@ -36,13 +36,13 @@ CHUNKS = (2, 3, 4)
 FINALISTS = 2
 """Number of placements for which a schedule is searched."""
 
-ROUNDS = 3
+_ROUNDS = 3
 """Maximum number of rounds that improve split and schedule in turns."""
 
 PLAYED = 100_000_000 if IS_COMPILED else 1_000_000
 """Maximum number of simulated actions while splits are changed, over all placements."""
 
-Way = tuple[int, ...]
+_Way = tuple[int, ...]
 """Number of layers of each stage."""
 
 
@@ -175,7 +175,7 @@ class _Split:
 
     def improve(self) -> None:
         """Improve the schedule for the split and the split for the schedule, in turns."""
-        for _ in range(ROUNDS):
+        for _ in range(_ROUNDS):
             before = self.makespan
             problem = self._problem(self.way)
             assert problem is not None
@@ -196,12 +196,12 @@ class _Split:
                 if self.way[giver] > 1 and self._weigh(_moved(self.way, giver, taker)):
                     goes_on = True
 
-    def costs(self, way: Way) -> Costs:
+    def costs(self, way: _Way) -> Costs:
         """Return the costs of each stage."""
         forward, input_grad, weight_grad = self._stages(way)
         return Costs(forward, input_grad, weight_grad, hop=self.hop)
 
-    def _memory(self, way: Way) -> Memory:
+    def _memory(self, way: _Way) -> Memory:
         """Return the memory; each chunk of a rank counts as its largest one."""
         runs = [self.layers[first:last] for first, last in pairwise(accumulate(way, initial=0))]
         own = [[runs[stage] for stage in self.placement.stages_of(rank)] for rank in range(self.placement.ranks)]
@@ -213,14 +213,14 @@ class _Split:
             limit=self.limit,
         )
 
-    def _problem(self, way: Way) -> Problem | None:
+    def _problem(self, way: _Way) -> Problem | None:
         """Return the scheduling problem, or None if a rank cannot hold one microbatch."""
         try:
             return Problem.of(self.placement, self.microbatches, costs=self.costs(way), memory=self._memory(way))
         except ConfigError:
             return None
 
-    def _even(self) -> Way:
+    def _even(self) -> _Way:
         """Return the split of `atoll.plans.stages`."""
         blocks = [BlockWeight(str(at), "layer", layer.work, layer.static) for at, layer in enumerate(self.layers)]
         return tuple(map(len, split_blocks(blocks, self.placement)))
@@ -239,7 +239,7 @@ class _Split:
                 except AtollError:  # a size that the schedule does not support
                     continue
 
-    def _weigh(self, way: Way) -> bool:
+    def _weigh(self, way: _Way) -> bool:
         """Simulate a split under the schedules and keep the best. Return True if it was improved."""
         times = [sum(parts) for parts in zip(*self._stages(way), strict=True)]
         ranks = range(self.placement.ranks)
@@ -263,7 +263,7 @@ class _Split:
         self.board.load(schedule)
         return schedule, integers(self.board.order), integers(self.board.length)
 
-    def _stages(self, way: Way) -> list[tuple[float, ...]]:
+    def _stages(self, way: _Way) -> list[tuple[float, ...]]:
         """Return F, I and W of each stage."""
         bounds = list(pairwise(accumulate(way, initial=0)))
         return [tuple(column[last] - column[first] for first, last in bounds) for column in self.sums]
@@ -273,7 +273,7 @@ def _times(layer: Layer) -> tuple[float, float, float]:
     return layer.forward, layer.input_grad, layer.weight_grad
 
 
-def _moved(way: Way, giver: int, taker: int) -> Way:
+def _moved(way: _Way, giver: int, taker: int) -> _Way:
     changed = list(way)
     changed[giver] -= 1
     changed[taker] += 1

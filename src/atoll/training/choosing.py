@@ -16,7 +16,7 @@ from atoll.base.errors import ConfigError
 from atoll.base.toml import value_to_toml
 from atoll.plans.layouts import Layout
 from atoll.prediction.cost import Cluster, Transformer, Workload
-from atoll.prediction.planner import EFFORT, Answer, Candidate, Goal, Order, Search, Space, settings
+from atoll.prediction.planner import BUDGET, Answer, Candidate, Goal, Order, Search, Space, settings
 from atoll.runtime.rendezvous import torchrun_environment
 from atoll.training.config import Config, load
 from atoll.training.config.worlds import check_world, fit
@@ -50,7 +50,7 @@ def plan(
     goal: Goal | None = None,
     space: Space | None = None,
     *,
-    effort: int = EFFORT,
+    effort: int = BUDGET,
 ) -> Answer:
     """Choose the plan with the lowest predicted step time that fits in the memory of every rank.
 

@@ -236,7 +236,7 @@ def _train(
     request: Request, config: Config, plan: Plan, *, rendezvous: Rendezvous, store: Store, stop: StopRequest
 ) -> RunResult:
     from atoll.runtime import transport
-    from atoll.training.session import run
+    from atoll.training.session import run_session
 
     device = _choose_device(config, rendezvous)
     check_same(
@@ -257,7 +257,9 @@ def _train(
         here = None
         if rendezvous.rank == 0 and rendezvous.local_world == rendezvous.world:
             here = measured_cluster(config, rendezvous.world, device.type)
-        ending = run(config, plan, device=device, start=request.effective_start, stop=stop, lock=lock, here=here)
+        ending = run_session(
+            config, plan, device=device, start=request.effective_start, stop=stop, lock=lock, here=here
+        )
         if rendezvous.rank == 0:
             _conclude(request, ending)
         transport.leave()

@@ -150,7 +150,7 @@ def _predicted_peaks(prediction: Mapping[str, Any]) -> list[int]:
     return [count(peak["total"], limit=LARGEST_BYTES) - count(peak["context"], limit=LARGEST_BYTES) for peak in peaks]
 
 
-def run(
+def run_session(
     config: Config,
     plan: Plan,
     *,

@@ -241,7 +241,7 @@ def swapped_along(level: Level) -> tuple[str, ...]:
     return {Level.N: (), Level.I: ("intra",), Level.G: ("inter", "intra")}[level]
 
 
-class Piece(NamedTuple):
+class MatrixPiece(NamedTuple):
     """What a holder has of a matrix. matrix: its place among those of the segment.  offset: in the holder's shard.
     tp, start, stop: elements of the part that its tensor-parallel rank has of the matrix, flattened."""
 
@@ -259,7 +259,7 @@ class Piece(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def pieces(matrices: tuple[Matrix, ...], holders: Holders, multiple: int) -> tuple[Piece, ...]:
+def pieces(matrices: tuple[Matrix, ...], holders: Holders, multiple: int) -> tuple[MatrixPiece, ...]:
     """Where the matrices of a flat buffer rest, whose parameters they are, by holder and then by matrix.
 
     multiple: what a flat buffer is padded to a multiple of.
@@ -276,7 +276,7 @@ def pieces(matrices: tuple[Matrix, ...], holders: Holders, multiple: int) -> tup
             for shard in range(begin // size if size else 0, -(-end // size) if size and end > begin else 0):
                 low, high = max(begin, shard * size), min(end, (shard + 1) * size)
                 holder = tp * holders.shards + shard
-                found.append(Piece(at, holder, low - shard * size, tp, low - begin, high - begin))
+                found.append(MatrixPiece(at, holder, low - shard * size, tp, low - begin, high - begin))
     return tuple(sorted(found, key=lambda piece: (piece.holder, piece.matrix)))
 
 

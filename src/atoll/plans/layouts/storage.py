@@ -23,7 +23,7 @@ from atoll.plans.layouts.level import (
     Level,
     Move,
 )
-from atoll.plans.layouts.matrices import Holders, Matrix, Piece, Whole, deal, pieces
+from atoll.plans.layouts.matrices import Holders, Matrix, MatrixPiece, Whole, deal, pieces
 from atoll.plans.layouts.precision import ITEM_BYTES, Precision
 
 AXES = ("intra", "tp", "inter")
@@ -228,7 +228,7 @@ class Sharding:
                 found[at][nth] = replace(found[at][nth], owners=own)
         return found
 
-    def pieces(self, segment: SegmentShape) -> tuple[Piece, ...]:
+    def pieces(self, segment: SegmentShape) -> tuple[MatrixPiece, ...]:
         """Where the matrices of a segment rest."""
         return pieces(segment.matrices, self.holders(segment), self.nest.ranks)
 

@@ -181,5 +181,5 @@ def find(problem: Problem) -> Search:
     from atoll.plans.schedules.search import Search
 
     search = Search(problem)
-    portfolio.run(search)
+    portfolio.run_portfolio(search)
     return search

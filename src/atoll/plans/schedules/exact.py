@@ -31,7 +31,7 @@ from atoll.plans.schedules.timing import StageCosts
 LARGEST = 2_000
 """Largest number of actions of a step for the solver: beyond it, the solver would only repeat the result of `auto`."""
 
-EFFORT = 2.0
+_EFFORT = 2.0
 """Default effort in deterministic seconds of the solver, about ten times as many seconds of one core."""
 
 TICKS = 1 << 27
@@ -88,7 +88,7 @@ def optimal(
     return solve(problem).schedule
 
 
-def solve(problem: Problem, *, effort: float = EFFORT, is_verbose: bool = False) -> Optimum:
+def solve(problem: Problem, *, effort: float = _EFFORT, is_verbose: bool = False) -> Optimum:
     """Return the best order, starting from the result of `auto`; `effort` in deterministic seconds of the solver."""
     if find_spec("ortools") is None:
         raise ConfigError("schedule 'optimal' needs OR-Tools: install the extra, as in pip install 'atoll[optimal]'")

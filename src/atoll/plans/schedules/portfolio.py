@@ -61,7 +61,7 @@ FEWEST_SHAKEN = 500
 nothing."""
 
 
-def run(search: Search) -> None:
+def run_portfolio(search: Search) -> None:
     """Try all candidates, until the bound is reached or the effort is spent."""
     fixed = tuple(fixed_orders(search.problem))
     for schedule in fixed:

@@ -28,7 +28,7 @@ EFFORT = 11_000_000 if IS_COMPILED else 600_000
 TRIES = 10_000
 """Maximum number of orders that each part of a search simulates: small problems need no more."""
 
-ROUNDS = 3
+_ROUNDS = 3
 """Rules are chosen on a step of at most so many microbatches per rank: after that an order repeats itself."""
 
 FREE = 1 << 40
@@ -269,7 +269,7 @@ class Search:
 
 def shortened(problem: Problem) -> Problem:
     """Return the same problem with a shorter step, on which rules are chosen."""
-    return replace(problem, microbatches=min(problem.microbatches, ROUNDS * problem.placement.ranks + 2))
+    return replace(problem, microbatches=min(problem.microbatches, _ROUNDS * problem.placement.ranks + 2))
 
 
 def round_trips(problem: Problem) -> list[int]:

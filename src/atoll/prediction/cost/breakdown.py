@@ -84,7 +84,7 @@ def break_down(
     )
 
 
-class Piece(NamedTuple):
+class Period(NamedTuple):
     """A period in which a pipeline rank does one thing. nth: the instruction of its program.  part: of `Breakdown`."""
 
     nth: int
@@ -93,7 +93,7 @@ class Piece(NamedTuple):
     end: float
 
 
-def pieces(played: Played, rank: int, compute: Seconds, inside: Seconds | None = None) -> Iterator[Piece]:
+def pieces(played: Played, rank: int, compute: Seconds, inside: Seconds | None = None) -> Iterator[Period]:
     """Yield the pieces of a rank's last simulated step, in order and without gaps.
 
     A wait for another rank is the bubble until that rank has sent, and then its own cause.  compute, inside: as in
@@ -116,7 +116,7 @@ def pieces(played: Played, rank: int, compute: Seconds, inside: Seconds | None =
             both = (cause, before, end), (cause, end, end)
         for part, start, stop in both:
             if stop > start:
-                yield Piece(nth, part, start, stop)
+                yield Period(nth, part, start, stop)
         before = end
 
 

@@ -8,7 +8,7 @@ slower gives the share of each kind in the step; the sum as a function of the co
 Fitting and simulating alternate until the path no longer changes.
 
 A few steps carry little information about ten constants. So each constant has a prior at its previous value, with the
-uncertainty `Range.spread`. Constants on which no step depends are unchanged.
+uncertainty `_Range.spread`. Constants on which no step depends are unchanged.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ of the fit."""
 FAR = 3.0
 """Factor by which a constant is changed, up and down, to test if a step depends on it."""
 
-ROUNDS = 4
+_ROUNDS = 4
 """Maximum number of rounds of simulation."""
 
 
-class Range(NamedTuple):
+class _Range(NamedTuple):
     """Bounds of a constant, and its prior uncertainty as the logarithm of a factor."""
 
     low: float
@@ -53,22 +53,22 @@ class Range(NamedTuple):
     spread: float
 
 
-LIMITS: Mapping[str, Range] = {
-    "device.efficiency.products": Range(0.2, 1.0, 0.25),
-    "device.efficiency.depth": Range(1.0, 2000.0, 0.5),
-    "device.efficiency.waves": Range(1e-3, 1.0, 0.5),
-    "device.efficiency.attention": Range(0.05, 1.0, 0.3),
-    "device.efficiency.memory": Range(0.1, 1.0, 0.3),
-    "device.efficiency.half": Range(0.1, 1.0, 0.3),
-    "device.efficiency.update": Range(4.0, 400.0, 0.5),
-    "device.efficiency.launch": Range(1e-7, 1e-4, 1.0),
-    "device.efficiency.dispatch": Range(1e-7, 1e-3, 1.5),
-    "device.efficiency.pause": Range(1e-6, 1e-1, 2.0),
-    "node.link.reach": Range(0.02, 1.0, 0.3),
-    "node.link.shared": Range(1e6, 1e14, 0.3),
-    "node.link.latency": Range(1e-7, 1e-2, 1.0),
-    "network.reach": Range(0.02, 1.0, 0.3),
-    "network.latency": Range(1e-7, 1e-2, 1.0),
+LIMITS: Mapping[str, _Range] = {
+    "device.efficiency.products": _Range(0.2, 1.0, 0.25),
+    "device.efficiency.depth": _Range(1.0, 2000.0, 0.5),
+    "device.efficiency.waves": _Range(1e-3, 1.0, 0.5),
+    "device.efficiency.attention": _Range(0.05, 1.0, 0.3),
+    "device.efficiency.memory": _Range(0.1, 1.0, 0.3),
+    "device.efficiency.half": _Range(0.1, 1.0, 0.3),
+    "device.efficiency.update": _Range(4.0, 400.0, 0.5),
+    "device.efficiency.launch": _Range(1e-7, 1e-4, 1.0),
+    "device.efficiency.dispatch": _Range(1e-7, 1e-3, 1.5),
+    "device.efficiency.pause": _Range(1e-6, 1e-1, 2.0),
+    "node.link.reach": _Range(0.02, 1.0, 0.3),
+    "node.link.shared": _Range(1e6, 1e14, 0.3),
+    "node.link.latency": _Range(1e-7, 1e-2, 1.0),
+    "network.reach": _Range(0.02, 1.0, 0.3),
+    "network.latency": _Range(1e-7, 1e-2, 1.0),
 }
 """Constants that can be fitted, by their keys in a cluster's TOML."""
 
@@ -146,7 +146,7 @@ def calibrate(steps: Iterable[Step], constants: Sequence[str] = ()) -> Fitted:
     linear = [_Linear(step.on(changed(step.cluster, prior))) for step in steps]
     prior = {name: value for name, value in prior.items() if _matters(linear, name, value)}
     found = dict(prior)
-    for _ in range(ROUNDS):
+    for _ in range(_ROUNDS):
         linear = [_Linear(step.on(changed(step.cluster, found))) for step in steps]
         before, found = found, _fit(linear, seconds, begin=found, prior=prior)
         if all(abs(math.log(found[name] / before[name])) < NUDGE for name in found):
@@ -225,13 +225,13 @@ class Hop:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class _Way:
     """Seconds of a byte on an axis' link."""
 
     axis: str
 
 
-_Kind = tuple[Kernel, ...] | Hop | Way | Literal["update", "pause"]
+_Kind = tuple[Kernel, ...] | Hop | _Way | Literal["update", "pause"]
 """Kernels of a part of a block, traffic of a link, the optimizer's step, or pauses."""
 
 
@@ -260,7 +260,7 @@ class _Linear:
             match kind:
                 case Hop():
                     found[kind] = links[kind.axis].latency
-                case Way():
+                case _Way():
                     found[kind] = 1.0 / links[kind.axis].rate
                 case "update":
                     found[kind] = prediction.durations.update_seconds
@@ -294,7 +294,7 @@ def _shares(prediction: Prediction) -> Iterator[tuple[_Kind, float]]:
     for axis, link in durations.links.items():
         for kind, worse in (
             (Hop(axis), replace(link, latency=link.latency * (1.0 + NUDGE))),
-            (Way(axis), replace(link, rate=link.rate / (1.0 + NUDGE))),
+            (_Way(axis), replace(link, rate=link.rate / (1.0 + NUDGE))),
         ):
             yield kind, grown(durations.rates_of(durations.parts, links={**durations.links, axis: worse}))
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from atoll.plans.layouts import AT_ONCE, ITEM_BYTES, Level
-from atoll.plans.outer import Outer, Way, largest_at_once
+from atoll.plans.outer import Outer, OuterAction, largest_at_once
 from atoll.prediction.cost.ranks import Ranks
 from atoll.program.sim import Speed
 
@@ -106,7 +106,7 @@ def cost_of(ranks: Ranks, outer: Outer, *, step: float, link: Speed, memory: flo
     largest = [
         max(
             (
-                sum(sizes.get(turn.fragment, 0.0) for turn in outer.turns(at, count) if turn.way is Way.LEAVES)
+                sum(sizes.get(turn.fragment, 0.0) for turn in outer.turns(at, count) if turn.way is OuterAction.LEAVES)
                 for at in range(outer.every + 1, 2 * outer.every + 1)
             ),
             default=0.0,
@@ -164,7 +164,7 @@ def _simulate(
         begin = now
         for way, fragment in outer.turns(at, count):
             touched = max(sizes.get(fragment, 0.0) for sizes in own) * passes
-            if way is Way.LEAVES:
+            if way is OuterAction.LEAVES:
                 now += touched * 5 / TOUCHED
                 ready[fragment] = max(line(fragment, now) for line in lines)
             else:

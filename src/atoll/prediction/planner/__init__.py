@@ -2,11 +2,11 @@
 
 from atoll.prediction.planner.answer import Alternative, Answer, Change
 from atoll.prediction.planner.candidate import Candidate, choices, settings
-from atoll.prediction.planner.search import EFFORT, Found, Search
+from atoll.prediction.planner.search import BUDGET, Found, Search
 from atoll.prediction.planner.space import Goal, Order, Space
 
 __all__ = [
-    "EFFORT",
+    "BUDGET",
     "Alternative",
     "Answer",
     "Candidate",

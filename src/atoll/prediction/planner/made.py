@@ -15,7 +15,7 @@ from atoll.prediction.cost import Prediction
 from atoll.prediction.joint import PLAYED, Layer, split_and_order
 from atoll.prediction.planner.space import Made
 
-EFFORT = PLAYED // 5
+_EFFORT = PLAYED // 5
 """Maximum number of simulated actions while splits are changed, a fifth of that of `split_and_order`."""
 
 
@@ -46,7 +46,7 @@ def made_for(base: Prediction, limit: float) -> Made | None:
             microbatches=base.plan.schedule.microbatches,
             hop=base.durations.hops,
             limit=room,
-            effort=EFFORT,
+            effort=_EFFORT,
         )
     except PlanError:
         return None

@@ -36,7 +36,7 @@ from atoll.prediction.planner.bounds import Least, Skeleton, data_links, part_of
 from atoll.prediction.planner.candidate import Candidate
 from atoll.prediction.planner.space import Frame, Goal, Order, Space, Travel
 
-EFFORT = 1_600_000
+BUDGET = 1_600_000
 """Budget of a search, in simulated instructions."""
 
 AT_MOST = 4
@@ -56,7 +56,7 @@ CLOSE = 1.1
 CAUSES = 2
 """Number of refusals that are named if no plan is left."""
 
-ROUNDS = 3
+_ROUNDS = 3
 """Maximum number of times that an order is searched with less memory, until its prediction fits."""
 
 WORTH = 0.01
@@ -128,7 +128,7 @@ class Search:
     goal: Goal
     space: Space = field(default_factory=Space)
     reads_in_place: bool = False
-    effort: int = EFFORT
+    effort: int = BUDGET
     states: int = 2
     outer: Outer | None = None
     whole: Whole | None = None
@@ -171,7 +171,7 @@ class Search:
         from atoll.prediction.planner.made import made_for  # with numba, if it is installed
 
         prediction, over = self.predict(base), 0.0
-        for _ in range(ROUNDS):
+        for _ in range(_ROUNDS):
             made = made_for(prediction, self.limit - over)
             if made is None:
                 return None

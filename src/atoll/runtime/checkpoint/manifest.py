@@ -21,9 +21,9 @@ from atoll.base.digests import ALGORITHM, digest, read_sealed, seal
 from atoll.base.errors import DamageError
 
 MANIFEST = "manifest.json"
-VERSION = 1
+_VERSION = 1
 
-Range = tuple[int, int, str]
+DigestedRange = tuple[int, int, str]
 """Offset and length in bytes, and the digest."""
 
 
@@ -32,7 +32,7 @@ class Manifest:
     """identity: of the run, its config and its corpus, as far as known.  files: the ranges of each file, by offset."""
 
     identity: Mapping[str, Any]
-    files: Mapping[str, Sequence[Range]]
+    files: Mapping[str, Sequence[DigestedRange]]
     _digests: dict[tuple[str, int, int], str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -44,10 +44,10 @@ class Manifest:
         """Return the manifest in `folder`. Raises DamageError if it cannot be read or its content has changed."""
         try:
             content = read_sealed(folder / MANIFEST)
-            if (content["version"], content["algorithm"]) != (VERSION, ALGORITHM):
+            if (content["version"], content["algorithm"]) != (_VERSION, ALGORITHM):
                 raise DamageError(
                     f"{folder / MANIFEST} has version {content['version']!r} with {content['algorithm']!r}; this Atoll "
-                    f"reads {VERSION} with {ALGORITHM}"
+                    f"reads {_VERSION} with {ALGORITHM}"
                 )
             files = {
                 file: [(at, length, value) for at, length, value in each] for file, each in content["files"].items()
@@ -60,7 +60,7 @@ class Manifest:
         """Return the content of manifest.json. Raises TypeError or ValueError for an identity that JSON cannot
         express."""
         files = {file: sorted(ranges) for file, ranges in sorted(self.files.items())}
-        return seal({"version": VERSION, "algorithm": ALGORITHM, "identity": dict(self.identity), "files": files})
+        return seal({"version": _VERSION, "algorithm": ALGORITHM, "identity": dict(self.identity), "files": files})
 
     def check(self, path: Path, offset: int, content: bytes) -> None:
         """Raise DamageError unless `content` equals the bytes written to the file at `path` from byte `offset` on."""
@@ -77,6 +77,6 @@ class Manifest:
             )
 
 
-def _range(values: Sequence[Any]) -> Range:
+def _range(values: Sequence[Any]) -> DigestedRange:
     at, length, value = values
     return at, length, value

@@ -31,7 +31,7 @@ from atoll.base.digests import Digest, digest
 from atoll.base.errors import CheckpointError
 from atoll.plans.layouts.flat import Box
 from atoll.runtime.checkpoint import folders
-from atoll.runtime.checkpoint.manifest import Manifest, Range
+from atoll.runtime.checkpoint.manifest import DigestedRange, Manifest
 from atoll.runtime.checkpoint.meeting import Meeting, listing
 from atoll.runtime.checkpoint.pieces import Claim, Piece
 
@@ -152,7 +152,7 @@ class Saving:
 
     def _end(self, written: list[Any]) -> list[None]:
         writer = _Writer(self.folder)
-        files: dict[str, list[Range]] = {}
+        files: dict[str, list[DigestedRange]] = {}
         results: list[list[WriteResult]] = []
         for items, boxes in zip(self._items, written, strict=True):
             results.append([])

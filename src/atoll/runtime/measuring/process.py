@@ -49,7 +49,7 @@ class Request:
         return [sys.executable, "-m", "atoll", *words, *["--json"] * self.as_json]
 
 
-def run(request: Request) -> int:
+def run_measurement(request: Request) -> int:
     """Measure as a rank if the environment describes one, or start the ranks. Return the exit code."""
     rendezvous = torchrun_environment()
     if rendezvous is not None:

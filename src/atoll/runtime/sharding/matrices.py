@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from atoll.plans.layouts import Box, Holders, Matrix, Piece, Whole
+from atoll.plans.layouts import Box, Holders, Matrix, MatrixPiece, Whole
 from atoll.plans.plan import Place
 from atoll.runtime import lanes
 from atoll.runtime.sharding.segment import Segment
@@ -114,8 +114,8 @@ class MatrixExchange:
         self.mine = tuple(piece for piece in every if piece.holder == own)
         self._kept = [piece for piece in self.mine if shape.owners[piece.matrix] == own]
         # By the rank at the other end: what COLLECT sends, and what it receives. TRANSFORM sends the reverse.
-        self._given: dict[int, list[Piece]] = {}
-        self._taken: dict[int, list[Piece]] = {}
+        self._given: dict[int, list[MatrixPiece]] = {}
+        self._taken: dict[int, list[MatrixPiece]] = {}
         for piece in every:
             owner = shape.owners[piece.matrix]
             if piece.holder == own != owner:
@@ -156,7 +156,7 @@ class MatrixExchange:
         arrived = dict(_each(self._arriving, self._taken))
         arrived |= {piece: _cut(self._slices, piece) for piece in self._kept}
         self._arriving = {}
-        by_matrix: dict[int, list[Piece]] = {}
+        by_matrix: dict[int, list[MatrixPiece]] = {}
         for piece in arrived:
             by_matrix.setdefault(piece.matrix, []).append(piece)
         for batch in self._batches:
@@ -224,7 +224,9 @@ class MatrixExchange:
         found, self._slices, self._arriving = self._slices, torch.empty(0), {}
         return found
 
-    def _begin(self, out: Mapping[int, torch.Tensor], into: Mapping[int, Sequence[Piece]], channel: Channel) -> None:
+    def _begin(
+        self, out: Mapping[int, torch.Tensor], into: Mapping[int, Sequence[MatrixPiece]], channel: Channel
+    ) -> None:
         # Here and not in the job: what arrives outlives it.
         sizes = {rank: sum(piece.numel for piece in own) for rank, own in into.items()}
         self._arriving = {rank: self._slices.new_empty(size) for rank, size in sizes.items()}
@@ -244,7 +246,7 @@ class MatrixExchange:
             self._job.wait()
             self._job, self._leaving = None, {}
 
-    def _assemble(self, target: torch.Tensor, at: int, arrived: Mapping[Piece, torch.Tensor]) -> None:
+    def _assemble(self, target: torch.Tensor, at: int, arrived: Mapping[MatrixPiece, torch.Tensor]) -> None:
         """Fill a matrix from its pieces, those of each tensor-parallel rank to its part."""
         matrix = self.segment.flat.matrices[at]
         for tp in range(matrix.parts):
@@ -258,7 +260,7 @@ class MatrixExchange:
             if not place.is_contiguous():
                 place.copy_(flat.view(place.shape))
 
-    def _slice(self, result: torch.Tensor, piece: Piece) -> torch.Tensor:
+    def _slice(self, result: torch.Tensor, piece: MatrixPiece) -> torch.Tensor:
         """A holder's slice of a result."""
         part = _part(result, self.segment.flat.matrices[piece.matrix].part(piece.tp))
         return part.reshape(-1)[piece.start : piece.stop]
@@ -272,7 +274,7 @@ def _rank_of(place: Place, holders: Holders, holder: int) -> int:
     return replace(place, inter=inter, intra=intra, tp=tp if holders.parts > 1 else place.tp).rank
 
 
-def _cut(shard: torch.Tensor, piece: Piece) -> torch.Tensor:
+def _cut(shard: torch.Tensor, piece: MatrixPiece) -> torch.Tensor:
     return shard.narrow(0, piece.offset, piece.numel)
 
 
@@ -282,8 +284,8 @@ def _part(matrix: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def _each(
-    buffers: Mapping[int, torch.Tensor], pieces: Mapping[int, Sequence[Piece]]
-) -> Iterator[tuple[Piece, torch.Tensor]]:
+    buffers: Mapping[int, torch.Tensor], pieces: Mapping[int, Sequence[MatrixPiece]]
+) -> Iterator[tuple[MatrixPiece, torch.Tensor]]:
     """Yield each piece with its part of the buffer that it came in."""
     for rank, own in pieces.items():
         parts = buffers[rank].split([piece.numel for piece in own])

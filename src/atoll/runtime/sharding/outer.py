@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from atoll.plans.layouts import SYNC_PARAMETER, Codec, Level, Slice
-from atoll.plans.outer import Outer, Way
+from atoll.plans.outer import Outer, OuterAction
 from atoll.runtime.checkpoint import Piece
 from atoll.runtime.lanes import Job, Lane
 from atoll.runtime.sharding import coding
@@ -250,7 +250,7 @@ class OuterSteps:
     def act(self, step: int) -> None:
         """Do the outer work after `step`. Every rank calls it, once its masters are those after the step."""
         for way, fragment in self.outer.turns(step, self._count):
-            if way is Way.LEAVES:
+            if way is OuterAction.LEAVES:
                 self._leave(fragment, step)
             elif fragment in self._waiting:  # not if it was sent before a load that restarted from the anchors
                 self._arrive(fragment)

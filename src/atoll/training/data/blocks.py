@@ -23,7 +23,7 @@ from atoll.base.digests import read_sealed, seal
 from atoll.base.errors import DataError
 
 MANIFEST = "manifest.json"
-VERSION = 1
+_VERSION = 1
 BLOCK = 1 << 16
 """Number of bytes with one digest. Verifying a sample reads little more than the sample, and 16 digits are few."""
 
@@ -58,13 +58,13 @@ class Blocks:
     def read(cls, folder: Path) -> Blocks:
         """Return the digests in the manifest of `folder`. Raises OSError or ValueError if it cannot be read."""
         content = read_sealed(folder / MANIFEST)
-        if (content["version"], content["block"]) != (VERSION, BLOCK):
+        if (content["version"], content["block"]) != (_VERSION, BLOCK):
             raise ValueError(f"version {content['version']!r} with blocks of {content['block']!r} bytes")
         return cls({name: (int(size), str(digests)) for name, (size, digests) in content["files"].items()})
 
     def encode(self) -> bytes:
         """Return the content of the manifest."""
-        return seal({"version": VERSION, "block": BLOCK, "files": dict(self.files)})
+        return seal({"version": _VERSION, "block": BLOCK, "files": dict(self.files)})
 
     def open(self, path: Path, *, marks: bool = False) -> CheckedFile:
         """Open a file of the folder. Raises DamagedCorpusError if its length differs.

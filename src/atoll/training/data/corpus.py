@@ -23,8 +23,8 @@ from atoll.training.data.files import (
     JSONL_SUFFIXES,
     PARQUET_SUFFIXES,
     Form,
-    Range,
     Record,
+    RecordRange,
     field,
     form_of,
     inner_suffix,
@@ -77,7 +77,7 @@ class Source:
     text_field: str = TEXT_FIELD
     key: str = "data.source"
     identity: str | None = None
-    parts: tuple[Range | None, ...] = ()
+    parts: tuple[RecordRange | None, ...] = ()
 
     @property
     def is_shard(self) -> bool:
@@ -85,7 +85,7 @@ class Source:
         return bool(self.parts)
 
     @property
-    def pieces(self) -> Iterator[tuple[Path, Range | None]]:
+    def pieces(self) -> Iterator[tuple[Path, RecordRange | None]]:
         """Return the files, each with the part of it that belongs to the source."""
         return zip(self.files, self.parts or (None,) * len(self.files), strict=True)
 

@@ -15,7 +15,7 @@ from atoll.base.errors import DataError, RecordError
 from atoll.training.data.bad_records import BadRecords, Policy, Skipped
 from atoll.training.data.conversations import NOTHING_TO_LEARN, ChatTemplate, Rendered, conversations
 from atoll.training.data.corpus import Source, documents
-from atoll.training.data.split import Range, ranges_of
+from atoll.training.data.split import TokenRange, ranges_of
 from atoll.training.data.tokenizer import Tokenizer
 
 _PIECE_CHARACTERS = 200_000
@@ -44,7 +44,7 @@ class Encoded:
         ends = np.cumsum([0, *self.counts])
         return [sum(self.lengths[begin:end]) for begin, end in pairwise(ends.tolist())]
 
-    def ranges(self, chosen: NDArray[np.bool_]) -> Sequence[Range]:
+    def ranges(self, chosen: NDArray[np.bool_]) -> Sequence[TokenRange]:
         """Return the ranges of tokens of some documents."""
         return ranges_of(np.asarray(self.lengths, dtype=np.int64), chosen)
 
@@ -53,7 +53,7 @@ class Encoded:
         return np.asarray(self.lengths, dtype=np.uint32)[chosen]
 
     def write(
-        self, folder: Path, part: str, ranges: Sequence[Range], lengths: NDArray[np.uint32] | None = None
+        self, folder: Path, part: str, ranges: Sequence[TokenRange], lengths: NDArray[np.uint32] | None = None
     ) -> None:
         """Write the arrays of a split. lengths: of its documents, if they are kept."""
         _write(folder / f"{part}.npy", _mapped(self.tokens, self.dtype), ranges)
@@ -175,7 +175,7 @@ def _groups(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool
         yield group
 
 
-def _write(path: Path, tokens: NDArray[Any], ranges: Sequence[Range]) -> None:
+def _write(path: Path, tokens: NDArray[Any], ranges: Sequence[TokenRange]) -> None:
     total = sum(stop - start for start, stop in ranges)
     if total == 0:
         np.save(path, np.empty(0, dtype=tokens.dtype))

@@ -117,11 +117,13 @@ Record = tuple[str, dict[str, Any]]
 """The location of a record for errors, and its content."""
 
 
-Range = tuple[int, int]
+RecordRange = tuple[int, int]
 """First record and one past the last: in bytes for JSON lines, row groups for parquet, rows for a dataset."""
 
 
-def read_file(path: Path, text_field: str, part: Range | None = None, bad: BadRecords | None = None) -> Iterator[str]:
+def read_file(
+    path: Path, text_field: str, part: RecordRange | None = None, bad: BadRecords | None = None
+) -> Iterator[str]:
     """Yield the documents of a file or a part of it, including empty ones. text_field: key or column of their text.
 
     bad: collects broken records.
@@ -143,7 +145,7 @@ def read_records(
     columns: Sequence[str],
     *,
     hint: str,
-    part: Range | None = None,
+    part: RecordRange | None = None,
     without: Collection[str] | None = None,
     bad: BadRecords | None = None,
 ) -> Iterator[Record]:
@@ -235,7 +237,7 @@ class _Unpacked(io.RawIOBase):
 class _Between(io.RawIOBase):
     """Lines of a file that begin within a range of bytes."""
 
-    def __init__(self, file: BinaryIO, part: Range) -> None:
+    def __init__(self, file: BinaryIO, part: RecordRange) -> None:
         self._file = file
         begin, self._end = (self._line_from(at) for at in part)
         file.seek(begin)
@@ -257,7 +259,7 @@ class _Between(io.RawIOBase):
         return len(content)
 
 
-def _lines(path: Path, part: Range | None, bad: BadRecords) -> Iterator[Record]:
+def _lines(path: Path, part: RecordRange | None, bad: BadRecords) -> Iterator[Record]:
     with ExitStack() as held:
         stream = held.enter_context(opened(path))
         if part is not None:
@@ -307,7 +309,7 @@ def _array(path: Path, columns: Sequence[str], bad: BadRecords) -> Iterator[Reco
 
 
 def _parquet(
-    path: Path, columns: Sequence[str], hint: str, part: Range | None, without: Collection[str] | None
+    path: Path, columns: Sequence[str], hint: str, part: RecordRange | None, without: Collection[str] | None
 ) -> Iterator[Record]:
     parquet = optional("pyarrow.parquet", "pyarrow", path)
     try:
@@ -325,7 +327,7 @@ def _parquet(
         raise DataError(f"{path}: cannot be read as parquet ({error}); write it again") from error
 
 
-def parts_of(path: Path, nbytes: int) -> list[Range] | None:
+def parts_of(path: Path, nbytes: int) -> list[RecordRange] | None:
     """Return parts of a file with about so many bytes, or None if it cannot be cut: text, an array, a compressed
     file."""
     size = path.stat().st_size

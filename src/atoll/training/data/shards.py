@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from atoll.training.data.corpus import Source, SourceKind, dataset_rows, unreadable
-from atoll.training.data.files import Range, parts_of
+from atoll.training.data.files import RecordRange, parts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Shard:
     nbytes: int
 
 
-Piece = tuple[Path, Range | None, int]
+_Piece = tuple[Path, RecordRange | None, int]
 """A file, a part of it, and the number of bytes of that part."""
 
 
@@ -42,13 +42,13 @@ def cut(source: Source, nbytes: int) -> tuple[Shard, ...]:
     if source.kind is SourceKind.DATASETS:
         size, rows = sum(_size(file) for file in source.files), dataset_rows(source)
         parts = pairwise([*range(0, rows, max(1, rows * nbytes // max(1, size))), rows])
-        groups: list[list[Piece]] = [[(source.root, part, size * (part[1] - part[0]) // rows)] for part in parts]
+        groups: list[list[_Piece]] = [[(source.root, part, size * (part[1] - part[0]) // rows)] for part in parts]
     else:
         groups = list(_groups(_pieces(source, nbytes), nbytes))
     return tuple(_shard(source, number, group, len(groups)) for number, group in enumerate(groups))
 
 
-def _pieces(source: Source, nbytes: int) -> Iterator[Piece]:
+def _pieces(source: Source, nbytes: int) -> Iterator[_Piece]:
     for file in source.files:
         size = _size(file)
         try:
@@ -62,9 +62,9 @@ def _pieces(source: Source, nbytes: int) -> Iterator[Piece]:
                 yield file, part, size * (part[1] - part[0]) // max(1, parts[-1][1])
 
 
-def _groups(pieces: Iterator[Piece], nbytes: int) -> Iterator[list[Piece]]:
+def _groups(pieces: Iterator[_Piece], nbytes: int) -> Iterator[list[_Piece]]:
     """Yield groups of consecutive pieces, up to a number of bytes each."""
-    group: list[Piece] = []
+    group: list[_Piece] = []
     total = 0
     for piece in pieces:
         if group and total + piece[2] > nbytes:
@@ -76,7 +76,7 @@ def _groups(pieces: Iterator[Piece], nbytes: int) -> Iterator[list[Piece]]:
         yield group
 
 
-def _shard(source: Source, number: int, group: Sequence[Piece], count: int) -> Shard:
+def _shard(source: Source, number: int, group: Sequence[_Piece], count: int) -> Shard:
     begin = group[0][0] if source.kind is SourceKind.FILES else None
     where = "" if begin is None else f" from {source.relative(begin)} on"
     # If a file changes and keeps its size, its shard is encoded again, and the index reports the difference.

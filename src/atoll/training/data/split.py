@@ -13,7 +13,7 @@ from atoll.base.errors import DataError
 TOLERATED = 0.5
 """Maximum relative deviation of the held-out share. Beyond it, documents are too coarse."""
 
-Range = tuple[int, int]
+TokenRange = tuple[int, int]
 """First token and one past the last."""
 
 
@@ -21,8 +21,8 @@ Range = tuple[int, int]
 class Split:
     """Disjoint, ordered ranges of tokens that together cover all. `by` is "documents" or "tail"."""
 
-    train: tuple[Range, ...]
-    validation: tuple[Range, ...]
+    train: tuple[TokenRange, ...]
+    validation: tuple[TokenRange, ...]
     by: str
 
 
@@ -80,7 +80,7 @@ def held_back(lengths: Sequence[int], fraction: float) -> NDArray[np.bool_]:
     return held
 
 
-def ranges_of(sizes: NDArray[np.int64], chosen: NDArray[np.bool_]) -> tuple[Range, ...]:
+def ranges_of(sizes: NDArray[np.int64], chosen: NDArray[np.bool_]) -> tuple[TokenRange, ...]:
     """Return the token ranges of the chosen documents; adjacent ones are joined."""
     ends = np.concatenate(([0], np.cumsum(sizes)))
     edges = np.flatnonzero(np.diff(np.concatenate(([False], chosen, [False])).astype(np.int8)))

@@ -11,7 +11,7 @@ from atoll.plans.plan import Plan
 from atoll.training.config.deepspeed import GRADIENTS, WEIGHTS, zero_block
 from atoll.training.settings.subject import Settings, Subject
 
-VERSION = "DeepSpeed 0.19.2"
+_VERSION = "DeepSpeed 0.19.2"
 
 
 def deepspeed(subject: Subject) -> Settings:
@@ -73,7 +73,7 @@ def deepspeed(subject: Subject) -> Settings:
     nodes, each = subject.nodes
     launch = f"deepspeed --num_nodes {nodes} --num_gpus {each} train.py --deepspeed --deepspeed_config deepspeed.json"
     return Settings(
-        "deepspeed", VERSION, {"deepspeed.json": json.dumps(values, indent=2) + "\n"}, (launch,), tuple(limits)
+        "deepspeed", _VERSION, {"deepspeed.json": json.dumps(values, indent=2) + "\n"}, (launch,), tuple(limits)
     )
 
 

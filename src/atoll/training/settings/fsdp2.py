@@ -5,7 +5,7 @@ from __future__ import annotations
 from atoll.plans.layouts import Level
 from atoll.training.settings.subject import HYBRID, REPLICATED, Settings, Subject, TorchSharding
 
-VERSION = "torch 2.13"
+_VERSION = "torch 2.13"
 
 REPLICATE = '''\
 """Data parallelism for {ranks}."""
@@ -115,4 +115,4 @@ def fsdp2(subject: Subject) -> Settings:
         "is_half": plan.precision.compute in ("bfloat16", "float16"),
     }
     text = (REPLICATE if sharding.kind == REPLICATED else SHARD).format(**words)
-    return Settings("fsdp2", VERSION, {"shard.py": text}, (f"{subject.torchrun} train.py",), tuple(limits))
+    return Settings("fsdp2", _VERSION, {"shard.py": text}, (f"{subject.torchrun} train.py",), tuple(limits))

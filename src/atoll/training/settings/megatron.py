@@ -7,7 +7,7 @@ from itertools import groupby
 
 from atoll.training.settings.subject import Settings, Subject
 
-VERSION = "Megatron-LM core_v0.19.0"
+_VERSION = "Megatron-LM core_v0.19.0"
 
 FSDP = ("--use-megatron-fsdp", "--use-distributed-optimizer", "--ckpt-format fsdp_dtensor")
 
@@ -54,7 +54,7 @@ def megatron(subject: Subject) -> Settings:
     ]
     script = "MEGATRON_FLAGS=(\n" + "".join(f"    {flag}\n" for flag in flags) + ")\n"
     launch = f'source megatron.sh && {subject.torchrun} pretrain_gpt.py "${{MEGATRON_FLAGS[@]}}" $DATA_FLAGS'
-    return Settings("megatron", VERSION, {"megatron.sh": script}, (launch,), tuple(limits))
+    return Settings("megatron", _VERSION, {"megatron.sh": script}, (launch,), tuple(limits))
 
 
 def _pipeline(subject: Subject, limits: list[str]) -> list[str]:

@@ -13,7 +13,7 @@ from atoll.plans.ir.text import to_csv
 from atoll.plans.layouts import Level
 from atoll.training.settings.subject import FULL, HYBRID, Settings, Subject, TorchSharding
 
-VERSION = "torchtitan 0.2.2"
+_VERSION = "torchtitan 0.2.2"
 
 SCHEDULES: Mapping[str, str] = {
     "gpipe": "GPipe",
@@ -103,7 +103,7 @@ def torchtitan(subject: Subject) -> Settings:
     }
     files = {"torchtitan.toml": nested_to_toml(tables), **files}
     launch = f"{subject.torchrun} -m torchtitan.train --job.config_file torchtitan.toml"
-    return Settings("torchtitan", VERSION, files, (launch,), tuple(limits))
+    return Settings("torchtitan", _VERSION, files, (launch,), tuple(limits))
 
 
 def _flavor(subject: Subject, limits: list[str]) -> str:
