@@ -14,7 +14,7 @@ from atoll.base.documents import read_json
 from atoll.runtime.checkpoint import Archive, latest
 from atoll.runtime.checkpoint.loading import tensor_of
 from atoll.runtime.checkpoint.manifest import MANIFEST, Manifest
-from atoll.runtime.checkpoint.metadata import Stored, read_contents
+from atoll.runtime.checkpoint.metadata import BoxLocation, read_contents
 from atoll.training.interchange import config_of
 from atoll.training.resumed import resumed_state
 from benchmarks.fuzz.reading import Made, Parser, sealed
@@ -86,7 +86,7 @@ def _tensor(folder: Path) -> Parser:
         file = io.BytesIO()
         torch.save(value, file)
         seeds.append(file.getvalue())
-    return Parser(seeds, lambda content: tensor_of(content, folder / "__0_0.distcp", Stored("", 0, len(content))))
+    return Parser(seeds, lambda content: tensor_of(content, folder / "__0_0.distcp", BoxLocation("", 0, len(content))))
 
 
 PARSERS: Mapping[str, Made] = {

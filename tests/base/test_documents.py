@@ -12,8 +12,8 @@ import pytest
 from atoll.base.digests import digest, read_sealed
 from atoll.base.documents import (
     DEEPEST,
-    count,
     finite,
+    integer,
     parse_json,
     parse_toml,
     parse_yaml,
@@ -115,12 +115,12 @@ def test_what_is_no_finite_number_is_shown(value: object) -> None:
 
 
 def test_counts_and_strings() -> None:
-    assert [count(0), count(7, limit=7), count(-1, least=-1), string("a")] == [0, 7, -1, "a"]
+    assert [integer(0), integer(7, limit=7), integer(-1, least=-1), string("a")] == [0, 7, -1, "a"]
     for value in (-1, 8, 1.0, True, None, "1"):
         with pytest.raises(ValueError, match="is not a whole number from 0 to 7"):
-            count(value, limit=7)
+            integer(value, limit=7)
     with pytest.raises(ValueError, match=r"^'aaa.*\.\.\..*a' is not a whole number"):  # of a megabyte some is shown
-        count("a" * 1_000_000)
+        integer("a" * 1_000_000)
     with pytest.raises(ValueError, match="7 is no string"):
         string(7)
 

@@ -16,7 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 from atoll.base.errors import ConfigError
-from atoll.cli.doctor import Examination, Package, Problem, _version_problems, examine
+from atoll.cli.doctor import Examination, MissingComponent, Package, _version_problems, examine
 from atoll.cli.main import app, main
 from atoll.prediction.cost import Cluster
 from atoll.runtime.measuring.measure import to_tables
@@ -68,8 +68,8 @@ def test_what_makes_training_impossible_is_said_with_its_remedy(tmp_path: Path) 
 def test_only_fatal_problems_stop_training() -> None:
     base = {"python": "3", "torch": "2", "torch_cuda": None, "devices": (), "gloo": True, "nccl": False}
     rest = {"cores": 1, "memory_bytes": 1, "message_seconds": 1.0, "cache": "/", "packages": ()}
-    note = Problem("slow", "wait", fatal=False)
-    end = Problem("gone", "fetch", fatal=True)
+    note = MissingComponent("slow", "wait", fatal=False)
+    end = MissingComponent("gone", "fetch", fatal=True)
 
     assert Examination(**base, **rest, problems=(note,)).ready
     assert not Examination(**base, **rest, problems=(note, end)).ready

@@ -12,7 +12,7 @@ import pytest
 
 from atoll.base.errors import RunError, UserError
 from atoll.base.toml import nested_to_toml
-from atoll.base.unexpected import LONGEST, LONGEST_ENTRY, LONGEST_LINE
+from atoll.base.unexpected import LONGEST_ENTRY, LONGEST_LINE, LONGEST_TRACEBACK
 from atoll.cli.main import main
 from atoll.training.data.tokenizer import train_bpe
 
@@ -57,7 +57,7 @@ def test_what_nobody_expected_is_bounded_and_kept(
     code, err = said(monkeypatch, capsys, "show", "schedule", "1f1b")
     *traceback, line, where = err.splitlines()
     assert code == 1
-    assert len("\n".join(traceback)) <= LONGEST
+    assert len("\n".join(traceback)) <= LONGEST_TRACEBACK
     assert all(len(each) <= LONGEST_ENTRY for each in traceback)
     assert "direct cause" in "\n".join(traceback)
     assert line.startswith("error: ValueError: begins yyyy")
@@ -161,7 +161,7 @@ def test_what_a_model_says_in_a_rank_is_bounded(tmp_path: Path) -> None:
     )
     assert len(line) <= RunError.longest + len("error: ")
     assert "Traceback" in done.stderr
-    assert len(done.stderr) < LONGEST + 2 * RunError.longest
+    assert len(done.stderr) < LONGEST_TRACEBACK + 2 * RunError.longest
     kept = Path(done.stderr.splitlines()[-1].rpartition(" ")[2])
     assert "x" * LONG in kept.read_text()
     kept.unlink()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from atoll import Engine
 from atoll.base.errors import BadStepError, PlanError
-from atoll.base.faults import ROLLBACKS, SKIPS_IN_A_ROW, Fault, Made, Policy, Sighting
+from atoll.base.faults import ROLLBACKS, SKIPS_IN_A_ROW, BadStepPolicy, Fault, NonFinite, Sighting
 from atoll.runtime.pipeline.step_end import LossScaler, StepResult
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, History, results, whole_parameters, worst_difference
@@ -102,7 +102,7 @@ class Seen:
 def engine_of(case: Case, policy: str) -> Iterator[Engine]:
     """An engine that is closed: jobs that it leaves behind would talk in the next case's group."""
     engine = case.engine()
-    engine.bad_steps.policy = Policy.parse(policy)
+    engine.bad_steps.policy = BadStepPolicy.parse(policy)
     try:
         yield engine
     finally:
@@ -404,26 +404,26 @@ def test_a_run_without_an_old_enough_checkpoint_stops(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "halt", "rollback", "rollback 0", "rollback -3", "rollback 1.5", "skip 3"])
 def test_what_is_no_policy_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match="policy"):
-        Policy.parse(text)
+        BadStepPolicy.parse(text)
 
 
 def test_a_policy_reads_what_it_writes() -> None:
     for text in ("stop", "skip", "rollback 100"):
-        assert str(Policy.parse(text)) == text
+        assert str(BadStepPolicy.parse(text)) == text
 
 
 def test_causes_come_before_effects() -> None:
     """A NaN of block 3 in the forward reaches the loss, and the gradients of all blocks, the last first."""
     seen = [
-        Sighting(Made.OUTPUT, 1, 4, block=3),
-        Sighting(Made.INPUT, 2, 4, block=4),
-        Sighting(Made.OUTPUT, 2, 4, block=4),
-        Sighting(Made.LOSS, 3, 4, block=5),
-        Sighting(Made.GRADIENT, 3, 4, block=5),
-        Sighting(Made.WEIGHT_GRADIENT, 3, 4, block=5),
-        Sighting(Made.INPUT_GRADIENT, 3, 4, block=5),
-        Sighting(Made.GRADIENT, 2, 4, block=4),
-        Sighting(Made.OUTPUT, 0, 5, block=0),
+        Sighting(NonFinite.OUTPUT, 1, 4, block=3),
+        Sighting(NonFinite.INPUT, 2, 4, block=4),
+        Sighting(NonFinite.OUTPUT, 2, 4, block=4),
+        Sighting(NonFinite.LOSS, 3, 4, block=5),
+        Sighting(NonFinite.GRADIENT, 3, 4, block=5),
+        Sighting(NonFinite.WEIGHT_GRADIENT, 3, 4, block=5),
+        Sighting(NonFinite.INPUT_GRADIENT, 3, 4, block=5),
+        Sighting(NonFinite.GRADIENT, 2, 4, block=4),
+        Sighting(NonFinite.OUTPUT, 0, 5, block=0),
     ]
     mixed = [*seen[1::2], *seen[::2]]
     assert sorted(mixed, key=lambda sighting: sighting.order) == seen

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from atoll.base.errors import CostWarning
-from atoll.base.faults import Policy
+from atoll.base.faults import BadStepPolicy
 from atoll.plans.layouts import CODES, Codec, Codecs, Footprint, Level
 from atoll.program.traffic import sent_by
 from atoll.runtime.checkpoint import folders
@@ -323,7 +323,7 @@ class Spoiled(TinyConfig):
 
 def train_and_skip(case: Case) -> History:
     engine = case.engine()
-    engine.bad_steps.policy = Policy.parse("skip")
+    engine.bad_steps.policy = BadStepPolicy.parse("skip")
     found = list(results(case, engine))
     assert [each.skipped for each in found] == [step == 1 for step in range(case.steps)]
     history = History(parameters=whole_parameters(engine), buffers=tuple(buffers_of(case.model, engine)))

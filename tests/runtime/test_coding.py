@@ -39,7 +39,7 @@ def draws(numel: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 def test_what_arrives_is_what_the_reference_says(name: str, rounding: Any) -> None:
     for numel in SIZES:
         codec, values = Codec(name, 8, rounding), draws(numel)
-        noise = coding.draw(codec, numel, 5, torch.device("cpu"))
+        noise = coding.draw_uniform(codec, numel, 5, torch.device("cpu"))
         wanted = coded(values, CodecKind(name, 8, rounding == "stochastic"), seed=5)
         assert torch.equal(arrived(codec, values, noise=noise), wanted)
 
@@ -55,7 +55,7 @@ def test_errors_are_at_most_half_a_step(name: str, largest: float) -> None:
 def test_the_residual_is_what_did_not_arrive(name: str) -> None:
     codec, values = Codec(name, 16, "stochastic"), draws(100)
     residual = torch.full_like(values, 0.01)
-    noise = coding.draw(codec, 100, 1, torch.device("cpu"))
+    noise = coding.draw_uniform(codec, 100, 1, torch.device("cpu"))
     came = arrived(codec, values, residual=residual, noise=noise)
     assert torch.allclose(came + residual, values + 0.01, rtol=0, atol=1e-15)
     assert float(residual.abs().max()) > 0
@@ -65,7 +65,7 @@ def test_the_residual_is_what_did_not_arrive(name: str) -> None:
 @pytest.mark.parametrize(("name", "step"), [("fp8", 1 / 14), ("int8", 1 / 127), ("int4", 1 / 7), ("bf16", 2**-7)])
 def test_stochastic_rounding_keeps_the_mean(name: str, step: float) -> None:
     codec, values, times = Codec(name, 8, "stochastic"), draws(8), 2000
-    came = [arrived(codec, values, noise=coding.draw(codec, 8, at, values.device)) for at in range(times)]
+    came = [arrived(codec, values, noise=coding.draw_uniform(codec, 8, at, values.device)) for at in range(times)]
     assert float(torch.stack(came).std(0).max()) > 0
     off = (torch.stack(came).mean(0) - values).abs().max()
     assert float(off) < 3 * step * float(values.abs().max()) / times**0.5

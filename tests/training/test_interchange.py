@@ -132,21 +132,21 @@ def test_a_rank_reads_only_what_it_keeps(name: str, tmp_path: Path) -> None:
 
 
 def elements_read(case: Case, folder: Path) -> int:
-    from atoll.runtime.models.unread import Stored
+    from atoll.runtime.models.unread import StoredTensor
 
     read = 0
-    original = Stored.fill
+    original = StoredTensor.fill
 
-    def fill(self: Stored, target: torch.Tensor, offsets: tuple[int, ...]) -> None:
+    def fill(self: StoredTensor, target: torch.Tensor, offsets: tuple[int, ...]) -> None:
         nonlocal read
         read += target.numel()
         original(self, target, offsets)
 
-    Stored.fill = fill  # type: ignore[method-assign]
+    StoredTensor.fill = fill  # type: ignore[method-assign]
     try:
         first_values(case, folder)
     finally:
-        Stored.fill = original  # type: ignore[method-assign]
+        StoredTensor.fill = original  # type: ignore[method-assign]
     return read
 
 

@@ -27,7 +27,7 @@ LARGEST_YAML = 1 << 16
 """Largest YAML document that is read, in characters; a megabyte takes many seconds."""
 DEEPEST = 100
 """Largest depth of nested tables and lists."""
-LONGEST = 40
+_LONGEST_INTEGER = 40
 """Most digits of an integer that is rounded."""
 LARGEST_COUNT = (1 << 31) - 1
 """Largest count of ranks, stages or steps."""
@@ -74,8 +74,8 @@ def read(path: str | Path, *, limit: int) -> bytes:
 def parse_json(document: str | bytes, *, limit: int = LARGEST_JSON, rounds: bool = False) -> Any:
     """Return the value of a JSON document. Half of a surrogate pair, which has no encoding, becomes "?".
 
-    rounds: integers of more than 64 bits, and of at most `LONGEST` digits, become floats. Tokenizers write int(1e30)
-    for "no limit".
+    rounds: integers of more than 64 bits, and of at most `_LONGEST_INTEGER` digits, become floats. Tokenizers write
+    int(1e30) for "no limit".
 
     Raises ValueError if the document is not JSON, is larger than `limit`, is nested too deeply, or has an integer of
     more than 64 bits.
@@ -159,7 +159,7 @@ def finite(value: Any) -> float:
     return float(value)
 
 
-def count(value: Any, *, least: int = 0, limit: int = LARGEST_COUNT) -> int:
+def integer(value: Any, *, least: int = 0, limit: int = LARGEST_COUNT) -> int:
     """Return a whole number of a document from `least` to `limit`. Raises ValueError for any other value."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= limit:
         raise ValueError(f"{_shown(value)} is not a whole number from {least} to {limit}")
@@ -180,7 +180,7 @@ def _shown(value: Any) -> str:
 def _number(digits: str) -> int | float:
     """Return an integer of 64 bits, or a float near a larger one."""
     is_large = len(digits) > 20 or int(digits) not in INTEGERS
-    return float(digits) if is_large and len(digits) <= LONGEST else _integer(digits)
+    return float(digits) if is_large and len(digits) <= _LONGEST_INTEGER else _integer(digits)
 
 
 def _integer(digits: str) -> int:

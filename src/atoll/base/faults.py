@@ -27,7 +27,7 @@ ROLLBACKS = 3
 """Maximum number of rollbacks without progress beyond the last bad step; the next one stops the run."""
 
 
-class Answer(StrEnum):
+class BadStepAnswer(StrEnum):
     """The policy for bad steps."""
 
     STOP = "stop"
@@ -36,27 +36,27 @@ class Answer(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class BadStepPolicy:
     """An answer, and the minimum number of steps of a rollback."""
 
-    answer: Answer = Answer.STOP
+    answer: BadStepAnswer = BadStepAnswer.STOP
     steps: int = 0
 
     @staticmethod
-    def parse(text: str) -> Policy:
+    def parse(text: str) -> BadStepPolicy:
         """Read "stop", "skip" or "rollback N". Raises PlanError for anything else."""
         found = re.fullmatch(r"\s*(stop|skip|rollback\s+([1-9]\d{0,8}))\s*", text)
         if found is None:
             raise PlanError(
                 f'{text!r} is not a policy for bad steps; use "stop", "skip" or "rollback N", with N of at least 1'
             )
-        return Policy(Answer(found[1].split()[0]), int(found[2] or 0))
+        return BadStepPolicy(BadStepAnswer(found[1].split()[0]), int(found[2] or 0))
 
     def __str__(self) -> str:
-        return f"{self.answer} {self.steps}" if self.answer is Answer.ROLLBACK else str(self.answer)
+        return f"{self.answer} {self.steps}" if self.answer is BadStepAnswer.ROLLBACK else str(self.answer)
 
 
-class Made(IntEnum):
+class NonFinite(IntEnum):
     """Kinds of non-finite values, in causal order."""
 
     PARAMETER = 0
@@ -70,7 +70,7 @@ class Made(IntEnum):
     @property
     def is_backward(self) -> bool:
         """True if the value is made in the backward, which visits the last block first."""
-        return self >= Made.GRADIENT
+        return self >= NonFinite.GRADIENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Sighting:
     sample: the first bad row of the microbatch; -1 if rows are mixed.
     """
 
-    made: Made
+    made: NonFinite
     rank: int
     microbatch: int
     block: int
@@ -93,7 +93,7 @@ class Sighting:
     def order(self) -> tuple[int, ...]:
         """Sort key that puts causes before effects: within a microbatch in execution order, forward before backward."""
         at = -self.block if self.made.is_backward else self.block
-        is_late = 2 if self.made.is_backward else int(self.made is Made.LOSS)
+        is_late = 2 if self.made.is_backward else int(self.made is NonFinite.LOSS)
         return self.microbatch, is_late, at, self.made, self.rank
 
     def encode(self) -> tuple[int, ...]:
@@ -104,7 +104,7 @@ class Sighting:
     def decode(numbers: Sequence[float]) -> Sighting | None:
         """Return the sighting that `encode` was called on, or None if the first number is 0."""
         there, made, rank, microbatch, block, name, sample = (int(number) for number in numbers)
-        return Sighting(Made(made), rank, microbatch, block, name=name, sample=sample) if there else None
+        return Sighting(NonFinite(made), rank, microbatch, block, name=name, sample=sample) if there else None
 
 
 @dataclass(frozen=True, slots=True)

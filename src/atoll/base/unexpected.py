@@ -16,7 +16,7 @@ from traceback import TracebackException
 from atoll.base.errors import AtollError, RankError
 from atoll.base.units import bounded
 
-LONGEST = RankError.longest
+LONGEST_TRACEBACK = RankError.longest
 """Most characters of a traceback."""
 LONGEST_ENTRY = AtollError.longest
 """Most characters of one frame of it, and of one message."""
@@ -33,7 +33,7 @@ def print_unexpected(error: BaseException, *, who: str = "", line: str | None = 
     if line is None:
         line = f"{who}: {_line(found)}" if who else _line(found)
     entries = [entry.encode(errors="replace").decode() for entry in found.format()]
-    text = bounded("".join(_bounded_entry(entry) for entry in entries), LONGEST)
+    text = bounded("".join(_bounded_entry(entry) for entry in entries), LONGEST_TRACEBACK)
     sys.stderr.write(f"{text}error: {line}\n")
     if text != (whole := "".join(entries)):
         with suppress(OSError):

@@ -17,7 +17,7 @@ from atoll.runtime.measuring.host import machine_memory
 
 
 @dataclass(frozen=True)
-class Device:
+class _Device:
     """A CUDA device."""
 
     name: str
@@ -35,7 +35,7 @@ class Package:
 
 
 @dataclass(frozen=True)
-class Problem:
+class MissingComponent:
     """A missing component, how to install it, and whether training is impossible without it."""
 
     what: str
@@ -50,7 +50,7 @@ class Examination:
     python: str
     torch: str | None
     torch_cuda: str | None
-    devices: tuple[Device, ...]
+    devices: tuple[_Device, ...]
     gloo: bool
     nccl: bool
     cores: int
@@ -58,7 +58,7 @@ class Examination:
     message_seconds: float | None
     cache: str
     packages: tuple[Package, ...]
-    problems: tuple[Problem, ...]
+    problems: tuple[MissingComponent, ...]
 
     @property
     def ready(self) -> bool:
@@ -66,7 +66,7 @@ class Examination:
         return not any(problem.fatal for problem in self.problems)
 
 
-OPTIONAL = (
+_OPTIONAL = (
     ("tensorboard", "metrics as TensorBoard events", "tensorboard"),
     ("datasets", "Hugging Face dataset folders and parquet files as a corpus", "hf"),
     ("transformers", "Hugging Face models, from scratch or from their folders", "hf"),
@@ -173,13 +173,13 @@ def _check_options(measure: Path | None, calibrate: Path | None, fitting: dict[s
 
 def examine() -> Examination:
     """Examine this machine. Starts two short-lived processes and changes nothing."""
-    problems: list[Problem] = []
+    problems: list[MissingComponent] = []
     torch = _version("torch")
-    devices: tuple[Device, ...] = ()
+    devices: tuple[_Device, ...] = ()
     torch_cuda, gloo, nccl, seconds = None, False, False, None
 
     if torch is None:
-        problems.append(Problem("torch is not installed", "pip install torch", fatal=True))
+        problems.append(MissingComponent("torch is not installed", "pip install torch", fatal=True))
     else:
         torch_cuda, gloo, nccl = _backends()
         devices = _devices()
@@ -188,7 +188,9 @@ def examine() -> Examination:
         if gloo:
             seconds = _time_message(problems)
         else:
-            problems.append(Problem("torch has no gloo", "install a build of torch with distributed", fatal=True))
+            problems.append(
+                MissingComponent("torch has no gloo", "install a build of torch with distributed", fatal=True)
+            )
 
     cache = _cache(problems)
     return Examination(
@@ -202,7 +204,7 @@ def examine() -> Examination:
         memory_bytes=machine_memory(),
         message_seconds=seconds,
         cache=str(cache),
-        packages=tuple(Package(name, _version(name), enables, extra) for name, enables, extra in OPTIONAL),
+        packages=tuple(Package(name, _version(name), enables, extra) for name, enables, extra in _OPTIONAL),
         problems=tuple(problems),
     )
 
@@ -243,42 +245,44 @@ def _backends() -> tuple[str | None, bool, bool]:
     return torch.version.cuda, distributed.is_gloo_available(), distributed.is_nccl_available()
 
 
-def _devices() -> tuple[Device, ...]:
+def _devices() -> tuple[_Device, ...]:
     import torch
 
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return tuple(Device(properties.name, properties.total_memory) for properties in found)
+    return tuple(_Device(properties.name, properties.total_memory) for properties in found)
 
 
-def _version_problems(installed: str) -> list[Problem]:
+def _version_problems(installed: str) -> list[MissingComponent]:
     from atoll.base._torch import TORCH
 
     first, end = TORCH
     if _minor(first) <= _minor(installed) < _minor(end):
         return []
     what = f"torch {installed} is not one of the supported versions, from {first} up to but not {end}"
-    return [Problem(what, f'pip install "torch>={first},<{end}"', fatal=False)]
+    return [MissingComponent(what, f'pip install "torch>={first},<{end}"', fatal=False)]
 
 
 def _minor(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2])
 
 
-def _device_problems(devices: tuple[Device, ...], *, cuda: str | None, nccl: bool) -> list[Problem]:
+def _device_problems(devices: tuple[_Device, ...], *, cuda: str | None, nccl: bool) -> list[MissingComponent]:
     if cuda is None and Path("/proc/driver/nvidia/version").exists():
         what = "this machine has an NVIDIA driver, but torch is built for the CPU"
-        return [Problem(what, "install a CUDA build of torch", fatal=False)]
+        return [MissingComponent(what, "install a CUDA build of torch", fatal=False)]
     if cuda is not None and not devices:
         what = f"torch is built for CUDA {cuda}, but there is no device: training uses the CPU"
-        return [Problem(what, "check the driver with nvidia-smi, and CUDA_VISIBLE_DEVICES", fatal=False)]
+        return [MissingComponent(what, "check the driver with nvidia-smi, and CUDA_VISIBLE_DEVICES", fatal=False)]
     if len(devices) > 1 and not nccl:
         return [
-            Problem("torch has no NCCL: devices cannot reach each other", "install a CUDA build of torch", fatal=True)
+            MissingComponent(
+                "torch has no NCCL: devices cannot reach each other", "install a CUDA build of torch", fatal=True
+            )
         ]
     return []
 
 
-def _time_message(problems: list[Problem]) -> float | None:
+def _time_message(problems: list[MissingComponent]) -> float | None:
     """Return the seconds for two processes to start as in `atoll train`, rendezvous, and exchange a message."""
     import time
 
@@ -295,7 +299,7 @@ def _time_message(problems: list[Problem]) -> float | None:
     if reason is None:
         return time.monotonic() - start
     problems.append(
-        Problem(
+        MissingComponent(
             f"two local processes could not exchange a message: {reason}",
             "allow connections on the loopback address; if the host's own name does not resolve, "
             "set GLOO_SOCKET_IFNAME=lo",
@@ -305,7 +309,7 @@ def _time_message(problems: list[Problem]) -> float | None:
     return None
 
 
-def _cache(problems: list[Problem]) -> Path:
+def _cache(problems: list[MissingComponent]) -> Path:
     import tempfile
 
     from atoll.runtime.places import cache_folder
@@ -317,7 +321,9 @@ def _cache(problems: list[Problem]) -> Path:
             pass
     except OSError as error:
         remedy = "make it writable, or name another: data.cache in the config, or XDG_CACHE_HOME"
-        problems.append(Problem(f"the cache folder {folder} is not writable: {error.strerror}", remedy, fatal=True))
+        problems.append(
+            MissingComponent(f"the cache folder {folder} is not writable: {error.strerror}", remedy, fatal=True)
+        )
     return folder
 
 

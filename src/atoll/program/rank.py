@@ -20,7 +20,7 @@ from atoll.plans.layouts import (
     Level,
     SegmentShape,
     Sharding,
-    Stored,
+    StoredCopies,
 )
 from atoll.plans.plan import Place, Plan
 from atoll.program.memory import needed_in_a_step, reduced_at_once
@@ -225,6 +225,6 @@ def _travel_of(segment: SegmentShape, sharding: Sharding) -> _Travel:
         found[Do.SYNC, segment.phases[-1]] = sharding.sent(
             segment, "gradient", SYNC_GRADIENT[g, os], precision.gradient
         )
-        if sharding.stored(segment) is not Stored.CAST:
+        if sharding.stored(segment) is not StoredCopies.CAST:
             found[Do.RETURN, None] = sharding.sent(segment, "parameter", SYNC_PARAMETER[os, p], segment.compute)
     return found

@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, Protocol, TypeVar
 
-from atoll.base.documents import count, finite, parse_json, string
+from atoll.base.documents import finite, integer, parse_json, string
 from atoll.base.errors import UserError
 from atoll.plans.ir.action import Action, Op
 
@@ -337,7 +337,7 @@ def from_chrome(text: str) -> Trace:
         timed = [event for event in events if event["ph"] == "X"]
         spans = [
             Span(
-                count(event["pid"], limit=MOST_RANKS - 1),
+                integer(event["pid"], limit=MOST_RANKS - 1),
                 string(event["cat"]),
                 Action.parse(event["name"]),
                 finite(event["ts"]) / 1e6,
@@ -347,7 +347,7 @@ def from_chrome(text: str) -> Trace:
         ]
         memory = tuple(
             MemorySample(
-                count(event["pid"], limit=MOST_RANKS - 1),
+                integer(event["pid"], limit=MOST_RANKS - 1),
                 finite(event["ts"]) / 1e6,
                 finite(event["args"]["bytes"]),
             )
@@ -357,6 +357,6 @@ def from_chrome(text: str) -> Trace:
         if not all(span.start <= span.end < math.inf for span in spans):
             raise ValueError("an event that ends before it begins, or never")
         ranks = about.get("ranks", 1 + max((span.rank for span in spans), default=-1))
-        return Trace(tuple(spans), count(ranks, limit=MOST_RANKS), count(about.get("chunks", 1)), memory)
+        return Trace(tuple(spans), integer(ranks, limit=MOST_RANKS), integer(about.get("chunks", 1)), memory)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"not a trace that atoll has written: {type(error).__name__}: {error}") from error

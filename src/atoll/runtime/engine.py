@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from atoll.base.errors import BadStepError, PlanError, RunError
-from atoll.base.faults import Policy
+from atoll.base.faults import BadStepPolicy
 from atoll.plans.layouts import Footprint
 from atoll.plans.plan import Plan
 from atoll.program import WorkingMemory, needed_in_a_step
@@ -108,14 +108,14 @@ class Engine:
         seed: int = 0,
         device: torch.device | str | None = None,
         weights: Path | str | None = None,
-        bad_steps: Policy | str = "stop",
+        bad_steps: BadStepPolicy | str = "stop",
         labels: Labels = "shifted",
         loss: Loss | None = None,
     ) -> None:
         whole = optimizer.whole if isinstance(optimizer, MatrixUpdate) else None
         self.plan = plan = plan if plan.whole == whole else replace(plan, whole=whole)
         self.model, self.clip, self.labels, self.loss = model, clip, labels, loss
-        policy = bad_steps if isinstance(bad_steps, Policy) else Policy.parse(bad_steps)
+        policy = bad_steps if isinstance(bad_steps, BadStepPolicy) else BadStepPolicy.parse(bad_steps)
         folder = None if weights is None else Path(weights)
         self._moment = Moment()
         options = EngineOptions(
@@ -169,7 +169,7 @@ class Engine:
                 if self.outer is not None:
                     self.outer.adopt()
 
-    def _own(self, rank: Rank, policy: Policy) -> None:
+    def _own(self, rank: Rank, policy: BadStepPolicy) -> None:
         """Lower the programs of a rank that was assembled, and build what the engine owns besides."""
         self.adapter, self.outer, self.units = rank.adapter, rank.outer, rank.sharded.units
         self.notes, self.advice, self.runs = rank.notes, rank.advice, rank.outline.runs

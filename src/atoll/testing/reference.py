@@ -186,7 +186,7 @@ class _Replica:
         with torch.random.fork_rng(devices=[]):
             numbers = range(self._first, self._first + self._count)
             pieces = {at: rows(batch, at * microbatch, microbatch, device) for at in numbers}
-            tokens: float = sum(map(count, pieces.values()))
+            tokens: float = sum(map(_count, pieces.values()))
             self._stepping.zero_grad(set_to_none=True)
             total = counted = 0.0
             for at, piece in pieces.items():
@@ -322,7 +322,7 @@ def start(recipe: Recipe, seed: int) -> nn.Module:
         model = recipe.build()
         rule = rule_of(recipe, model)
         if rule is not None:
-            draw(model, rule, seed)
+            _draw(model, rule, seed)
     return model
 
 
@@ -451,7 +451,7 @@ def summed_loss(recipe: Recipe, outputs: Any, batch: Mapping[str, Any]) -> Any:
     return token_loss(outputs, batch["labels"]) if own is None else own(outputs, batch)
 
 
-def count(batch: Mapping[str, Any]) -> int:
+def _count(batch: Mapping[str, Any]) -> int:
     """Return the number of labels that count: integers except -100, all others; samples if there are no labels."""
     labels = batch.get("labels")
     if isinstance(labels, Tensor):
@@ -494,7 +494,7 @@ def rule_of(recipe: Recipe, model: nn.Module) -> Rule | None:
     return (lambda name, module: _reset(module)) if isinstance(model, nn.Sequential) else None
 
 
-def draw(model: nn.Module, rule: Rule, seed: int) -> None:
+def _draw(model: nn.Module, rule: Rule, seed: int) -> None:
     """Set all parameters, each module from a generator of its own, inner modules first.
 
     A shared parameter is drawn under each of its names and keeps the values of the first. A family's rule of a module

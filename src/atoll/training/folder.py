@@ -40,7 +40,7 @@ from types import NoneType
 from typing import Any
 
 from atoll.base.digests import read_sealed, seal
-from atoll.base.documents import count, parse_json
+from atoll.base.documents import integer, parse_json
 from atoll.base.errors import CheckpointError, ConfigError, RunError
 from atoll.training.data.tokenizer import BESIDE, TOKENIZER
 
@@ -265,7 +265,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
             with suppress(ValueError):
                 record = parse_json(line)
                 if isinstance(record, dict):
-                    count(record.get("step"))
+                    integer(record.get("step"))
                     if all(type(record.get(name)) in (int, float, NoneType) for name in NUMBERS):
                         found.append(record)
     return found

@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from atoll.base.documents import count, parse_json, string
+from atoll.base.documents import integer, parse_json, string
 from atoll.base.errors import ConfigError, RunError
 
 BEAT_SECONDS = 2.0
@@ -206,7 +206,7 @@ def read_holder(path: Path) -> Holder | None:
         with path.open("rb") as file:
             found = parse_json(file.read(_LARGEST))
         host, boot, started, since = (string(found[name]) for name in ("host", "boot", "started", "since"))
-        return Holder(host, boot, count(found["process"]), started, since)
+        return Holder(host, boot, integer(found["process"]), started, since)
     except (FileNotFoundError, ValueError, TypeError, LookupError):
         return None
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from atoll.base import documents
-from atoll.base.documents import LARGEST_BYTES, LARGEST_JSON, count, finite, parse_json, read_text, string
+from atoll.base.documents import LARGEST_BYTES, LARGEST_JSON, finite, integer, parse_json, read_text, string
 from atoll.base.errors import ConfigError, UserError
 from atoll.prediction.cost import Cluster, Prediction
 from atoll.prediction.cost.calibration import Step
@@ -148,9 +148,9 @@ def read_started(path: Path) -> Started:
     plan = read_json(path)
     with _written(path):
         return Started(
-            first_step=count(plan["first_step"]),
-            world=reduce(lambda ranks, size: count(ranks * count(size)), plan["mesh"].values(), 1),
-            vocabulary=None if plan["vocabulary"] is None else count(plan["vocabulary"]),
+            first_step=integer(plan["first_step"]),
+            world=reduce(lambda ranks, size: integer(ranks * integer(size)), plan["mesh"].values(), 1),
+            vocabulary=None if plan["vocabulary"] is None else integer(plan["vocabulary"]),
             reads_in_place=bool(plan["reads_in_place"]),
             device=string(plan["device"]),
             blocks=tuple(string(name) for names in plan["stages"] for name in names),
@@ -168,7 +168,7 @@ def read_timing(path: Path) -> Timing:
         return Timing(
             seconds=finite(timing["seconds"]),
             timed=tuple(map(_timed, ranks)),
-            peaks=tuple(count(rank["peak_bytes"], limit=LARGEST_BYTES) for rank in ranks),
+            peaks=tuple(integer(rank["peak_bytes"], limit=LARGEST_BYTES) for rank in ranks),
             memory=string(timing["memory"]),
         )
 
@@ -268,8 +268,8 @@ def _read_row(row: Any, folder: Path, number: int) -> Measured:
 
 def _timed(rank: Mapping[str, Any]) -> Timed:
     return {
-        (named(string(each["do"])), count(each["of"], least=-1)): Taken(
-            count(each["times"]), finite(each["seconds"]), finite(each["shortest"])
+        (named(string(each["do"])), integer(each["of"], least=-1)): Taken(
+            integer(each["times"]), finite(each["seconds"]), finite(each["shortest"])
         )
         for each in rank["instructions"]
     }

@@ -8,7 +8,7 @@ from statistics import median, median_low
 
 from atoll.plans.plan import MeshShape
 
-WINDOW = 64
+_WINDOW = 64
 """Number of steps that a step is compared with."""
 LEAST = 16
 """Minimum number of previous steps for a spike."""
@@ -23,7 +23,7 @@ class Spikes:
 
     def __init__(self, least: float) -> None:
         self._least = least
-        self._before: deque[float] = deque(maxlen=WINDOW)
+        self._before: deque[float] = deque(maxlen=_WINDOW)
 
     def ratio(self, value: float) -> float | None:
         """Return a spike relative to the median of the previous steps; None if it is not a spike.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from atoll.base.documents import LARGEST_BYTES, count, finite, read_json
+from atoll.base.documents import LARGEST_BYTES, finite, integer, read_json
 from atoll.base.errors import CostWarning, WeightsWarning
 from atoll.base.units import format_bytes, format_count, format_rate, format_seconds
 from atoll.plans.plan import Plan
@@ -147,7 +147,9 @@ class RunResult:
 def _predicted_peaks(prediction: Mapping[str, Any]) -> list[int]:
     """Return the predicted tensor bytes of each pipeline rank."""
     peaks = [each["peak"] for each in prediction["ranks"]]
-    return [count(peak["total"], limit=LARGEST_BYTES) - count(peak["context"], limit=LARGEST_BYTES) for peak in peaks]
+    return [
+        integer(peak["total"], limit=LARGEST_BYTES) - integer(peak["context"], limit=LARGEST_BYTES) for peak in peaks
+    ]
 
 
 def run_session(

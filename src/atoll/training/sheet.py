@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from atoll.base.documents import LARGEST_JSON, count, read_text
+from atoll.base.documents import LARGEST_JSON, integer, read_text
 from atoll.base.errors import ConfigError, UserError
 from atoll.base.units import format_bytes, format_rate, format_seconds
 from atoll.prediction.cost import Cluster, Prediction
@@ -155,7 +155,7 @@ def _measured_timeline(folder: RunFolder) -> list[StepTimeline]:
     if folder.timeline.is_file():
         values = read_json(folder.timeline)
         try:
-            return [recorded_timeline(values["ranks"], f"measured, step {count(values['step'])}")]
+            return [recorded_timeline(values["ranks"], f"measured, step {integer(values['step'])}")]
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{folder.timeline} is not what a run writes: {error}; run it again") from error
     if folder.trace.is_file():

@@ -18,7 +18,7 @@ from atoll.plans.layouts import (
     Precision,
     SegmentShape,
     Sharding,
-    Stored,
+    StoredCopies,
     footprint,
 )
 
@@ -89,8 +89,8 @@ def test_only_moves_between_groups_are_encoded() -> None:
 def test_a_copy_follows_where_parameters_cross_groups_once_a_step(layout: str, keeps_copy: bool) -> None:
     own = sharding(layout)
     assert own.keeps_copy(SEGMENT) is keeps_copy
-    assert (own.stored(SEGMENT) is Stored.APART) is keeps_copy
-    assert sharding(layout, inter=1).stored(SEGMENT) is Stored.SHARED
+    assert (own.stored(SEGMENT) is StoredCopies.APART) is keeps_copy
+    assert sharding(layout, inter=1).stored(SEGMENT) is StoredCopies.SHARED
 
 
 def test_the_footprint_has_residuals_and_copies() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll.runtime.models.unread import Computed, NotNoted, Stored, Unread
+from atoll.runtime.models.unread import Computed, NotNoted, StoredTensor, Unread
 
 
 class File:
@@ -19,12 +19,12 @@ class File:
     def __init__(self) -> None:
         self.read = 0
 
-    def tensor(self, name: str, values: Tensor) -> Stored:
+    def tensor(self, name: str, values: Tensor) -> StoredTensor:
         def read(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
             self.read += math.prod(sizes)
             return values[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
 
-        return Stored(name, values.shape, values.dtype, read)
+        return StoredTensor(name, values.shape, values.dtype, read)
 
 
 def stacked_and_joined(parts: list[Any]) -> Any:

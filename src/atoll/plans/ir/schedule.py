@@ -12,7 +12,7 @@ from atoll.plans.ir.placement import Placement
 from atoll.plans.ir.table import Table
 from atoll.plans.ir.validate import check
 
-Rows = tuple[tuple[Action, ...], ...]
+ActionRows = tuple[tuple[Action, ...], ...]
 CHECKED_PLACES = 100_000
 """Maximum number of stages times microbatches for which an error lists missing actions."""
 
@@ -30,7 +30,7 @@ class Schedule:
     name: str
     placement: Placement
     microbatches: int
-    actions: Rows
+    actions: ActionRows
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:

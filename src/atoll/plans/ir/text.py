@@ -10,7 +10,7 @@ from atoll.base.errors import ScheduleError
 from atoll.plans.ir.action import Action
 from atoll.plans.ir.draw import IDLE, layout_rows
 from atoll.plans.ir.placement import PLACEMENT_KINDS, Placement, PlacementKind
-from atoll.plans.ir.schedule import Rows, Schedule
+from atoll.plans.ir.schedule import ActionRows, Schedule
 
 _OVERLAP = re.compile(r"\(([^();]+);([^();]+)\)OVERLAP_F_B")
 _HEADER = re.compile(r"# (.+): (line|loop|v), ranks (\d{1,7}), chunks (\d{1,7}), microbatches (\d{1,7})", re.ASCII)
@@ -73,7 +73,7 @@ def _apart(cell: str) -> list[str]:
     return [cell] if match is None else list(match.groups())
 
 
-def _placement_of(rows: Rows) -> Placement:
+def _placement_of(rows: ActionRows) -> Placement:
     seen = [{action.stage for action in row} for row in rows]
     ranks = len(rows)
     chunks = max(len(stages) for stages in seen)

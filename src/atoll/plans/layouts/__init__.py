@@ -33,7 +33,7 @@ from atoll.plans.layouts.matrices import (
 from atoll.plans.layouts.precision import ITEM_BYTES, PRESETS, Precision
 from atoll.plans.layouts.published import PublishedMemory, Traffic, published_memory, traffic
 from atoll.plans.layouts.state import Footprint, footprint, saved_besides, saved_bytes
-from atoll.plans.layouts.storage import SegmentShape, Sharding, Stored
+from atoll.plans.layouts.storage import SegmentShape, Sharding, StoredCopies
 
 __all__ = [
     "ALIASES",
@@ -78,7 +78,7 @@ __all__ = [
     "Shape",
     "Sharding",
     "Slice",
-    "Stored",
+    "StoredCopies",
     "Traffic",
     "Transform",
     "Whole",

@@ -27,7 +27,7 @@ from atoll.base.errors import PlanError
 from atoll.plans.layouts.flat import Box, FlatMap, Nest, Shape
 from atoll.plans.layouts.level import Level
 
-Rows = tuple[int, ...]
+_Rows = tuple[int, ...]
 """Rows of the matrices that a parameter is split into, in order."""
 
 
@@ -78,7 +78,7 @@ class Whole:
     transform: Transform
     states: int = 1
     patterns: tuple[str, ...] | None = None
-    split: tuple[tuple[str, int | Rows], ...] = ()
+    split: tuple[tuple[str, int | _Rows], ...] = ()
     half: bool = True
 
     def chosen(self, shapes: Mapping[str, Shape], hidden: Iterable[str]) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ class Whole:
             raise PlanError(f"{self.name}: {'; '.join(problems)}. Matrices of the model: {some}, ...")
         return tuple(name for name in shapes if name in found)
 
-    def rows_of(self, name: str, shape: Shape) -> Rows:
+    def rows_of(self, name: str, shape: Shape) -> _Rows:
         """The rows of each matrix that a parameter is made of. Raises PlanError for parts that do not add up."""
         for pattern, parts in self.split:
             if fnmatchcase(name, pattern):

@@ -13,7 +13,7 @@ from atoll.plans.layouts.codec import NO_CODECS
 from atoll.plans.layouts.layout import Layout
 from atoll.plans.layouts.level import Level
 from atoll.plans.layouts.precision import ITEM_BYTES
-from atoll.plans.layouts.storage import SegmentShape, Sharding, Stored
+from atoll.plans.layouts.storage import SegmentShape, Sharding, StoredCopies
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ def _segment_footprint(segment: SegmentShape, sharding: Sharding, states: int) -
         return len(sharding.nest.range(level, segment.map.padded))
 
     stored = sharding.stored(segment)
-    parameters = 0 if stored is Stored.CAST else ITEM_BYTES[segment.compute] * numel(layout.parameters)
-    if stored is Stored.ALONE:
+    parameters = 0 if stored is StoredCopies.CAST else ITEM_BYTES[segment.compute] * numel(layout.parameters)
+    if stored is StoredCopies.ALONE:
         return Footprint(parameters, 0, 0)
     item = ITEM_BYTES[precision.master]
     held = sharding.nest.range(layout.optimizer, segment.map.padded)
@@ -73,7 +73,7 @@ def _segment_footprint(segment: SegmentShape, sharding: Sharding, states: int) -
     kept += len(sharding.owing(segment)) * item * numel(Level.I)
     # A post-validated step updates a second copy of the state of whole matrices.
     kept += (2 if sharding.keeps_apart else 1) * sharding.kept_bytes(segment)
-    if stored is Stored.SHARED:
+    if stored is StoredCopies.SHARED:
         coarse = min(layout.parameters, layout.optimizer)
         return Footprint(item * numel(coarse), gradients, kept)
     copies = 2 if sharding.keeps_copy(segment) and sharding.keeps_apart else 1  # the other one to take a step back

@@ -26,7 +26,7 @@ from atoll.plans.layouts.level import (
 from atoll.plans.layouts.matrices import Holders, Matrix, MatrixPiece, Whole, deal, pieces
 from atoll.plans.layouts.precision import ITEM_BYTES, Precision
 
-AXES = ("intra", "tp", "inter")
+_AXES = ("intra", "tp", "inter")
 """Axes on which slices of matrices travel, the slowest last."""
 
 
@@ -52,7 +52,7 @@ class SegmentShape:
         return bool(self.phases)
 
 
-class Stored(Enum):
+class StoredCopies(Enum):
     """The copies of a segment's parameters that are stored between steps.
 
     ALONE: parameters, which are frozen.
@@ -112,17 +112,17 @@ class Sharding:
             return segment.phases
         return segment.phases[:1] if encodes(SYNC_GRADIENT[g, os]) else ()
 
-    def stored(self, segment: SegmentShape) -> Stored:
+    def stored(self, segment: SegmentShape) -> StoredCopies:
         """The copies of a segment's parameters that are stored between steps."""
         if not segment.trainable:
-            return Stored.ALONE
+            return StoredCopies.ALONE
         if self.keeps_apart or self.keeps_copy(segment):
-            return Stored.APART
+            return StoredCopies.APART
         if segment.compute == self.precision.master:
-            return Stored.SHARED
+            return StoredCopies.SHARED
         # At N nothing is gathered: a copy is cast once a step, instead of two casts of each block in a microbatch.
         p = self.layout.parameters
-        return Stored.CAST if p is self.layout.optimizer and p is not Level.N else Stored.APART
+        return StoredCopies.CAST if p is self.layout.optimizer and p is not Level.N else StoredCopies.APART
 
     def rests_whole(self, segment: SegmentShape) -> bool:
         """Return True if the parameters are stored whole in the dtype of the forward, so that nothing is gathered or
@@ -165,7 +165,7 @@ class Sharding:
         gathered. A master in another dtype is cast."""
         if self.rests_whole(segment) or self.real(GATHER_PARAMETER[self.layout.parameters]):
             return 0
-        source = self.precision.master if self.stored(segment) is Stored.CAST else segment.compute
+        source = self.precision.master if self.stored(segment) is StoredCopies.CAST else segment.compute
         return segment.map.padded * (ITEM_BYTES[source] + ITEM_BYTES[segment.compute])
 
     def bytes_ahead(self, segment: SegmentShape, *, reads_in_place: bool) -> int:
@@ -236,7 +236,7 @@ class Sharding:
         """The bytes by axis that this rank sends: its slices to the owners of their matrices, and slices of what it has
         transformed to their holders."""
         holders, item = self.holders(segment), ITEM_BYTES[self.transformed]
-        to, back = dict.fromkeys(AXES, 0), dict.fromkeys(AXES, 0)
+        to, back = dict.fromkeys(_AXES, 0), dict.fromkeys(_AXES, 0)
         for piece in self.pieces(segment):
             owner = segment.owners[piece.matrix]
             if piece.holder == holders.own != owner:

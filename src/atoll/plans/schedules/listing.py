@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from atoll.plans.ir.action import Action, Op
 from atoll.plans.ir.placement import Placement
-from atoll.plans.ir.schedule import Rows
+from atoll.plans.ir.schedule import ActionRows
 from atoll.plans.schedules.timing import Timing
 
 
@@ -43,7 +43,7 @@ class ListRules:
 class Listed(NamedTuple):
     """An order, the end of its last action, and the largest span of a rank."""
 
-    rows: Rows
+    rows: ActionRows
     makespan: float
     span: float
 

@@ -47,7 +47,7 @@ deadlock."""
 NUDGED = 4
 """Number of patterns that are improved."""
 
-WINDOW = 12
+_WINDOW = 12
 """Maximum number of places by which an action is moved."""
 
 SHAKEN = 0.6
@@ -79,7 +79,7 @@ def run_portfolio(search: Search) -> None:
             return
         relist(search)
         left = (EFFORT - search.board.spent) // search.board.cells
-        search.improve(min(TRIES, left // (3 - seed)), WINDOW, seed)
+        search.improve(min(TRIES, left // (3 - seed)), _WINDOW, seed)
         if seed == 1:
             shaken(search)
 

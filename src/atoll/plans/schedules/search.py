@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from atoll.plans.ir.action import COMPUTE, Action
-from atoll.plans.ir.schedule import Rows, Schedule
+from atoll.plans.ir.schedule import ActionRows, Schedule
 from atoll.plans.schedules import kernels, moves
 from atoll.plans.schedules.bounds import lower_bound
 from atoll.plans.schedules.jit import IS_COMPILED, Floats, counts, floats, integers, zeros
@@ -138,7 +138,7 @@ class Board:
             self.order[rank * self.width : rank * self.width + len(numbers)] = integers(numbers)
             self.length[rank] = len(numbers)
 
-    def rows(self) -> Rows:
+    def rows(self) -> ActionRows:
         """Return the order as actions."""
         rows = []
         chunks = self.model.chunks

@@ -5,13 +5,12 @@ from atoll.prediction.explain.choices import CHOICES, Choice, rebuilt
 from atoll.prediction.explain.explanation import Explanation, LayoutRow, Measured, Resource
 from atoll.prediction.explain.holdings import Holding, InFlight, State
 from atoll.prediction.explain.links import LinkUse, Travel, travel
-from atoll.prediction.explain.questions import QUESTIONS, Answer, ask, listed
+from atoll.prediction.explain.questions import QUESTIONS, QuestionAnswer, ask, listed
 
 __all__ = [
     "CHOICES",
     "QUESTIONS",
     "Alternative",
-    "Answer",
     "Choice",
     "Explanation",
     "Holding",
@@ -19,6 +18,7 @@ __all__ = [
     "LayoutRow",
     "LinkUse",
     "Measured",
+    "QuestionAnswer",
     "Resource",
     "State",
     "Travel",

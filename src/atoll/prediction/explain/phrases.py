@@ -12,7 +12,7 @@ from atoll.prediction.explain.alternative import EQUAL, Alternative, fullest_ran
 from atoll.prediction.explain.choices import CHOICES, NO, YES
 from atoll.prediction.explain.holdings import Holding
 
-AXES = {
+AXIS_PHRASES = {
     "pp": "between stages",
     "inter": "between groups",
     "intra": "inside a group",

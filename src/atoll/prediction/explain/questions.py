@@ -26,7 +26,7 @@ MOST_SAVING = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class QuestionAnswer:
     """An answer in sentences, with the alternatives its figures describe."""
 
     key: str
@@ -47,13 +47,13 @@ class Question:
     answer: Callable[[Explanation], Sentences]
 
 
-def ask(explanation: Explanation, key: str) -> Answer:
+def ask(explanation: Explanation, key: str) -> QuestionAnswer:
     """Answer the question with this key. Raises ConfigError with all questions if there is none."""
     if key not in QUESTIONS:
         raise ConfigError("\n  ".join([f"no question {key!r}; there are", *listed()]))
     question = QUESTIONS[key]
     sentences, alternatives = question.answer(explanation)
-    return Answer(question.key, question.text, sentences, alternatives)
+    return QuestionAnswer(question.key, question.text, sentences, alternatives)
 
 
 def listed() -> Iterator[str]:
@@ -199,7 +199,7 @@ def _what_binds(explanation: Explanation) -> Sentences:
             f"Ranks wait for others: {waits}, of a step of {format_seconds(step)}; rank {explanation.busiest} waits "
             f"least, {phrases.percent(own.bubble / own.total)}."
         )
-    for axis, joins in phrases.AXES.items():
+    for axis, joins in phrases.AXIS_PHRASES.items():
         of_rank = [[use for use in explanation.links(rank) if use.axis == axis] for rank in range(len(parts))]
         sent = max(sum(use.nbytes for use in uses) for uses in of_rank)
         busy = max(sum(use.seconds for use in uses) for uses in of_rank)

@@ -10,7 +10,7 @@ from atoll.prediction.explain import phrases
 from atoll.prediction.explain.explanation import Explanation, Measured
 from atoll.prediction.explain.holdings import Holding
 from atoll.prediction.explain.links import MESSAGES
-from atoll.prediction.explain.questions import Answer, bottleneck
+from atoll.prediction.explain.questions import QuestionAnswer, bottleneck
 
 MOST_BETTER = 5
 """Number of faster alternatives to list."""
@@ -31,7 +31,7 @@ def describe_explanation(explanation: Explanation) -> Iterator[str]:
         )
 
 
-def answer(found: Answer) -> Iterator[str]:
+def answer(found: QuestionAnswer) -> Iterator[str]:
     """Yield a question, its answer, and a table of the alternatives."""
     yield found.question
     for sentence in found.sentences:
@@ -133,7 +133,7 @@ def _links(explanation: Explanation) -> Iterator[str]:
     rows = [
         [
             f"rank {rank}",
-            phrases.AXES[use.axis],
+            phrases.AXIS_PHRASES[use.axis],
             use.kind,
             str(use.times),
             format_bytes(use.nbytes),

@@ -7,7 +7,7 @@ from typing import Any
 from atoll.prediction.cost.summary import bytes_of, summary
 from atoll.prediction.explain.alternative import Alternative, fullest
 from atoll.prediction.explain.explanation import Explanation, Measured
-from atoll.prediction.explain.questions import Answer
+from atoll.prediction.explain.questions import QuestionAnswer
 
 
 def values(explanation: Explanation) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def of_alternative(each: Alternative) -> dict[str, Any]:
     }
 
 
-def of_answer(found: Answer) -> dict[str, Any]:
+def of_answer(found: QuestionAnswer) -> dict[str, Any]:
     """Return a question with its answer."""
     return {
         "key": found.key,

@@ -8,9 +8,8 @@ from typing import overload
 from atoll.plans.ir.schedule import Schedule
 from atoll.plans.schedules.memory import Memory
 from atoll.program import Programs
-from atoll.program.sim import schedules
 from atoll.program.sim.programs import Played, Rates, Speed, Timing, play
-from atoll.program.sim.schedules import Costs
+from atoll.program.sim.schedules import Costs, simulate_schedule
 from atoll.program.trace import Trace
 
 __all__ = ["Costs", "Played", "Rates", "Speed", "Timing", "play", "simulate"]
@@ -43,6 +42,6 @@ def simulate(
     """
     if isinstance(played, Schedule):
         assert isinstance(costs, Costs), "a schedule is simulated with Costs"
-        return schedules.simulate(played, costs, memory)
+        return simulate_schedule(played, costs, memory)
     assert not isinstance(costs, Costs), "programs are simulated with Rates"
     return play(played, costs, steps=steps).trace

@@ -132,7 +132,7 @@ class Costs:
         return zip(*columns, strict=True)
 
 
-def simulate(schedule: Schedule, costs: Costs, memory: Memory | None = None) -> Trace:
+def simulate_schedule(schedule: Schedule, costs: Costs, memory: Memory | None = None) -> Trace:
     """Simulate `schedule`, compute-only or lowered. Raises ConfigError for costs or amounts that do not fit its ranks.
 
     With `memory` the trace has the bytes of every rank over time, and how long ranks idled for lack of them. A limit

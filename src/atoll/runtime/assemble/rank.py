@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.base.errors import CostWarning, PlanError, WeightsWarning
-from atoll.base.faults import Answer, Policy
+from atoll.base.faults import BadStepAnswer, BadStepPolicy
 from atoll.plans.layouts import swapped_along
 from atoll.plans.plan import Plan
 from atoll.prediction.advice import advice
@@ -54,7 +54,7 @@ class EngineOptions:
     labels: Labels
     loss: Loss | None
     weights: Path | None
-    bad_steps: Policy
+    bad_steps: BadStepPolicy
     moment: Moment
 
     def check(self, plan: Plan) -> None:
@@ -70,7 +70,7 @@ class EngineOptions:
                 "vocabulary_parallel computes token cross-entropy on slices of the logits, and the engine was given "
                 "another loss; leave one of them out"
             )
-        if plan.outer is not None and self.bad_steps.answer is Answer.ROLLBACK:
+        if plan.outer is not None and self.bad_steps.answer is BadStepAnswer.ROLLBACK:
             raise PlanError(
                 f'bad_steps = "{self.bad_steps}" would bring one island back to an earlier step than the others; with '
                 'outer steps use "stop" or "skip"'

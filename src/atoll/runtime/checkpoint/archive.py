@@ -11,7 +11,7 @@ from atoll.base.documents import LARGEST_JSON, parse_json, read
 from atoll.base.errors import CheckpointError, DamageError
 from atoll.runtime.checkpoint.folders import FIRST_VERSION, FORMAT_VERSION, METADATA, STATE, is_complete
 from atoll.runtime.checkpoint.manifest import MANIFEST, Manifest
-from atoll.runtime.checkpoint.metadata import Contents, Stored, read_contents
+from atoll.runtime.checkpoint.metadata import BoxLocation, Contents, read_contents
 
 
 class Archive:
@@ -42,7 +42,7 @@ class Archive:
         """Return the tensors and the location of each of their boxes. Raises DamageError."""
         return read_contents(self.folder / METADATA, self._read_file(METADATA))
 
-    def read(self, stream: BinaryIO, path: Path, stored: Stored) -> bytes:
+    def read(self, stream: BinaryIO, path: Path, stored: BoxLocation) -> bytes:
         """Return the bytes of a box from the open file at `path`. Raises DamageError."""
         try:
             stream.seek(stored.offset)

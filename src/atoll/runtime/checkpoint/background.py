@@ -31,7 +31,7 @@ from atoll.runtime.checkpoint.saving import Saving
 
 PAUSES = (1.0, 5.0)
 """Seconds before each further attempt of a save that failed."""
-LONGEST = timedelta(days=1)
+_LONGEST_WRITE = timedelta(days=1)
 """Time limit for the slowest writer: disks can be slow. Ranks that have exited are detected at once, and silent
 ones by the run's watch."""
 ALIGNMENT = 64
@@ -72,7 +72,7 @@ class Background:
         """
         self.wait()
         if self._meeting is None:
-            self._meeting = Meeting.apart(LONGEST)
+            self._meeting = Meeting.apart(_LONGEST_WRITE)
         saving = Saving(folder, pieces, state, identity=identity, meeting=self._meeting)
         copies = self._copied(saving.owned)
         self._failed = None

@@ -21,7 +21,7 @@ from atoll.base.errors import CheckpointError, DamageError, UnverifiedWarning
 from atoll.plans.layouts.flat import Shape
 from atoll.runtime.checkpoint.archive import Archive
 from atoll.runtime.checkpoint.meeting import Meeting, listing
-from atoll.runtime.checkpoint.metadata import Stored
+from atoll.runtime.checkpoint.metadata import BoxLocation
 from atoll.runtime.checkpoint.pieces import Piece
 
 
@@ -119,7 +119,7 @@ class _Reader:
     def read(self) -> None:
         """Fill the pieces, file by file and each box once."""
         stored = self.archive.contents.stored
-        by_file: dict[str, dict[Stored, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
+        by_file: dict[str, dict[BoxLocation, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
         for piece in self._pieces:
             if piece.stop > piece.start:
                 for item in self._read_items(piece, self._tensors.get(piece.name)):
@@ -140,7 +140,7 @@ class _Reader:
         found = create_read_items_for_chunk_list(piece.name, tensor, chunks)
         return [_renumbered(item, first) for item in found]
 
-    def _read_file(self, file: str, wanted: dict[Stored, list[ReadItem]]) -> None:
+    def _read_file(self, file: str, wanted: dict[BoxLocation, list[ReadItem]]) -> None:
         path = self._folder / file
         try:
             stream = path.open("rb")
@@ -170,7 +170,7 @@ class _Reader:
             )
 
 
-def tensor_of(content: bytes, path: Path, stored: Stored) -> torch.Tensor:
+def tensor_of(content: bytes, path: Path, stored: BoxLocation) -> torch.Tensor:
     """Return the tensor of one stored box, on the CPU. Raises an error for any other content."""
     try:
         box = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)

@@ -33,7 +33,7 @@ _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).val
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class BoxLocation:
     """The location of a box: `length` bytes at `offset` of `file`, a name inside the checkpoint's folder."""
 
     file: str
@@ -46,7 +46,7 @@ class Contents:
     """The contents of a checkpoint: its tensors, and the location of each of their boxes."""
 
     tensors: Mapping[str, TensorStorageMetadata]
-    stored: Mapping[MetadataIndex, Stored]
+    stored: Mapping[MetadataIndex, BoxLocation]
 
     @property
     def metadata(self) -> Metadata:
@@ -169,7 +169,7 @@ def _overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
     )
 
 
-def _stored(record: Any) -> Stored:
+def _stored(record: Any) -> BoxLocation:
     fields = _fields(record, "_StorageInfo")
     file: Any = fields.get("relative_path")
     offset: Any = fields.get("offset")
@@ -184,7 +184,7 @@ def _stored(record: Any) -> Stored:
     _expect(plain, "not a plain name of a file in the folder:", file)
     _expect(_counts(offset) and _counts(length), f"range of {file!r}:", (offset, length))
     _expect(not fields.get("transform_descriptors"), f"{file!r} is transformed (compressed), which Atoll does not read")
-    return Stored(file, offset, length)
+    return BoxLocation(file, offset, length)
 
 
 def _size(record: Any, what: str) -> torch.Size:

@@ -33,12 +33,12 @@ from atoll.base._torch import parameter_replaced
 from atoll.base.errors import AtollError, ConfigError
 from atoll.prediction.cost import Use, Work, Workload
 from atoll.runtime.models.adapter import Block, adapter_for, sum_and_count
-from atoll.runtime.models.fused import Device
+from atoll.runtime.models.fused import DeviceType
 from atoll.runtime.models.meter import Meter
 from atoll.runtime.models.weigh import weigh_blocks
 
 
-def count(model: nn.Module, *, name: str | None = None, device: Device = "cuda") -> Workload:
+def count(model: nn.Module, *, name: str | None = None, device: DeviceType = "cuda") -> Workload:
     """Return the workload of a model with its adapter's blocks.
 
     model: a model with an adapter; on `meta` it needs no memory. Whether a parameter is trained matters, but not its
@@ -79,7 +79,7 @@ class _Counts:
     A run is a block with those joined to it. Equal runs with the same input are counted once.
     """
 
-    def __init__(self, model: nn.Module, device: Device) -> None:
+    def __init__(self, model: nn.Module, device: DeviceType) -> None:
         self._model, self._device = model, device
         self._adapter = adapter_for(model)
         if not getattr(self._adapter, "is_language_model", True):

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from atoll.prediction.cost import Kernel, Pass
 from atoll.runtime.models.operations import attention_of, backward_of, moved
 
-Device = Literal["cuda", "cpu"]
+DeviceType = Literal["cuda", "cpu"]
 
 
 class Count(Protocol):
@@ -78,7 +78,7 @@ class FusedCalls(TorchFunctionMode):
     is_flash: whether attention is fused.
     """
 
-    def __init__(self, count: Count, device: Device, *, is_flash: bool) -> None:
+    def __init__(self, count: Count, device: DeviceType, *, is_flash: bool) -> None:
         super().__init__()
         self._count, self._is_cuda, self._is_flash = count, device == "cuda", is_flash
 

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from atoll.base._torch import watched_operations
 from atoll.prediction.cost import Kernel, Product, Saved, Use, Work
 from atoll.runtime.models.adapter import Block
-from atoll.runtime.models.fused import Device, FusedCalls
+from atoll.runtime.models.fused import DeviceType, FusedCalls
 from atoll.runtime.models.operations import PRODUCTS, kernel_of, tensors
 
 
@@ -147,7 +147,7 @@ class Meter:
     # ---- recording
 
     @contextmanager
-    def measuring(self, device: Device) -> Iterator[None]:
+    def measuring(self, device: DeviceType) -> Iterator[None]:
         """Context in which the blocks are counted."""
         with ExitStack() as stack:
             for tally in self.tallies:

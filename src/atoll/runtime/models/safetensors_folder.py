@@ -13,7 +13,7 @@ from torch import Tensor
 
 from atoll.base.documents import read_json
 from atoll.base.errors import PlanError
-from atoll.runtime.models.unread import Stored
+from atoll.runtime.models.unread import StoredTensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -41,7 +41,7 @@ def has_weights(folder: Path) -> bool:
     return (Path(folder) / INDEX).is_file() or (Path(folder) / SINGLE).is_file()
 
 
-def read_folder(folder: Path) -> dict[str, Stored]:
+def read_folder(folder: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a folder's files by their names, not read yet.
 
     Raises PlanError for a folder without safetensors, and for files that are damaged.
@@ -49,7 +49,7 @@ def read_folder(folder: Path) -> dict[str, Stored]:
     return {name: _stored(name, handle) for name, handle in _open_files(folder).items()}
 
 
-def _stored(name: str, handle: Any) -> Stored:
+def _stored(name: str, handle: Any) -> StoredTensor:
     piece = handle.get_slice(name)
     said = str(piece.get_dtype())
 
@@ -59,7 +59,7 @@ def _stored(name: str, handle: Any) -> Stored:
         return found
 
     dtype = DTYPES.get(said) or getattr(torch, _QUANTIZED.get(said, "uint8"))
-    return Stored(name, tuple(piece.get_shape()), dtype, read)
+    return StoredTensor(name, tuple(piece.get_shape()), dtype, read)
 
 
 def _open_files(folder: Path) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class Unread(ABC):
         return _NOTED[func](*args, **(kwargs or {}))
 
 
-class Stored(Unread):
+class StoredTensor(Unread):
     """A tensor of a file. read: returns a box as a view of the file."""
 
     def __init__(

@@ -36,7 +36,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from atoll.base.errors import RunError
-from atoll.base.faults import Made
+from atoll.base.faults import NonFinite
 from atoll.plans.ir import Action, Op
 from atoll.program import Do, Instruction, Part
 from atoll.runtime.page import AT
@@ -105,7 +105,7 @@ class ProgramCounter:
         first = self.at - 1
         self.at = first  # the next instruction is the first block's forward, executed when the model calls it
         hidden = state.inputs.get(key)
-        self._microbatches.look(Made.INPUT, [hidden], at.run.start, microbatch=microbatch)
+        self._microbatches.look(NonFinite.INPUT, [hidden], at.run.start, microbatch=microbatch)
         state.outputs[key] = at.forward(hidden, state.batches[microbatch])
         # A model that called none of its blocks has moved nothing: `advance` would run this forward again, for ever.
         self.at = max(self.at, first + 1)
@@ -139,7 +139,7 @@ class ProgramCounter:
         if timing is not None:
             timing.took(instructions[at], start)
         if self._microbatches.probe is not None:
-            self._microbatches.look(Made.OUTPUT, nested_tensors(output), block.index, microbatch=microbatch)
+            self._microbatches.look(NonFinite.OUTPUT, nested_tensors(output), block.index, microbatch=microbatch)
         # Here and not at the next call of a block: what the model computes in between can use the freed memory, and
         # hides the next gather. It ends inside the program, whose last instruction is DRAIN or of the step's end.
         while instructions[self.at].do.begins:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from atoll.base._torch import local_part
 from atoll.base.errors import RunError
-from atoll.base.faults import Made
+from atoll.base.faults import NonFinite
 from atoll.plans.ir import Op
 from atoll.program import Phase
 from atoll.runtime.mail import Mail, Wire
@@ -161,7 +161,7 @@ class Microbatches:
             if count is not None:
                 state.counts[microbatch] = count.detach() if isinstance(count, torch.Tensor) else count
             state.losses[microbatch] = output.detach()
-            self.look(Made.LOSS, [output], at.run.stop - 1, microbatch=microbatch)
+            self.look(NonFinite.LOSS, [output], at.run.stop - 1, microbatch=microbatch)
         # For the backward, or for SEND_F: without either, nothing would take it out before DRAIN.
         is_passed = not at.is_last and stage + 1 in self.stages
         if state.is_training or not (at.is_last or is_passed):
@@ -204,7 +204,7 @@ class Microbatches:
         if self.probe is not None:
             # The gradient from the following block or, in the last block of a stage, the received one.
             is_last = block.index == self.stages[key[0]].run.stop - 1
-            made, of = (Made.GRADIENT, block.index) if is_last else (Made.INPUT_GRADIENT, block.index + 1)
+            made, of = (NonFinite.GRADIENT, block.index) if is_last else (NonFinite.INPUT_GRADIENT, block.index + 1)
             self.look(made, [leaf.grad for leaf in passage.leaves], of, microbatch=key[1])
         # On CUDA autograd runs a backward on a thread of its own, while this one waits in it: layers append to
         # `collected` from there, and by the end of this context it is complete.
@@ -241,7 +241,7 @@ class Microbatches:
             # previous stage would wait for one that is never sent.
             gradient = hidden.grad if hidden.grad is not None else torch.zeros_like(hidden)
             state.gradients[stage - 1, microbatch] = gradient
-            self.look(Made.INPUT_GRADIENT, [gradient], at.run.start, microbatch=microbatch)
+            self.look(NonFinite.INPUT_GRADIENT, [gradient], at.run.start, microbatch=microbatch)
 
     def weights(self, unit: Unit, key: StageMicrobatch) -> None:
         """Compute the gradients of a unit's weights."""
@@ -296,7 +296,7 @@ class Microbatches:
 
     def look(
         self,
-        made: Made,
+        made: NonFinite,
         values: Iterable[torch.Tensor | None],
         block: int,
         microbatch: int,
@@ -310,7 +310,9 @@ class Microbatches:
     def _look_at_gradients(self, units: Iterable[Unit], phase: Phase, block: int, microbatch: int) -> None:
         for unit in units:
             for name, _ in unit.trained():
-                self.look(Made.WEIGHT_GRADIENT, [unit.gradient(name, phase)], block, microbatch=microbatch, name=name)
+                self.look(
+                    NonFinite.WEIGHT_GRADIENT, [unit.gradient(name, phase)], block, microbatch=microbatch, name=name
+                )
 
 
 def _trained(block: LocalBlock) -> tuple[Trained, ...]:

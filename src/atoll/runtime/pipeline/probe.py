@@ -17,11 +17,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from atoll.base._torch import local_part
-from atoll.base.faults import Made, Sighting
+from atoll.base.faults import NonFinite, Sighting
 from atoll.runtime.sharding.unit import Unit, UnitSpec
 from atoll.runtime.transport import Transport
 
-FIELDS = len(Sighting(Made.LOSS, 0, 0, block=0).encode())
+FIELDS = len(Sighting(NonFinite.LOSS, 0, 0, block=0).encode())
 
 
 class Probe:
@@ -38,7 +38,7 @@ class Probe:
 
     def look(
         self,
-        made: Made,
+        made: NonFinite,
         values: Iterable[torch.Tensor | None],
         block: int,
         microbatch: int,
@@ -88,7 +88,7 @@ def bad_parameter(units: Sequence[Unit], rank: int, names: Mapping[str, int]) ->
                 level = flat.layout.optimizer if held is shards.master else flat.layout.parameters
                 for part in flat.map.slices(flat.range(level)):
                     if not bool(held.narrow(0, part.offset, part.stop - part.start).isfinite().all()):
-                        return Sighting(Made.PARAMETER, rank, -1, block=block, name=names[part.name])
+                        return Sighting(NonFinite.PARAMETER, rank, -1, block=block, name=names[part.name])
     return None
 
 

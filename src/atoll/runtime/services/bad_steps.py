@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from atoll.base.errors import BadStepError, CheckpointError, DamageError, RankError
-from atoll.base.faults import ROLLBACKS, SKIPS_IN_A_ROW, Answer, Fault, Made, Policy, Rollback, Sighting
+from atoll.base.faults import (
+    ROLLBACKS,
+    SKIPS_IN_A_ROW,
+    BadStepAnswer,
+    BadStepPolicy,
+    Fault,
+    NonFinite,
+    Rollback,
+    Sighting,
+)
 from atoll.runtime.assemble.rank import Rank
 from atoll.runtime.batches import BatchShare
 from atoll.runtime.pipeline.executor import Outcome
@@ -33,7 +42,7 @@ class BadSteps:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: BadStepPolicy,
         rank: Rank,
         checkpoints: Checkpoints,
         *,
@@ -72,7 +81,7 @@ class BadSteps:
         fault = self._find(refused)
         result = replace(refused.result, fault=fault)
         why = "Nothing was updated"
-        if self.policy.answer is Answer.SKIP:
+        if self.policy.answer is BadStepAnswer.SKIP:
             self._skips += 1
             if fault.is_of_parameters:
                 why = "Nothing was updated; skipping steps does not repair parameters"
@@ -80,7 +89,7 @@ class BadSteps:
                 why = f"Nothing was updated in the {SKIPS_IN_A_ROW} steps before either, which were skipped"
             else:
                 return result
-        if self.policy.answer is Answer.ROLLBACK:
+        if self.policy.answer is BadStepAnswer.ROLLBACK:
             self._rollbacks += 1
             self._furthest = max(self._furthest, step)
             if self._rollbacks > ROLLBACKS:
@@ -122,12 +131,12 @@ class BadSteps:
         probe = Probe(place.rank, first=first, size=self._plan.microbatch, names=names)
         last = len(self._blocks) - 1
         for microbatch, loss in outcome.losses.items():
-            probe.look(Made.LOSS, [loss], last, microbatch=microbatch)
+            probe.look(NonFinite.LOSS, [loss], last, microbatch=microbatch)
         with self._agreement.guard(f"looking for the fault of step {step}", self._executor.doing):
             bad = bad_parameter(self._sharded.units, place.rank, names)
             of_step, marked = first_of_all([*probe.seen, *([bad] if bad else [])], self._transport, total)
         was_repeated, cause = True, of_step
-        if of_step is None or of_step.made is not Made.PARAMETER:
+        if of_step is None or of_step.made is not NonFinite.PARAMETER:
             probe = Probe(place.rank, first=first, size=self._plan.microbatch, names=names)
             self._executor.microbatches.probe = probe
             try:
@@ -162,18 +171,18 @@ class BadSteps:
         coordinates = self._plan.mesh.place(cause.rank).coordinates.items()
         held = f"rank {cause.rank} ({', '.join(f'{axis} {at}' for axis, at in coordinates)})"
         name = names[cause.name] if cause.name >= 0 else ""
-        if cause.made is Made.PARAMETER:
+        if cause.made is NonFinite.PARAMETER:
             what = f"parameter {name} on {held}, before the step: an earlier update or a load wrote it"
             return replace(fault, rank=cause.rank, block=block, what=what, is_of_parameters=True)
         at = cause.microbatch * size
         samples = range(at, at + size) if cause.sample < 0 else range(at + cause.sample, at + cause.sample + 1)
         said = {
-            Made.INPUT: f"what block {block} received in the forward",
-            Made.OUTPUT: f"the output of block {block}",
-            Made.LOSS: "the loss, from a finite output of the model",
-            Made.GRADIENT: f"the gradient that the backward of block {block} began with",
-            Made.WEIGHT_GRADIENT: f"the gradient of {name}",
-            Made.INPUT_GRADIENT: f"the gradient of the input of block {block}",
+            NonFinite.INPUT: f"what block {block} received in the forward",
+            NonFinite.OUTPUT: f"the output of block {block}",
+            NonFinite.LOSS: "the loss, from a finite output of the model",
+            NonFinite.GRADIENT: f"the gradient that the backward of block {block} began with",
+            NonFinite.WEIGHT_GRADIENT: f"the gradient of {name}",
+            NonFinite.INPUT_GRADIENT: f"the gradient of the input of block {block}",
         }[cause.made]
         which = f"sample {samples[0]}" if len(samples) == 1 else f"one of samples {samples[0]} to {samples[-1]}"
         what = f"{said}, in microbatch {cause.microbatch} on {held}; {which} of the step"

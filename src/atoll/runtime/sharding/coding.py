@@ -94,7 +94,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def draw(codec: Codec, numel: int, seed: int, device: torch.device) -> torch.Tensor | None:
+def draw_uniform(codec: Codec, numel: int, seed: int, device: torch.device) -> torch.Tensor | None:
     """Random numbers in (0, 1) for the elements of a message; None if the codec rounds to nearest."""
     if codec.rounding == "nearest":
         return None

@@ -265,7 +265,7 @@ class Gradients:
 
         def noise(to: int) -> torch.Tensor | None:
             seed = coding.noise_seed(around.seed, around.moment.step, *self._flat.tag, what=what, rank=rank, to=to)
-            return coding.draw(codec, each, seed, device=buffer.device)
+            return coding.draw_uniform(codec, each, seed, device=buffer.device)
 
         # The buffer of a move along inter and the residual are both I-shards, so their blocks match. A reduction
         # encodes the blocks of other groups, a gather the own block: no element of a residual serves both.

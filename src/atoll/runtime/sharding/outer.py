@@ -129,7 +129,7 @@ class _Anchor:
         def noise(what: str, to: int) -> torch.Tensor | None:
             rank = self._transport.place.data
             seed = coding.noise_seed(self._seed, step - 1, *self._tag, what=what, rank=rank, to=to)
-            return coding.draw(codec, own.numel(), seed, device=flow.device)
+            return coding.draw_uniform(codec, own.numel(), seed, device=flow.device)
 
         there, back = (Tag(channel, *self._tag) for channel in (Channel.OUTER_REDUCE, Channel.OUTER_GATHER))
         transport, drawn = self._transport, partial(noise, "outer.reduce")

@@ -25,7 +25,7 @@ from functools import partial
 import torch
 
 from atoll.base._torch import local_part
-from atoll.plans.layouts import SYNC_PARAMETER, Level, Stored
+from atoll.plans.layouts import SYNC_PARAMETER, Level, StoredCopies
 from atoll.runtime import lanes
 from atoll.runtime.sharding import coding
 from atoll.runtime.sharding.collectives import Collectives, Purpose
@@ -80,17 +80,17 @@ class ParameterShards:
         is_last_part = p is Level.I or (p is Level.G and sharding.nest.inter == 1)
         is_read = is_last_part or (p is Level.N and os is not p)
         match sharding.stored(flat.shape):
-            case Stored.ALONE:
+            case StoredCopies.ALONE:
                 self.parameter = flat.zeros(p, flat.compute, is_read=is_last_part)
-            case Stored.SHARED:
+            case StoredCopies.SHARED:
                 coarse = min(p, os)
                 # One of the two views is the whole storage: the optimizer writes p in place, and a sync only sends it.
                 store = flat.zeros(coarse, master_dtype, is_read=is_read)
                 self.parameter = flat.part(store, coarse, p)
                 self.master = flat.part(store, coarse, os)
-            case Stored.CAST:
+            case StoredCopies.CAST:
                 self.master = flat.zeros(os, master_dtype, is_read=is_read)
-            case Stored.APART:
+            case StoredCopies.APART:
                 self.master = flat.zeros(os, master_dtype, is_read=False)
                 self.parameter = flat.zeros(p, flat.compute, is_read=is_read)
 

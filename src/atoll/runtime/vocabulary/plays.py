@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from atoll.base.faults import Made
+from atoll.base.faults import NonFinite
 from atoll.program import Do, Instruction, Sliced
 from atoll.runtime.plays import INSTEAD, PLAYS, Play
 from atoll.runtime.vocabulary.split import SplitVocabulary
@@ -104,7 +104,7 @@ def _receive_scores(split: SplitVocabulary, on: Microbatches, microbatch: int) -
         state.logits.append(found)
     else:
         state.losses[microbatch] = found
-        on.look(Made.LOSS, [found], on.stages[split.last_stage].run.stop - 1, microbatch=microbatch)
+        on.look(NonFinite.LOSS, [found], on.stages[split.last_stage].run.stop - 1, microbatch=microbatch)
     if state.is_training and gradient is not None:
         state.gradients[key] = gradient.mul_(state.scale).to(state.outputs[key].dtype)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from atoll.base.documents import LARGEST_JSON, read_text
 from atoll.base.errors import ConfigError, PlanError, UserError
-from atoll.base.faults import Policy
+from atoll.base.faults import BadStepPolicy
 from atoll.plans import schedules
 from atoll.plans.ir import Op, Schedule
 from atoll.plans.ir.text import from_csv, from_text
@@ -172,7 +172,7 @@ def _outer_problems(config: Config, groups: int) -> list[str]:
             f"parallel.outer: outer steps are between groups, and with parallel.intra = {config.parallel.intra} there "
             "is one; use more ranks or a smaller intra, or leave outer out"
         )
-    if Policy.parse(config.train.bad_steps).steps:
+    if BadStepPolicy.parse(config.train.bad_steps).steps:
         problems.append(
             f"train.bad_steps = {config.train.bad_steps!r} would bring one group back to an earlier step than the "
             'others of parallel.outer; use "stop" or "skip"'
@@ -182,7 +182,7 @@ def _outer_problems(config: Config, groups: int) -> list[str]:
 
 def _rollback_problems(config: Config) -> list[str]:
     """Return a problem if no checkpoint would be old enough, and still kept, when a rollback needs it."""
-    steps, kept = Policy.parse(config.train.bad_steps).steps, config.checkpoint
+    steps, kept = BadStepPolicy.parse(config.train.bad_steps).steps, config.checkpoint
     if steps <= kept.every * (kept.keep - 1):
         return []
     return [

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from atoll.base.errors import ConfigError, LayoutError, PlanError
-from atoll.base.faults import Policy
+from atoll.base.faults import BadStepPolicy
 from atoll.base.toml import to_toml
 from atoll.plans.ir.residency import current
 from atoll.plans.layouts import ROUNDINGS, Codec, Layout
@@ -61,7 +61,7 @@ def _as_layout(value: Any) -> Any:
 
 def _as_policy(value: str) -> str:
     try:
-        return str(Policy.parse(value))
+        return str(BadStepPolicy.parse(value))
     except PlanError as error:
         raise ValueError(str(error)) from error
 

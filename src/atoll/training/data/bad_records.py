@@ -10,7 +10,7 @@ from typing import Literal
 
 from atoll.base.errors import DataError, RecordError
 
-Policy = Literal["stop", "skip"]
+BadRecordPolicy = Literal["stop", "skip"]
 
 MOST_SKIPPED = 0.1
 """Largest share of a source's records that may be skipped. Beyond it the source or a setting is wrong, not a record."""
@@ -26,7 +26,7 @@ class BadRecords:
     counts: by file and kind of fault.  first: the message of the first one.
     """
 
-    policy: Policy = "stop"
+    policy: BadRecordPolicy = "stop"
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     first: str = ""
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.base.errors import DataError, RecordError
-from atoll.training.data.bad_records import BadRecords, Policy, Skipped
+from atoll.training.data.bad_records import BadRecordPolicy, BadRecords, Skipped
 from atoll.training.data.conversations import NOTHING_TO_LEARN, ChatTemplate, Rendered, conversations
 from atoll.training.data.corpus import Source, documents
 from atoll.training.data.split import TokenRange, ranges_of
@@ -76,7 +76,7 @@ def encode(
     *,
     chat: ChatTemplate | None,
     ignored: Collection[str] = (),
-    bad_records: Policy = "stop",
+    bad_records: BadRecordPolicy = "stop",
 ) -> Encoded:
     """Encode a source into files of `folder`. Raises DataError if it has no text.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.base.errors import DataError
-from atoll.training.data.bad_records import BadRecords, Policy
+from atoll.training.data.bad_records import BadRecordPolicy, BadRecords
 from atoll.training.data.conversations import RULES, ChatTemplate
 from atoll.training.data.corpus import Source, documents, find_source, fingerprint
 from atoll.training.data.rows import Packing
@@ -48,7 +48,7 @@ class Recipe:
     keeps_documents: bool
     chat: ChatTemplate | None
     ignored: frozenset[str]
-    bad_records: Policy
+    bad_records: BadRecordPolicy
 
     @staticmethod
     def find(
@@ -60,7 +60,7 @@ class Recipe:
         chat: ChatTemplate | None,
         packing: Packing,
         ignored: Collection[str],
-        bad_records: Policy,
+        bad_records: BadRecordPolicy,
     ) -> Recipe:
         file, tokenizer_content = None, tokenizer
         if tokenizer != BYTES and bpe_size(tokenizer) is None:

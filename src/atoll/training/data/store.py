@@ -35,7 +35,7 @@ from filelock import FileLock
 
 from atoll.base.documents import parse_json, read_json
 from atoll.base.errors import DataError
-from atoll.training.data.bad_records import Policy
+from atoll.training.data.bad_records import BadRecordPolicy
 from atoll.training.data.blocks import MANIFEST, MARK, Blocks, CheckedTokens, DamagedCorpusError
 from atoll.training.data.conversations import ChatTemplate
 from atoll.training.data.corpus import Source
@@ -54,7 +54,7 @@ from atoll.training.data.tokenizer import (
 TRAIN, VALIDATION = "train", "validation"
 CONTENT = (TOKENIZER, "train.npy", "validation.npy")
 """Files whose content the fingerprint covers."""
-OPTIONAL = tuple(f"{part}-{what}.npy" for part in (TRAIN, VALIDATION) for what in ("lengths", "answers"))
+_OPTIONAL = tuple(f"{part}-{what}.npy" for part in (TRAIN, VALIDATION) for what in ("lengths", "answers"))
 """Further files covered by the fingerprint, if they exist."""
 
 LONGEST_NOTE = 4000
@@ -125,7 +125,7 @@ def prepare(
     too_long: TooLong = "split",
     chat: ChatTemplate | None = None,
     ignored: Collection[str] = (),
-    bad_records: Policy = "stop",
+    bad_records: BadRecordPolicy = "stop",
     report: Report | None = None,
 ) -> Corpus:
     """Return the token arrays of a source, from the cache or built by one process while others wait.
@@ -180,7 +180,7 @@ def preview(
     too_long: TooLong = "split",
     chat: ChatTemplate | None = None,
     ignored: Collection[str] = (),
-    bad_records: Policy = "stop",
+    bad_records: BadRecordPolicy = "stop",
 ) -> Corpus | None:
     """Return the result of `prepare`, or raise its errors, without writing to the cache.
 
@@ -310,7 +310,7 @@ def _content_hash(folder: Path) -> str:
             with path.open("rb") as stream:
                 content = hashlib.file_digest(stream, "sha256").digest()
         total.update(name.encode() + b"\0" + content)
-    for path in (folder / name for name in OPTIONAL):
+    for path in (folder / name for name in _OPTIONAL):
         if path.is_file():
             with path.open("rb") as stream:
                 total.update(path.name.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
@@ -401,7 +401,7 @@ def _blocks(folder: Path, say: Report) -> Blocks:
 
 def _digests_of(folder: Path) -> Blocks:
     return Blocks.of(
-        folder, [name for name in (*CONTENT, *OPTIONAL, *BESIDE, "about.json") if (folder / name).is_file()]
+        folder, [name for name in (*CONTENT, *_OPTIONAL, *BESIDE, "about.json") if (folder / name).is_file()]
     )
 
 

@@ -40,10 +40,10 @@ from atoll.training.data.rows import Packing, Rows, rows_of
 from atoll.training.data.shards import Shard
 from atoll.training.data.store import Corpus, writing_cache
 
-WINDOW = 3
+_WINDOW = 3
 """Number of shards whose samples are shuffled together."""
 
-KEPT = 3 * WINDOW
+KEPT = 3 * _WINDOW
 """Number of shards on disk: the current and next window, and the previous one, which another rank may still use."""
 
 NOTED_SECONDS = 1.0
@@ -222,7 +222,7 @@ class Stream:
         if epoch == 0:
             order.remove(0)
             order.insert(0, 0)
-        ends = [0, *range(1 if epoch == 0 else WINDOW, len(order), WINDOW), len(order)]
+        ends = [0, *range(1 if epoch == 0 else _WINDOW, len(order), _WINDOW), len(order)]
         return [tuple(order[a:b]) for a, b in pairwise(ends)]
 
     def _count(self, shard: int) -> int:

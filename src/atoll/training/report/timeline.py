@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from atoll.base.documents import count, finite, string
+from atoll.base.documents import finite, integer, string
 from atoll.base.errors import UserError
 from atoll.plans.ir import Action, Op
 from atoll.prediction.cost import Prediction
@@ -203,7 +203,7 @@ def _read(values: Sequence[Any]) -> Bar:
     name, action, of, phase, start, end = values
     do, parsed = named(string(name)), Action.parse(string(action))
     start, end = _times(start, end)
-    where = parsed.stage, -1 if parsed.microbatch is None else parsed.microbatch, count(of, least=-1)
+    where = parsed.stage, -1 if parsed.microbatch is None else parsed.microbatch, integer(of, least=-1)
     return Bar(do.cause, f"{do} {phase}" if phase else str(do), start, end, *where)
 
 
