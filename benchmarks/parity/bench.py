@@ -14,7 +14,7 @@ from typing import Any
 from atoll.plans import schedules
 from atoll.plans.layouts import ALL, EFFECTIVE
 from atoll.testing import run_ranks
-from atoll.testing.parity import Case, reference, train, worst_difference
+from atoll.testing.parity import Case, reference, train_case, worst_difference
 from atoll.testing.tiny import TinyConfig
 from benchmarks.islands import tables
 
@@ -57,7 +57,7 @@ def _measure(name: str, cases: list[Case]) -> dict[str, Any]:
     for case in cases:
         neutral = replace(case, layout="NNN", pipeline=1, inter=1, intra=1, schedule="1f1b")
         wanted = reference(neutral)
-        for history in run_ranks(train, case.ranks, case):
+        for history in run_ranks(train_case, case.ranks, case):
             found, where = worst_difference(history, wanted)
             worst = max(worst, (found, f"{case.layout} {case.schedule}: {where}"))
     return {"name": name, "cases": len(cases), "largest_difference": worst[0], "where": worst[1]}

@@ -140,7 +140,7 @@ PAGES = (
         "Simulated and measured steps are traces of the same type.",
         {
             "atoll": ["simulate"],
-            "atoll.program.sim": ["Costs", "Rates", "Speed", "play", "Played", "Timing"],
+            "atoll.program.sim": ["Costs", "Rates", "Speed", "play", "Played", "RankTiming"],
             "atoll.program.trace": [
                 "Trace",
                 *("Span", "Idle", "MemorySample", "to_chrome", "from_chrome", "lane_of", "apart", "Timed", "AnyTimed"),
@@ -184,7 +184,7 @@ PAGES = (
                 *("prepare_supply", "preview_supply", "Supply", "Name"),
                 *("Tokenizer", "ByteTokenizer", "FileTokenizer", "expected_ids"),
                 *("SampleOrder", "sample_count", "batch", "Batch", "validation_batches", "hide", "IGNORED_LABEL"),
-                *("Rows", "rows_of", "Packing", "Part", "loader"),
+                *("Rows", "rows_of", "Packing", "SplitTokens", "loader"),
             ],
         },
     ),

@@ -26,7 +26,7 @@ from atoll.testing.parity import (
     _train_with_units,
     references,
     setting_of,
-    train,
+    train_case,
     worst_difference,
 )
 
@@ -34,7 +34,7 @@ CYCLES = 200_000
 """About a tenth of a millisecond of a GPU: longer than what the host launches in between."""
 
 
-def run(case: Case, function: Callable[..., Any] = train, *args: Any) -> list[Any]:
+def run(case: Case, function: Callable[..., Any] = train_case, *args: Any) -> list[Any]:
     """Return the results of a function of the case on its ranks."""
     return run_ranks(function, case.ranks, case, *args, timeout=300.0, sees_gpus=case.device == "cuda")
 
@@ -98,7 +98,7 @@ def train_late(case: Case, late: str) -> History:
     show what the computation frees too early, a late computation shows what lanes reuse too early.
     """
     with _late_lanes(case.device) if late == "lanes" else _late_computation(case.device):
-        return train(case)
+        return train_case(case)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from atoll.plans.layouts import EFFECTIVE
-from atoll.testing.parity import Case, reference, train, worst_difference
+from atoll.testing.parity import Case, reference, train_case, worst_difference
 from atoll.testing.tiny import TinyConfig
 from tests.gpu.ranks import on_host
 
@@ -19,7 +19,7 @@ def test_every_effective_layout(layout: str, recompute: str, device: str) -> Non
     case = Case(layout=layout, recompute=recompute, microbatches=4, model=TinyConfig.everything(), device=device)
     case = replace(case, residency="action")  # each block is gathered for each use, as where it is sent
     wanted = reference(replace(case, layout="NNN", recompute="none"))
-    got = train(case)
+    got = train_case(case)
 
     assert {value.device.type for value in got.parameters.values()} == {device}
     assert got.parameters.keys() == wanted.parameters.keys()
@@ -45,5 +45,5 @@ def test_muon(layout: str, device: str) -> None:
 
 def assert_equals_the_cpu(case: Case) -> None:
     wanted = reference(replace(case, layout="NNN", device="cpu"))
-    worst, where = worst_difference(on_host(train(case)), wanted)
+    worst, where = worst_difference(on_host(train_case(case)), wanted)
     assert worst <= 1e-8, f"{case.device} and the CPU differ by {worst:.3g} at {where}"

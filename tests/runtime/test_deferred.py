@@ -29,7 +29,7 @@ from atoll.runtime.sharding.surroundings import Surroundings
 from atoll.runtime.sharding.unit import Unit, UnitSpec
 from atoll.runtime.transport import connect
 from atoll.testing import run_ranks
-from atoll.testing.parity import Case, History, assert_parity, reference, train, worst_difference
+from atoll.testing.parity import Case, History, assert_parity, reference, train_case, worst_difference
 from atoll.testing.tiny import TinyConfig, tiny_model
 
 
@@ -216,7 +216,7 @@ def test_a_pending_w_holds_no_gradient_buffer(schedule: str, layout: str) -> Non
 
 def profile_compiled(case: Case) -> tuple[History, bool]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
-        history = train(case)
+        history = train_case(case)
     return history, any(event.key == "atoll::input_gradient" for event in profiler.key_averages())
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from atoll.base.errors import PlanError
 from atoll.runtime.models import Decoder, DecoderConfig, adapter_for, check_documents
 from atoll.testing import run_ranks
-from atoll.testing.parity import Case, train, worst_difference
+from atoll.testing.parity import Case, train_case, worst_difference
 from atoll.testing.reference import Recipe, train_alone
 from tests.families import CAUSAL, Family
 
@@ -96,7 +96,7 @@ def assert_as_if_alone(case: Case, tolerance: float = 1e-10) -> None:
         optimizer=case.make_optimizer,
         clip=case.clip,
     )
-    for history in run_ranks(train, case.ranks, case, timeout=180):
+    for history in run_ranks(train_case, case.ranks, case, timeout=180):
         worst, where = worst_difference(history, wanted)
         assert worst <= tolerance, where
         assert history.parameters

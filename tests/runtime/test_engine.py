@@ -26,7 +26,7 @@ from atoll.testing.parity import (
     History,
     assert_parity,
     reference,
-    train,
+    train_case,
     unsplit,
     whole_parameters,
     worst_difference,
@@ -533,7 +533,7 @@ def test_fp32_and_bf16_follow_fp64(layout: str) -> None:
     exact = reference(Case(steps=steps, model=EVERYTHING))
     for precision, tolerance in (("fp32", 1e-4), ("bf16", 3e-2)):
         case = Case(layout=layout, inter=2, intra=2, steps=steps, precision=precision, model=EVERYTHING)
-        for history in run_ranks(train, 4, case):
+        for history in run_ranks(train_case, 4, case):
             assert all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(history.losses, exact.losses, strict=True))
 
 
@@ -541,9 +541,9 @@ def test_fp32_and_bf16_follow_fp64(layout: str) -> None:
 def test_layouts_agree_in_fp32_to_rounding() -> None:
     """The layouts add in other orders; nothing else differs."""
     base = Case(precision="fp32", inter=2, intra=2, steps=2)
-    wanted = run_ranks(train, 4, base)[0]
+    wanted = run_ranks(train_case, 4, base)[0]
     for layout in ("NNG", "IIG", "GGG"):
-        for history in run_ranks(train, 4, replace(base, layout=layout)):
+        for history in run_ranks(train_case, 4, replace(base, layout=layout)):
             worst, where = worst_difference(history, wanted)
             assert worst < 1e-4, (layout, where)
 
@@ -583,7 +583,7 @@ def test_parity_has_teeth() -> None:
     """The harness notices another seed, and a hidden state or a gradient that is off by a hundred-millionth."""
     case = Case(steps=1)
     other = reference(replace(case, seed=4))
-    (history,) = run_ranks(train, 1, case)
+    (history,) = run_ranks(train_case, 1, case)
     worst, _ = worst_difference(history, other)
     assert worst > 1e-3
 

@@ -20,7 +20,7 @@ from atoll.runtime.sharding.collectives import Collectives
 from atoll.runtime.sharding.gradients import Gradients
 from atoll.runtime.sharding.unsharded import UnshardedParameters
 from atoll.testing import run_ranks
-from atoll.testing.parity import Case, train
+from atoll.testing.parity import Case, train_case
 from atoll.testing.tiny import TinyConfig
 
 
@@ -152,7 +152,7 @@ def train_and_watch_jobs(case: Case) -> tuple[int, list[str]]:
         return start(collectives, kind, watching, after=after)
 
     with patch.object(Collectives, "start", watched), patch.object(torch.UntypedStorage, "resize_", resized):
-        train(case)
+        train_case(case)
     return jobs, found
 
 

@@ -19,7 +19,7 @@ from atoll.base.errors import AtollError, BadStepError, PlanError, RankError
 from atoll.plans import schedules
 from atoll.runtime.models import Loss
 from atoll.testing import run_ranks
-from atoll.testing.parity import Case, assert_parity, difference, reference, train, unsplit
+from atoll.testing.parity import Case, assert_parity, difference, reference, train_case, unsplit
 from atoll.testing.reference import History, forward, rows
 from atoll.testing.tiny import TinyConfig
 
@@ -298,4 +298,4 @@ def test_labels_may_equal_the_input_where_the_loss_is_ones_own() -> None:
 def test_a_split_vocabulary_has_a_loss_of_its_own() -> None:
     case = Case(model=OfWeights(), pipeline=2, vocabulary_parallel=True)
     with pytest.raises(RankError, match="another loss; leave one of them out"):
-        run_ranks(train, 2, case)
+        run_ranks(train_case, 2, case)

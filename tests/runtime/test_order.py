@@ -18,7 +18,7 @@ from atoll.runtime.outline import _check_false_starts
 from atoll.runtime.transport import Channel, Tag
 from atoll.testing import run_ranks
 from atoll.testing.ordered import in_order
-from atoll.testing.parity import Case, History, reference, train, worst_difference
+from atoll.testing.parity import Case, History, reference, train_case, worst_difference
 from atoll.testing.tiny import TinyConfig
 
 BASE = Case(pipeline=4, microbatches=8, steps=3, model=TinyConfig(layers=6))
@@ -27,7 +27,7 @@ SCHEDULES = sorted(set(CATALOGUE) - {"optimal"})
 
 def trained(case: Case) -> History:
     with in_order():
-        return train(case)
+        return train_case(case)
 
 
 def assert_ordered(case: Case) -> None:

@@ -24,7 +24,7 @@ from atoll.runtime.models.adapter import SequentialAdapter
 from atoll.runtime.sharding.unsharded import GatherState, UnshardedParameters
 from atoll.runtime.transport import GlooTransport
 from atoll.testing import run_ranks
-from atoll.testing.parity import Case, train
+from atoll.testing.parity import Case, train_case
 from atoll.testing.tiny import TinyConfig
 from tests.drawn import drawn
 
@@ -35,9 +35,11 @@ EVERYTHING = TinyConfig.everything()
 @pytest.mark.parametrize(("layout", "schedule"), drawn(5, ["III", "INI", "IIG", "GIG", "GGG"], ["1f1b", "zb-v"]))
 def test_gathering_ahead_changes_no_bit(layout: str, schedule: str) -> None:
     case = Case(layout=layout, pipeline=2, intra=2, schedule=schedule, model=EVERYTHING, steps=4, reads_in_place=False)
-    without = run_ranks(train, case.ranks, replace(case, prefetch=0))
+    without = run_ranks(train_case, case.ranks, replace(case, prefetch=0))
     for prefetch in (None, 300, 1 << 30):
-        for one, other in zip(without, run_ranks(train, case.ranks, replace(case, prefetch=prefetch)), strict=True):
+        for one, other in zip(
+            without, run_ranks(train_case, case.ranks, replace(case, prefetch=prefetch)), strict=True
+        ):
             assert one.losses == other.losses
             assert one.norms == other.norms
             assert all(torch.equal(one.parameters[key], other.parameters[key]) for key in one.parameters)
@@ -47,9 +49,9 @@ def test_gathering_ahead_changes_no_bit(layout: str, schedule: str) -> None:
 def test_gathering_one_level_ahead_changes_no_bit() -> None:
     """Where the group reads in place, what crosses the link is gathered ahead, and the rest when it is used."""
     case = Case(layout="GGG", inter=2, intra=2, microbatches=8, model=EVERYTHING, steps=4)
-    wanted = run_ranks(train, case.ranks, replace(case, prefetch=0, reads_in_place=False))
+    wanted = run_ranks(train_case, case.ranks, replace(case, prefetch=0, reads_in_place=False))
     for prefetch in (None, 0, 300, 1 << 20):
-        for one, other in zip(wanted, run_ranks(train, case.ranks, replace(case, prefetch=prefetch)), strict=True):
+        for one, other in zip(wanted, run_ranks(train_case, case.ranks, replace(case, prefetch=prefetch)), strict=True):
             assert one.losses == other.losses
             assert all(torch.equal(one.parameters[key], other.parameters[key]) for key in one.parameters)
 

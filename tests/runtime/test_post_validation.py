@@ -20,7 +20,7 @@ from atoll.runtime.pipeline.step_end import StepResult
 from atoll.runtime.sharding.optimizer import decay_matrices
 from atoll.runtime.sharding.unit import Unit
 from atoll.testing import run_ranks
-from atoll.testing.parity import Case, History, reference, results, train, whole_parameters
+from atoll.testing.parity import Case, History, reference, results, train_case, whole_parameters
 from atoll.testing.tiny import TinyConfig, tiny_model
 
 EVERYTHING = TinyConfig.everything()
@@ -35,8 +35,8 @@ def same_bits(one: History, other: History) -> bool:
 
 
 def assert_same(case: Case) -> list[History]:
-    waiting = run_ranks(train, case.ranks, case)
-    ahead = run_ranks(train, case.ranks, replace(case, post_validation=True))
+    waiting = run_ranks(train_case, case.ranks, case)
+    ahead = run_ranks(train_case, case.ranks, replace(case, post_validation=True))
     for rank, (one, other) in enumerate(zip(waiting, ahead, strict=True)):
         assert one.losses == other.losses, f"{case}: rank {rank}"
         assert same_bits(one, other), f"{case}: rank {rank}"
@@ -99,7 +99,7 @@ def test_stages_that_stepped_wrongly_take_their_step_back() -> None:
     case = Case(layout="NNG", pipeline=4, model=TinyConfig(dropout=0.1), steps=6, clip=None)
     norms = reference(replace(case, layout="NNN", pipeline=1)).norms
     case = replace(case, clip=0.98 * min(norms))
-    waiting = run_ranks(train, 4, case)
+    waiting = run_ranks(train_case, 4, case)
     counts = run_ranks(count_steps_taken_back, 4, replace(case, post_validation=True))
     assert all(same_bits(one, history) for one, (_, _, history) in zip(waiting, counts, strict=True))
     ahead, wrong, _ = zip(*counts, strict=True)

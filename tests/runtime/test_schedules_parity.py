@@ -12,7 +12,7 @@ import torch
 
 from atoll.plans import schedules
 from atoll.testing import run_ranks
-from atoll.testing.parity import Case, assert_parity, train
+from atoll.testing.parity import Case, assert_parity, train_case
 from atoll.testing.tiny import TinyConfig
 from tests.drawn import drawn
 
@@ -52,8 +52,8 @@ def test_recompute(name: str, recompute: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_post_validation_gives_the_same_bits(name: str) -> None:
     case = case_of(name, "IIG", 2, clip=1.0, steps=4)
-    waiting = run_ranks(train, case.ranks, case)
-    ahead = run_ranks(train, case.ranks, replace(case, post_validation=True))
+    waiting = run_ranks(train_case, case.ranks, case)
+    ahead = run_ranks(train_case, case.ranks, replace(case, post_validation=True))
     for one, other in zip(waiting, ahead, strict=True):
         assert one.losses == other.losses
         assert one.norms == other.norms
@@ -67,7 +67,7 @@ SAME_ORDER = ["gpipe", "1f1b", "zb-h1", "zb-h2"]
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["NNN", "IIG"])
 def test_schedules_that_keep_the_order_give_the_same_bits(layout: str) -> None:
-    histories = [run_ranks(train, 4, case_of(name, layout, 2)) for name in SAME_ORDER]
+    histories = [run_ranks(train_case, 4, case_of(name, layout, 2)) for name in SAME_ORDER]
     for ranks in zip(*histories, strict=True):
         first, *others = ranks
         for other in others:

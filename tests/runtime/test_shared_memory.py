@@ -16,7 +16,7 @@ from atoll.runtime.transport import GlooTransport, Peers, Tag, shared_memory
 from atoll.runtime.transport.host_memory import HostMemory
 from atoll.runtime.transport.shared_memory import Arena, SharedMemory
 from atoll.testing import run_ranks
-from atoll.testing.parity import Case, train
+from atoll.testing.parity import Case, train_case
 from atoll.testing.tiny import TinyConfig
 from tests.drawn import drawn
 
@@ -105,7 +105,7 @@ def trained_with(case: Case, nbytes: int) -> tuple[list[float], bool, int]:
         close(transport)
 
     with patch.object(HostMemory, "share", less), patch.object(GlooTransport, "close", look):
-        losses = train(case).losses
+        losses = train_case(case).losses
     return losses, *found[0]
 
 

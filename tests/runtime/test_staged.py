@@ -15,7 +15,7 @@ from atoll.plans.plan import Place
 from atoll.runtime import engine
 from atoll.runtime.transport import StagedTransport, Tag, gloo
 from atoll.testing import run_ranks
-from atoll.testing.parity import Case, History, train
+from atoll.testing.parity import Case, History, train_case
 from atoll.testing.tiny import TinyConfig
 
 
@@ -40,13 +40,13 @@ def train_staged(case: Case) -> tuple[History, int]:
         return Everything(place, device, has_islands=has_islands)
 
     with patch.object(engine, "connect", connect), patch.object(gloo, "_host_copy_of", counted):
-        return train(case), made
+        return train_case(case), made
 
 
 @pytest.mark.parametrize("layout", ["NNN", "NIG", "IIG", "GGG"])
 def test_copies_on_the_host_change_no_bit(layout: str) -> None:
     case = Case(layout, pipeline=2, inter=2, model=TinyConfig.everything(), schedule="zb-h1", reads_in_place=False)
-    wanted = run_ranks(train, case.ranks, case)
+    wanted = run_ranks(train_case, case.ranks, case)
     for (got, made), one in zip(run_ranks(train_staged, case.ranks, case), wanted, strict=True):
         assert made > 0
         assert got.losses == one.losses

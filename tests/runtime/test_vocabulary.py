@@ -32,7 +32,7 @@ from atoll.testing.parity import (
     assert_parity,
     difference,
     reference,
-    train,
+    train_case,
     whole_parameters,
     worst_difference,
 )
@@ -85,8 +85,8 @@ def test_a_compiled_engine_after_one_whose_groups_are_gone() -> None:
     model = TinyConfig(layers=5, tied=True, frozen=True)
     second = Case(layout="IIG", tensor=2, compile="block-eager", model=model)
     with RankPool() as pool:
-        pool.run(train, 4, replace(BOTH, model=frozen, schedule="zb-2p", layout="GGG", microbatches=8))
-        histories = pool.run(train, 2, second, timeout=180)
+        pool.run(train_case, 4, replace(BOTH, model=frozen, schedule="zb-2p", layout="GGG", microbatches=8))
+        histories = pool.run(train_case, 2, second, timeout=180)
     wanted = reference(Case(model=model))
     for history in histories:
         worst, where = worst_difference(history, wanted)
@@ -142,8 +142,8 @@ def test_which_ends_are_trained(ends: tuple[str, str], schedule: str) -> None:
 @pytest.mark.parametrize("name", KINDS[::2])
 def test_post_validation_gives_the_same_bits(name: str) -> None:
     case = replace(SPLIT, layout="IIG", intra=2, schedule=name, clip=1.0, steps=4, microbatches=8)
-    waiting = run_ranks(train, case.ranks, case)
-    ahead = run_ranks(train, case.ranks, replace(case, post_validation=True))
+    waiting = run_ranks(train_case, case.ranks, case)
+    ahead = run_ranks(train_case, case.ranks, replace(case, post_validation=True))
     for one, other in zip(waiting, ahead, strict=True):
         assert one.losses == other.losses
         assert one.norms == other.norms
@@ -307,8 +307,8 @@ def test_weights_are_read_by_range(tmp_path: Path) -> None:
 def test_low_precision_is_near_what_it_is_without(precision: str) -> None:
     model = TinyConfig(vocabulary=17, tied=True)
     case = replace(SPLIT, precision=precision, layout="IIG", intra=2, microbatches=8, schedule="zb-h1", model=model)
-    split = run_ranks(train, 4, case)
-    whole = run_ranks(train, 4, replace(case, vocabulary_parallel=False))
+    split = run_ranks(train_case, 4, case)
+    whole = run_ranks(train_case, 4, replace(case, vocabulary_parallel=False))
     assert split[0].losses == pytest.approx(whole[0].losses, rel=2e-3)
     assert split[0].norms == pytest.approx(whole[0].norms, rel=2e-2)
 

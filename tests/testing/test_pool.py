@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from atoll.base.errors import LayoutError, RankError
 from atoll.testing import RankPool, pool, run_ranks, worker
-from atoll.testing.parity import Case, train
+from atoll.testing.parity import Case, train_case
 from atoll.testing.progress import run, wait_until
 
 
@@ -214,7 +214,7 @@ def test_a_trained_case_leaves_no_group_behind() -> None:
     """One group may still wait for the garbage collector."""
     before = max(run_ranks(threads, 2))
     for _ in range(4):
-        run_ranks(train, 2, Case(layout="GGG", intra=2, microbatches=2, steps=1))
+        run_ranks(train_case, 2, Case(layout="GGG", intra=2, microbatches=2, steps=1))
     assert max(run_ranks(threads, 2)) <= before + 2
 
 
@@ -225,7 +225,7 @@ def test_threads_do_not_grow_with_the_cases() -> None:
     with RankPool() as ranks:
         first = [process for process, _ in ranks.run(process_and_threads, 2)]
         for _ in range(10):
-            ranks.run(train, 2, Case(tensor=2, microbatches=1, steps=1))
+            ranks.run(train_case, 2, Case(tensor=2, microbatches=1, steps=1))
         last = ranks.run(process_and_threads, 2)
     assert [process for process, _ in last] == first
     assert max(threads for _, threads in last) <= worker.FEW + 3  # and those of the group of this case
@@ -239,7 +239,7 @@ def shared_maps() -> int:
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of mapped files")
 def test_a_trained_case_leaves_no_shared_memory_behind() -> None:
     for _ in range(4):
-        run_ranks(train, 2, Case(layout="GGG", intra=2, microbatches=2, steps=1))
+        run_ranks(train_case, 2, Case(layout="GGG", intra=2, microbatches=2, steps=1))
     assert max(run_ranks(shared_maps, 2)) <= 4
 
 

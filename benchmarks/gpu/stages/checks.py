@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from atoll.testing.parity import Case, train
+from atoll.testing.parity import Case, train_case
 from atoll.testing.tiny import TinyConfig
 from benchmarks.gpu import jobs
 from benchmarks.gpu.stage import Run, attempt
@@ -50,7 +50,7 @@ def run(run: Run) -> None:
 def step(device: str) -> None:
     """The step that is checked: everything is gathered, reduced and freed."""
     case = Case("GGG", microbatches=2, steps=1, precision="fp32", model=TinyConfig(layers=2), device=device)
-    print(f"losses {train(replace(case, residency='action')).losses}", flush=True)
+    print(f"losses {train_case(replace(case, residency='action')).losses}", flush=True)
 
 
 def _sanitizer() -> str | None:

@@ -12,7 +12,7 @@ import torch
 from atoll.plans.layouts import CODES, Codec
 from atoll.runtime.sharding import coding
 from atoll.testing.coded import CodecKind, coded
-from atoll.testing.parity import Case, reference, train
+from atoll.testing.parity import Case, reference, train_case
 from atoll.testing.tiny import TinyConfig
 from benchmarks.gpu.compared import compared
 from benchmarks.gpu.stage import Run, attempt
@@ -40,7 +40,7 @@ def run(run: Run) -> None:
         case = Case(layout, microbatches=4, optimizer="Muon", steps=2, model=TinyConfig(), device=run.device.type,
                     options=(("adamw", (("lr", 1e-3),)),))  # fmt: skip
         alone = replace(case, layout="NNN")
-        found.append({"layout": layout, **compared(partial(train, case), partial(reference, alone))})
+        found.append({"layout": layout, **compared(partial(train_case, case), partial(reference, alone))})
         run.keep("muon", found)
 
 

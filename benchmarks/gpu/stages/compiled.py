@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch._dynamo.utils import counters
 
-from atoll.testing.parity import Case, reference, train
+from atoll.testing.parity import Case, reference, train_case
 from atoll.testing.tiny import TinyConfig
 from benchmarks.gpu import jobs
 from benchmarks.gpu.compared import compared
@@ -39,5 +39,5 @@ def run(run: Run) -> None:
         torch.compiler.reset()
         case = Case(layout, microbatches=4, compile=mode, model=TinyConfig(), device=run.device.type, steps=2)
         alone = replace(case, layout="NNN", compile="none")
-        found.append({"layout": layout, **compared(partial(train, case), partial(reference, alone))})
+        found.append({"layout": layout, **compared(partial(train_case, case), partial(reference, alone))})
         run.keep("parity", found)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from atoll.testing.parity import Case, History, reference, train, worst_difference
+from atoll.testing.parity import Case, History, reference, train_case, worst_difference
 from atoll.testing.pool import RankPool
 from atoll.testing.tiny import TinyConfig
 from benchmarks.gpu.compared import on_cpu
@@ -63,7 +63,7 @@ def _twice(pool: RankPool, case: Case, seconds: float) -> dict[str, Any]:
 
 def trained(case: Case) -> History:
     """Train in a rank; its values come back through the host."""
-    return on_cpu(train(case))
+    return on_cpu(train_case(case))
 
 
 def same_bits(one: History, other: History) -> bool:

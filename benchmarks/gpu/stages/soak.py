@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from atoll.plans.layouts import ALL
-from atoll.testing.parity import Case, train
+from atoll.testing.parity import Case, train_case
 from atoll.testing.tiny import TinyConfig
 from benchmarks.gpu.stage import Run
 
@@ -31,9 +31,9 @@ def run(run: Run) -> None:
             seed=drawn.choice((1, 2)),
         )
         if usual not in wanted:
-            wanted[usual] = train(usual).losses
+            wanted[usual] = train_case(usual).losses
         case = replace(usual, layout=drawn.choice(ALL).name, recompute=drawn.choice(("none", "block", "selective")))
-        losses = train(case).losses
+        losses = train_case(case).losses
         if not all(map(math.isfinite, losses)):
             raise RuntimeError(f"{case}: losses {losses}")
         worst = max(worst, *(abs(a - b) / abs(b) for a, b in zip(losses, wanted[usual], strict=True)))

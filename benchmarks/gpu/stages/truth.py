@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from atoll.testing.parity import Case, History, reference, train
+from atoll.testing.parity import Case, History, reference, train_case
 from atoll.testing.tiny import TinyConfig
 from benchmarks.gpu import jobs
 from benchmarks.gpu.compared import compared, on_cpu
@@ -26,7 +26,7 @@ def run(run: Run) -> None:
             case = replace(case, residency="action")  # gathered and freed for each use, as on several ranks
             # On the same device, so that dropout draws from the same generator.
             alone = replace(case, layout="NNN", recompute="none")
-            found = compared(partial(train, case), partial(reference, alone))
+            found = compared(partial(train_case, case), partial(reference, alone))
             rows.append({"layout": layout, "recompute": recompute, **found})
     run.keep("parity", rows)
 
@@ -54,4 +54,4 @@ def run(run: Run) -> None:
 
 
 def _on_device(case: Case, device: str) -> History:
-    return on_cpu(train(replace(case, device=device)))
+    return on_cpu(train_case(replace(case, device=device)))

@@ -38,7 +38,7 @@ class Resolved:
         """Resolve the row of an instruction."""
         phase = instruction.phase or instruction.do.phase
         phases = PHASES if phase is None else (phase,)
-        return cls(instruction.do, units_of(instruction, shape), phases, instruction.of, instruction.action.stage)
+        return cls(instruction.do, _units_of(instruction, shape), phases, instruction.of, instruction.action.stage)
 
     def keys(self, per: Per, *, of_all: bool = False) -> Iterator[Key]:
         """Yield the keys of facts and buffers of a kind; messages have none, since each is another. of_all: those of
@@ -63,7 +63,7 @@ class Resolved:
         )
 
 
-def units_of(instruction: Instruction, shape: RankShape) -> tuple[int, ...]:
+def _units_of(instruction: Instruction, shape: RankShape) -> tuple[int, ...]:
     """Return the units that an instruction works on."""
     over = instruction.do.over
     if over is Over.UNIT:
@@ -78,11 +78,11 @@ def units_of(instruction: Instruction, shape: RankShape) -> tuple[int, ...]:
 
 def reads(instruction: Instruction, shape: RankShape) -> tuple[int, ...]:
     """Return the units whose parameters an instruction reads."""
-    return units_of(instruction, shape) if instruction.do.reads else ()
+    return _units_of(instruction, shape) if instruction.do.reads else ()
 
 
 def makes(instruction: Instruction, shape: RankShape) -> Iterator[tuple[int, Phase]]:
     """Yield the gradients, by unit and phase, that an instruction writes to."""
     phase = instruction.do.phase
     if phase is not None:
-        yield from ((unit, phase) for unit in units_of(instruction, shape) if phase in shape.units[unit].flows)
+        yield from ((unit, phase) for unit in _units_of(instruction, shape) if phase in shape.units[unit].flows)

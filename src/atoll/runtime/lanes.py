@@ -240,7 +240,7 @@ class _StreamJob:
 #              compute stream, and whatever that stream does with it next is launched behind W
 
 
-class Stream(Lane):
+class _Stream(Lane):
     """A CUDA stream. The host launches a job's work when the job is submitted: see [Note: streams and memory]."""
 
     def __init__(self, kind: LaneKind, device: torch.device) -> None:
@@ -339,4 +339,4 @@ def lane_of(kind: LaneKind, device: torch.device, *, waits_on_host: bool) -> Lan
     """A lane of several ranks; `waits_on_host` as `lanes_of` has it. A CUDA device has an index."""
     if device.type != "cuda":
         return Threads(kind)
-    return StreamThreads(kind, device) if waits_on_host else Stream(kind, device)
+    return StreamThreads(kind, device) if waits_on_host else _Stream(kind, device)

@@ -13,7 +13,7 @@ from atoll.runtime.engine import Engine
 from atoll.runtime.sharding.tensors import Spread
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.vocabulary.slice import splittable_vocabulary
-from atoll.testing.coded import Buffer, Part, Stream
+from atoll.testing.coded import Buffer, BufferPart, GradientStream
 from atoll.testing.reference import Recipe, tied
 
 
@@ -45,7 +45,7 @@ def buffers_of(recipe: Recipe, engine: Engine) -> Iterator[Buffer]:
             assert engine.place.mesh.tensor == 1 or flat.spread is not Spread.SUMMED, "the reference sums no parts"
             own = [use for use in uses if use.unit == unit.spec.index and use.first in flat.parameters]
             streams = tuple(
-                Stream(
+                GradientStream(
                     phase,
                     tuple((use.name, use.first) for use in own if use.phase == phase),
                     tuple(reductions.get((unit.spec.index, phase), ())),
@@ -53,7 +53,7 @@ def buffers_of(recipe: Recipe, engine: Engine) -> Iterator[Buffer]:
                 for phase in flat.phases
             )
             boxes = flat.boxes
-            parts = (Part(e.name, e.offset, boxes[e.name].offsets, boxes[e.name].sizes) for e in flat.map.entries)
+            parts = (BufferPart(e.name, e.offset, boxes[e.name].offsets, boxes[e.name].sizes) for e in flat.map.entries)
             yield Buffer(unit.spec.index, part, flat.map.padded, tuple(parts), streams)
 
 

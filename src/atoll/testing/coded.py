@@ -31,7 +31,7 @@ LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BufferPart:
     """A parameter in a buffer, from `offset` on: the box of it that a rank has."""
 
     name: str
@@ -41,7 +41,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class GradientStream:
     """Gradients of one phase of a buffer.
 
     uses: names under which the model uses what the buffer has, each with the parameter's own.  reductions: gradients
@@ -63,8 +63,8 @@ class Buffer:
     unit: int
     segment: int
     padded: int
-    parts: tuple[Part, ...]
-    streams: tuple[Stream, ...]
+    parts: tuple[BufferPart, ...]
+    streams: tuple[GradientStream, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class Coding:
     def _sum(
         self,
         buffer: Buffer,
-        stream: Stream,
+        stream: GradientStream,
         pieces: Sequence[Mapping[str, Tensor]],
         group: int,
         reduced: Sequence[tuple[int, str]],
@@ -318,7 +318,7 @@ class Coding:
                 _box(copies[part.name], part).copy_(inner.view(part.sizes))
 
 
-def _box(tensor: Tensor, part: Part) -> Tensor:
+def _box(tensor: Tensor, part: BufferPart) -> Tensor:
     for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
     return tensor

@@ -42,7 +42,7 @@ from atoll.testing.reference import (
 )
 from atoll.testing.tiny import TinyConfig
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ def results(case: Case, engine: Engine, first: int = 0) -> Iterator[StepResult]:
         yield last
 
 
-def train(case: Case, first: int = 0) -> History:
+def train_case(case: Case, first: int = 0) -> History:
     """Run a case in this rank, steps first..steps-1."""
     return _train_with_units(case, first)[0]
 
@@ -275,7 +275,7 @@ def references(case: Case, units: tuple[tuple[str, ...], ...] = (), codecs: Sett
     codecs: where messages are encoded, if they are."""
     common: dict[str, Any] = {
         "seed": case.seed,
-        "dtype": DTYPES[case.precision],
+        "dtype": _DTYPES[case.precision],
         "device": case.device,
         "steps": case.steps,
         "microbatches": case.microbatches,
@@ -306,7 +306,7 @@ def references(case: Case, units: tuple[tuple[str, ...], ...] = (), codecs: Sett
 
 def unsplit(case: Case) -> nn.Module:
     """Return the unsplit model with which the reference starts."""
-    return start(case.model, case.seed).to(device=case.device, dtype=DTYPES[case.precision])
+    return start(case.model, case.seed).to(device=case.device, dtype=_DTYPES[case.precision])
 
 
 def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:

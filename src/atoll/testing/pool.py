@@ -70,7 +70,7 @@ LEAVE_SECONDS = 2.0
 """Seconds for the other ranks to leave a broken case before they are killed."""
 LEFT_SECONDS = 30.0
 """Seconds without progress in which ranks that have finished a case leave its group."""
-STACK_SECONDS = 10.0
+_STACK_SECONDS = 10.0
 """Seconds without progress in which a rank writes its stacks."""
 
 WRITTEN_CHARACTERS = 4000
@@ -288,7 +288,7 @@ class _Worker:
         """Return the stacks of all threads of the process."""
         before = self.log.stat().st_size
         self.process.send_signal(signal.SIGUSR1)
-        progress, seen = Progress(self.process.pid, patience=STACK_SECONDS), before
+        progress, seen = Progress(self.process.pid, patience=_STACK_SECONDS), before
         while seen == before and progress.verdict() is None:
             time.sleep(0.01)
             seen = self.log.stat().st_size

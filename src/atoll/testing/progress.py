@@ -41,7 +41,7 @@ forty groups of four ranks use a tenth of a core."""
 
 LOOK_SECONDS = 0.5
 POLL_SECONDS = 0.02
-STACK_SECONDS = 10.0
+_STACK_SECONDS = 10.0
 """Seconds for a process that is given up to write its stacks."""
 WRITTEN_CHARACTERS = 8000
 """Last characters of a process's output that an error shows."""
@@ -280,10 +280,10 @@ def _last_words(process: subprocess.Popen[Any]) -> str:
             os.kill(each, signal.SIGABRT)
             os.kill(each, signal.SIGCONT)  # if it is stopped
     with contextlib.suppress(subprocess.TimeoutExpired):
-        return _shown(process.communicate(timeout=STACK_SECONDS))
+        return _shown(process.communicate(timeout=_STACK_SECONDS))
     kill_all(process.pid)
     with contextlib.suppress(subprocess.TimeoutExpired):  # another process may hold its pipes
-        return _shown(process.communicate(timeout=STACK_SECONDS))
+        return _shown(process.communicate(timeout=_STACK_SECONDS))
     return ""
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from atoll.base.documents import parse_json, read_json, read_text
 from atoll.base.errors import DataError
 from atoll.training.config import Config
-from atoll.training.data.conversations import Conversation, Message, Rendered, texts_of
+from atoll.training.data.conversations import ChatMessage, Conversation, Rendered, texts_of
 from atoll.training.sources import package
 
 LARGEST_TEMPLATE = 1 << 20
@@ -316,10 +316,10 @@ class Template:
             raise DataError(f"{path}: cannot be read ({error})") from error
         return isinstance(values, dict) and bool(values.get("chat_template"))
 
-    def _write(self, given: Conversation, messages: Sequence[Message], **options: Any) -> str:
+    def _write(self, given: Conversation, messages: Sequence[ChatMessage], **options: Any) -> str:
         return str(self._apply(given, messages, tokenize=False, **options)) if messages else ""
 
-    def _apply(self, given: Conversation, messages: Sequence[Message], **options: Any) -> Any:
+    def _apply(self, given: Conversation, messages: Sequence[ChatMessage], **options: Any) -> Any:
         try:
             return self._tokenizer.apply_chat_template(list(messages), **given.options, **options)
         except DataError:
@@ -331,7 +331,7 @@ class Template:
 # ---- what a template leaves out
 
 
-def _check_written(given: Conversation, parts: Sequence[_Part], write: Callable[[Sequence[Message]], str]) -> None:
+def _check_written(given: Conversation, parts: Sequence[_Part], write: Callable[[Sequence[ChatMessage]], str]) -> None:
     """Raise ValueError if a rendering lacks a text of its conversation.
 
     Answers are compared in their own places, apart from spaces. Another message, which a template may write in any
@@ -366,7 +366,7 @@ def _check_written(given: Conversation, parts: Sequence[_Part], write: Callable[
 _INSTEAD = "use a template that does (data.chat_template), or remove it from the record"
 
 
-def _check_answer(message: Message, text: str, answer: _Answer) -> None:
+def _check_answer(message: ChatMessage, text: str, answer: _Answer) -> None:
     """Raise ValueError if the text of an answer lacks some of it. The prompt for an answer may have its first words."""
     number, own = answer.at + 1, text[answer.begin : answer.end]
     squeezed, begin = _squeezed(text[: answer.end]), len(_squeezed(text[: answer.begin]))
@@ -410,12 +410,12 @@ def _forms(text: str) -> tuple[str, str]:
     return _squeezed(text), _squeezed(_json(text)[1:-1])
 
 
-def _with_text(message: Message, text: str) -> Message:
+def _with_text(message: ChatMessage, text: str) -> ChatMessage:
     other = {**message, "content": text}
     return _as_parts(other) if isinstance(message.get("content"), list) else other
 
 
-def _as_parts(message: Message) -> Message:
+def _as_parts(message: ChatMessage) -> ChatMessage:
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
@@ -427,7 +427,7 @@ def _with_arguments(given: Conversation, *, as_text: bool) -> Conversation:
             return arguments if isinstance(arguments, str) else _json(arguments)
         return parse_json(arguments) if isinstance(arguments, str) else arguments
 
-    def calls(message: Message) -> Iterator[dict[str, Any]]:
+    def calls(message: ChatMessage) -> Iterator[dict[str, Any]]:
         for call in message["tool_calls"]:
             function = call["function"]
             yield {**call, "function": {**function, "arguments": form(function["arguments"])}}

@@ -21,7 +21,7 @@ from atoll.runtime.rendezvous import torchrun_environment
 from atoll.training.config import Config, load
 from atoll.training.config.worlds import check_world, fit
 from atoll.training.here import measured_cluster
-from atoll.training.optimizers import states_of, whole_of
+from atoll.training.optimizers import states_of, whole_matrices_of
 from atoll.training.prediction import expected_vocabulary, is_on_cpu, workload_of
 
 CHOSEN = {
@@ -156,7 +156,7 @@ def question(config: Config, cluster: Cluster, *, world: int | None = None) -> S
     codecs = config.parallel.codecs.value
     space = space_of(config) if config.parallel.auto else Space(precision=(config.train.precision,), codecs=codecs)
     outer = None if config.parallel.outer is None else config.parallel.outer.to_outer(config.parallel.codecs)
-    states, whole = states_of(config.train), whole_of(config.train)
+    states, whole = states_of(config.train), whole_matrices_of(config.train)
     return Search(workload, cluster, goal, space, on_cpu, states=states, outer=outer, whole=whole)
 
 

@@ -116,7 +116,7 @@ class Started(NamedTuple):
     corpus: tuple[str, ...]
 
 
-class Timing(NamedTuple):
+class _Timing(NamedTuple):
     """A timed step, see `Run`."""
 
     seconds: float
@@ -158,14 +158,14 @@ def read_started(path: Path) -> Started:
         )
 
 
-def read_timing(path: Path) -> Timing:
+def read_timing(path: Path) -> _Timing:
     """Return the content of a run's timing.json. Raises ConfigError if it is missing or damaged."""
     timing = read_json(path)
     with _written(path):
         ranks = timing["ranks"]
         if not ranks:
             raise ValueError("no ranks")
-        return Timing(
+        return _Timing(
             seconds=finite(timing["seconds"]),
             timed=tuple(map(_timed, ranks)),
             peaks=tuple(integer(rank["peak_bytes"], limit=LARGEST_BYTES) for rank in ranks),

@@ -101,19 +101,19 @@ def states_of(train: Train) -> int:
     return train.optimizer_states
 
 
-def whole_of(train: Train) -> Whole | None:
+def whole_matrices_of(train: Train) -> Whole | None:
     """The matrices that the optimizer transforms whole. Raises ConfigError as `named_optimizer` does."""
     return named_optimizer(train).whole if train.optimizer == MUON else None
 
 
 def planned(config: Config, world: int | None = None) -> Plan:
-    """`config.to_plan`, with the states of its optimizer, see `states_of` and `whole_of`."""
-    return replace(config.to_plan(world), states=states_of(config.train), whole=whole_of(config.train))
+    """`config.to_plan`, with the states of its optimizer, see `states_of` and `whole_matrices_of`."""
+    return replace(config.to_plan(world), states=states_of(config.train), whole=whole_matrices_of(config.train))
 
 
 def checked(config: Config, world: int | None = None) -> Plan:
     """The same, with an optimizer of a module tried too, see `check_optimizer`."""
-    return replace(config.to_plan(world), states=check_optimizer(config.train), whole=whole_of(config.train))
+    return replace(config.to_plan(world), states=check_optimizer(config.train), whole=whole_matrices_of(config.train))
 
 
 def check_optimizer(train: Train) -> int:

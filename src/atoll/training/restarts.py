@@ -34,7 +34,7 @@ PAUSES = (0.0, 1.0, 5.0, 15.0, 30.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class _Failure:
     """A failed attempt. step: the step in which it failed, None before the first.
 
     was_lost: killed, stopped or silent; otherwise an error was raised there.
@@ -46,7 +46,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
+class _Count:
     """Attempts since the last new checkpoint. most: allowed consecutive starts.  idle: consecutive attempts that
     took no step.  last: the previous failure."""
 
@@ -54,9 +54,9 @@ class Count:
     tries: int = 0
     idle: int = 0
     checkpoint: str = ""
-    last: Failure | None = None
+    last: _Failure | None = None
 
-    def after(self, failure: Failure, checkpoint: str, *, can_shrink: bool = False) -> Count | str:
+    def after(self, failure: _Failure, checkpoint: str, *, can_shrink: bool = False) -> _Count | str:
         """Return the count with one more start, or the reason why there is none. checkpoint: the newest one's name.
         can_shrink: that start has fewer ranks."""
         if failure.step is None and not failure.was_lost and not can_shrink:
@@ -92,12 +92,12 @@ def start_ranks(
 ) -> int:
     """Start ranks, and restart them after failures. Return the exit code of the run.
 
-    start: starts so many ranks and waits for their end, given the number of earlier starts.  most: see `Count`.
+    start: starts so many ranks and waits for their end, given the number of earlier starts.  most: see `_Count`.
     fewer: returns how many ranks may continue if so many fail; None to keep the number.  sleep: waits before a start.
 
     Raises the error of ranks that could not report why they failed, if they are not restarted.
     """
-    count = Count(most, checkpoint=_newest(folder))
+    count = _Count(most, checkpoint=_newest(folder))
     attempt = 0
     while True:
         before = _written(folder.metrics)
@@ -109,7 +109,7 @@ def start_ranks(
             records = read_records(folder.metrics)
             step = records[-1]["step"] + 1 if records else None
         left = fewer(ranks) if step is None and attempt else None
-        failure = Failure(ending.rank, step, ending.was_lost)
+        failure = _Failure(ending.rank, step, ending.was_lost)
         found = count.after(failure, _newest(folder), can_shrink=left is not None)
         if isinstance(found, str):
             if ending.error is not None:

@@ -39,7 +39,7 @@ from atoll.program.sim import Speed
 Above = Annotated[float, Field(gt=0)]
 NotBelow = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
-Count = Annotated[int, Field(ge=1)]
+_Count = Annotated[int, Field(ge=1)]
 
 
 class _Table(BaseModel):
@@ -88,10 +88,10 @@ class Device(_Table):
     rates: FLOP/s by torch's dtype names, and "float8".
     """
 
-    memory: Count
+    memory: _Count
     context: Annotated[int, Field(ge=0)] = 0
     bandwidth: Above
-    units: Count = 1
+    units: _Count = 1
     rates: dict[str, Above]
     efficiency: Efficiency = Efficiency()
     source: str = ""
@@ -155,8 +155,8 @@ class Link(_Table):
 class Node(_Table):
     """A node: devices with a link each, and network cards that they share. link: None for one device."""
 
-    devices: Count = 1
-    cards: Count = 1
+    devices: _Count = 1
+    cards: _Count = 1
     link: Link | None = None
 
     @model_validator(mode="after")
@@ -172,7 +172,7 @@ class Cluster(_Table):
     nodes: maximum number that a planner may use; predictions use as many as the plan needs.
     """
 
-    nodes: Count = 1
+    nodes: _Count = 1
     device: Device
     node: Node
     network: Link | None = None

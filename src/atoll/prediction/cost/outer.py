@@ -61,7 +61,7 @@ def elements(ranks: Ranks, rank: int) -> dict[int, int]:
     return {unit: sum(sizes) for unit, sizes in anchors(ranks, rank).items()}
 
 
-def units_of(ranks: Ranks) -> int:
+def _units_of(ranks: Ranks) -> int:
     """Return the number of units of the model."""
     return len(ranks.shape.units)
 
@@ -89,7 +89,7 @@ def in_flight(ranks: Ranks, rank: int) -> int:
     sizes = {unit: float(sum(numels) * item) for unit, numels in held.items()}
     blocks = [outer.block_bytes(numel, islands, item) for numels in held.values() for numel in numels]
     encoded = 0 if outer.codec is None else AT_ONCE * 2 * islands * max(blocks, default=0)
-    return int(largest_at_once(outer, sizes, units_of(ranks))) + encoded
+    return int(largest_at_once(outer, sizes, _units_of(ranks))) + encoded
 
 
 def cost_of(ranks: Ranks, outer: Outer, *, step: float, link: Speed, memory: float) -> OuterCost:
@@ -97,7 +97,7 @@ def cost_of(ranks: Ranks, outer: Outer, *, step: float, link: Speed, memory: flo
 
     step: seconds of a step without them.  link: between islands.  memory: bytes a second that a rank reads and writes.
     """
-    count, item = units_of(ranks), ITEM_BYTES[ranks.plan.precision.master]
+    count, item = _units_of(ranks), ITEM_BYTES[ranks.plan.precision.master]
     every = range(ranks.plan.mesh.pipeline)
     sent = [_by_fragment(outer, sent_by(ranks, rank), count) for rank in every]
     own = [_by_fragment(outer, elements(ranks, rank), count) for rank in every]

@@ -8,11 +8,11 @@ from typing import overload
 from atoll.plans.ir.schedule import Schedule
 from atoll.plans.schedules.memory import Memory
 from atoll.program import Programs
-from atoll.program.sim.programs import Played, Rates, Speed, Timing, play
+from atoll.program.sim.programs import Played, RankTiming, Rates, Speed, play
 from atoll.program.sim.schedules import Costs, simulate_schedule
 from atoll.program.trace import Trace
 
-__all__ = ["Costs", "Played", "Rates", "Speed", "Timing", "play", "simulate"]
+__all__ = ["Costs", "Played", "RankTiming", "Rates", "Speed", "play", "simulate"]
 
 
 @overload

@@ -118,13 +118,13 @@ _SHOWN_AS = {"gathers": Op.UNSHARD, "reductions": Op.REDUCE_GRAD, "sync": Op.RED
 
 _OFFSET = {Side.NEXT: 1, Side.PREVIOUS: -1}
 
-Message = tuple[str, int, int, int]
+_Message = tuple[str, int, int, int]
 """A message: its kind (F, B, L, S or T; sums: A to all, P along the chain), the sending stage or rank, the microbatch,
 and the step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class RankTiming:
     """Start and end of a rank's instructions in a step, in seconds from the start of the first step.
 
     begin: end of the previous step.  ends: of each instruction, which starts at the end of the previous one, the first
@@ -143,7 +143,7 @@ class Played:
     """The result of simulating programs: the last step's timing on each rank, and its trace."""
 
     programs: Programs
-    timings: tuple[Timing, ...]
+    timings: tuple[RankTiming, ...]
     travelled: tuple[Span, ...]
 
     @property
@@ -185,8 +185,8 @@ def play(programs: Programs, rates: Sequence[Rates] | Rates, *, steps: int = 1) 
         _Rank(rank, program, own, table, pools, shared, steps)
         for rank, (program, own) in enumerate(zip(programs.ranks, each, strict=True))
     ]
-    arrived: dict[Message, tuple[float, float]] = {}
-    waiting: dict[Message, list[int]] = {}
+    arrived: dict[_Message, tuple[float, float]] = {}
+    waiting: dict[_Message, list[int]] = {}
     ready = [(0.0, rank.number) for rank in ranks]
     while ready:
         _, rank = heappop(ready)
@@ -222,7 +222,7 @@ class _Messages:
                 if do.stands_for:
                     self.senders.setdefault((do.sends, action.microbatch or 0), []).append(rank)
 
-    def sent(self, rank: int, instruction: Instruction, step: int) -> Message:
+    def sent(self, rank: int, instruction: Instruction, step: int) -> _Message:
         do, action = instruction.do, instruction.action
         return do.sends, rank if do.stands_for else action.stage, action.microbatch or 0, step
 
@@ -232,7 +232,7 @@ class _Messages:
         stage = -1 if to is None else instruction.action.stage + _OFFSET[to]
         return self.rank_of[stage] if 0 <= stage <= self.last else None
 
-    def needs(self, instruction: Instruction, step: int) -> list[Message]:
+    def needs(self, instruction: Instruction, step: int) -> list[_Message]:
         do, stage, microbatch = instruction.do, instruction.action.stage, instruction.action.microbatch or 0
         assert do.source is not None, "a receive has a source"
         kind, source = do.source
@@ -262,12 +262,12 @@ def _end(times: list[float], is_in_turn: bool) -> float:
 class _Missing(Exception):  # noqa: N818  (no error: another rank goes on first)
     """Raised if a message has not been sent yet."""
 
-    def __init__(self, message: Message) -> None:
+    def __init__(self, message: _Message) -> None:
         self.message = message
 
 
 class _Rank:
-    """State of a rank in its program. begin, ends, received: see `Timing`.
+    """State of a rank in its program. begin, ends, received: see `RankTiming`.
 
     arrived: arrival and send time of each message.
     """
@@ -290,7 +290,7 @@ class _Rank:
         self.travelled: list[Span] = []
         self.at = 0
         self.now = 0.0
-        self.sent: list[Message] = []
+        self.sent: list[_Message] = []
         self._step, self._steps = 0, steps
         self._free: dict[str | int, list[float]] = {
             name: [0.0] if link.pool is None else pools.setdefault(link.pool, [0.0]) for name, link in rates.every
@@ -300,7 +300,7 @@ class _Rank:
         self._known: dict[tuple[Operation, int, Phase | None], _Flights] = {}
         self._told: dict[str, int] = {}
         self._ways: dict[tuple[Operation, int, Phase | None], tuple[tuple[str, float], ...]] = {}
-        self._arrived: dict[Message, tuple[float, float]] = {}
+        self._arrived: dict[_Message, tuple[float, float]] = {}
         self._acts = {do: self._act_of(do) for do in {each.do for each in self.instructions}}
 
     def _act_of(self, do: Operation) -> Callable[[Instruction, float], float] | None:
@@ -321,11 +321,11 @@ class _Rank:
         return self.at == len(self.instructions)
 
     @property
-    def timing(self) -> Timing:
+    def timing(self) -> RankTiming:
         """The timing of the last simulated step."""
-        return Timing(self.begin, tuple(self.ends), tuple(self.received))
+        return RankTiming(self.begin, tuple(self.ends), tuple(self.received))
 
-    def run(self, arrived: dict[Message, tuple[float, float]], until: float) -> Message | None:
+    def run(self, arrived: dict[_Message, tuple[float, float]], until: float) -> _Message | None:
         """Continue until a message is missing, or a transfer on a shared link starts after `until`. Return the missing
         message, or None."""
         self._arrived = arrived
@@ -438,11 +438,11 @@ class _Rank:
         receiver = self.messages.receiver(step)
         return PIPELINE if receiver is None or receiver not in self.rates.to else receiver
 
-    def _give(self, message: Message, arrives: float, now: float) -> None:
+    def _give(self, message: _Message, arrives: float, now: float) -> None:
         self._arrived[message] = arrives, now
         self.sent.append(message)
 
-    def _wait(self, messages: Sequence[Message], now: float) -> float:
+    def _wait(self, messages: Sequence[_Message], now: float) -> float:
         last = now, now
         for message in messages:
             arrival = self._arrived.get(message)

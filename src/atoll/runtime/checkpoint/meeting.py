@@ -17,7 +17,7 @@ import torch.distributed as dist
 from atoll.base.documents import parse_json
 from atoll.base.errors import CheckpointError, DamageError, RankError, UserError
 
-Failure = tuple[str, str]
+_Failure = tuple[str, str]
 """Kind of an error, one of those below, and its text."""
 
 DAMAGED, MENDABLE, INTERRUPTED, BROKEN = ("damaged", "mendable", "interrupted", "broken")
@@ -107,7 +107,7 @@ def _content(buffer: torch.Tensor) -> bytes:
     return found[8 : 8 + int.from_bytes(found[:8], "little")]
 
 
-def _attempt(act: Callable[[], Any]) -> tuple[Any, Failure | None]:
+def _attempt(act: Callable[[], Any]) -> tuple[Any, _Failure | None]:
     """Return the result of a call, or the error it raises."""
     try:
         return act(), None
@@ -121,7 +121,7 @@ def _attempt(act: Callable[[], Any]) -> tuple[Any, Failure | None]:
         return None, (INTERRUPTED, "")
 
 
-def _raise(lost: str, failures: dict[int, Failure]) -> NoReturn:
+def _raise(lost: str, failures: dict[int, _Failure]) -> NoReturn:
     """Raise the error of the ranks that failed, by rank: the same text on every rank.
 
     KeyboardInterrupt if any was interrupted. DamageError or CheckpointError if every error is one, otherwise a

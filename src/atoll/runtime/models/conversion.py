@@ -15,7 +15,7 @@ from torch import Tensor
 
 from atoll.base.errors import PlanError
 from atoll.runtime.models.safetensors_folder import read_folder
-from atoll.runtime.models.text_part import name_in_part, whole_of
+from atoll.runtime.models.text_part import name_in_part, whole_model_of
 from atoll.runtime.models.unread import Computed, NotNoted, Unread
 
 _SHOWN = 4
@@ -34,7 +34,7 @@ def tensors_of(model: Any, folder: Path) -> dict[str, Unread]:
 
     If the model is the text part of the folder's, the tables are those of the whole, and its other parts are left out.
     """
-    whole = whole_of(model, Path(folder)) if hasattr(model, "base_model_prefix") else None
+    whole = whole_model_of(model, Path(folder)) if hasattr(model, "base_model_prefix") else None
     if whole is None:
         return _tensors_of(model, folder)
     own, parts = name_in_part(model, whole), whole.state_dict()

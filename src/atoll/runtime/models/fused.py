@@ -20,7 +20,7 @@ from atoll.runtime.models.operations import attention_of, backward_of, moved
 DeviceType = Literal["cuda", "cpu"]
 
 
-class Count(Protocol):
+class _Count(Protocol):
     """Receives the counted kernels."""
 
     def add(self, kernel: Kernel) -> None:
@@ -34,7 +34,7 @@ class _FusedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, count: Count, is_causal: bool, is_as_query: bool, *given: Tensor) -> Tensor:
+    def forward(ctx: Any, count: _Count, is_causal: bool, is_as_query: bool, *given: Tensor) -> Tensor:
         query, key, value = given
         *pairs, length, width = query.shape
         precise = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -58,7 +58,7 @@ class _FusedNorm(torch.autograd.Function):
     """Root mean square norm that saves its input and one number per row."""
 
     @staticmethod
-    def forward(ctx: Any, count: Count, hidden: Tensor, weight: Tensor | None) -> Tensor:
+    def forward(ctx: Any, count: _Count, hidden: Tensor, weight: Tensor | None) -> Tensor:
         precise = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         ctx.save_for_backward(hidden, weight, hidden.new_empty(*hidden.shape[:-1], 1, dtype=precise))
         ctx.count = count
@@ -78,7 +78,7 @@ class FusedCalls(TorchFunctionMode):
     is_flash: whether attention is fused.
     """
 
-    def __init__(self, count: Count, device: DeviceType, *, is_flash: bool) -> None:
+    def __init__(self, count: _Count, device: DeviceType, *, is_flash: bool) -> None:
         super().__init__()
         self._count, self._is_cuda, self._is_flash = count, device == "cuda", is_flash
 

@@ -17,7 +17,7 @@ from atoll.runtime.models.unread import StoredTensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
         "F64": torch.float64,
         "F32": torch.float32,
@@ -58,7 +58,7 @@ def _stored(name: str, handle: Any) -> StoredTensor:
         found: Tensor = handle.get_slice(name)[ranges] if ranges else handle.get_tensor(name)
         return found
 
-    dtype = DTYPES.get(said) or getattr(torch, _QUANTIZED.get(said, "uint8"))
+    dtype = _DTYPES.get(said) or getattr(torch, _QUANTIZED.get(said, "uint8"))
     return StoredTensor(name, tuple(piece.get_shape()), dtype, read)
 
 

@@ -52,7 +52,7 @@ def whole_model(config: Any) -> Any | None:
     return None
 
 
-def whole_of(model: Any, folder: Path) -> Any | None:
+def whole_model_of(model: Any, folder: Path) -> Any | None:
     """Return the model of a folder's configuration if `model` is its text part, else None."""
     if not (folder / "config.json").is_file() or not hasattr(model, "get_decoder"):
         return None

@@ -35,7 +35,7 @@ from atoll.runtime.sharding.flat_group import FlatGroup
 from atoll.runtime.sharding.gradients import Gradients
 from atoll.runtime.sharding.shards import ParameterShards
 from atoll.runtime.sharding.surroundings import Surroundings
-from atoll.runtime.sharding.tensors import Spread, part_of, whole_of
+from atoll.runtime.sharding.tensors import Spread, part_of, whole_tensor_of
 from atoll.runtime.sharding.unsharded import UnshardedParameters
 
 
@@ -117,7 +117,7 @@ class Segment:
             flat.part(buffer, Level.N, level).copy_(own)
             for move in GATHER_PARAMETER[level]:
                 self.collectives.move(flat.part(buffer, Level.N, move.coarse), move, Purpose.READ)
-            return {name: whole_of(flat.parameters[name], view) for name, view in flat.views_of(buffer).items()}
+            return {name: whole_tensor_of(flat.parameters[name], view) for name, view in flat.views_of(buffer).items()}
 
     def write_values(self, values: Mapping[str, torch.Tensor]) -> None:
         """Write whole values to the shards, and sync every copy."""

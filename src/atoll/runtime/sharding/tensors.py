@@ -84,7 +84,7 @@ def _full(tensor: DTensor) -> torch.Tensor:
     return tensor.full_tensor()
 
 
-def whole_of(parameter: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+def whole_tensor_of(parameter: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
     """The whole tensor, new, of which a view has this rank's part; all ranks of the tensor-parallel group call it."""
     return _full(_like(parameter, view)).clone() if isinstance(parameter, DTensor) else view.clone()
 

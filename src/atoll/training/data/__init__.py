@@ -9,7 +9,7 @@ from atoll.training.data.corpus import Source, documents, find_source, fingerpri
 from atoll.training.data.masking import hide
 from atoll.training.data.order import IGNORED_LABEL, Batch, SampleOrder, batch, sample_count, validation_batches
 from atoll.training.data.recipe import expected_ids
-from atoll.training.data.rows import Packing, Part, Rows, rows_of
+from atoll.training.data.rows import Packing, Rows, SplitTokens, rows_of
 from atoll.training.data.store import Corpus, prepare, preview
 from atoll.training.data.supply import Name, Supply, prepare_supply, preview_supply
 from atoll.training.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
@@ -25,10 +25,10 @@ __all__ = [
     "FileTokenizer",
     "Name",
     "Packing",
-    "Part",
     "Rows",
     "SampleOrder",
     "Source",
+    "SplitTokens",
     "Supply",
     "Tokenizer",
     "batch",

@@ -34,7 +34,7 @@ from atoll.training.data.tools import (
     variables_of,
 )
 
-Message = dict[str, Any]
+ChatMessage = dict[str, Any]
 """A message with its role, its content (text, or a list of text parts), its `tool_calls`, and other keys that the
 template reads."""
 
@@ -61,7 +61,7 @@ class Conversation:
     options: further arguments of the template: tools, documents, and variables of its own.
     """
 
-    messages: list[Message]
+    messages: list[ChatMessage]
     learned: tuple[bool | None, ...]
     options: dict[str, Any]
 
@@ -160,7 +160,7 @@ class _Reader:
     names: Collection[str]
     ignored: Collection[str]
 
-    def form(self, given: dict[str, Any], where: str) -> tuple[list[Message], list[bool | None], set[str]]:
+    def form(self, given: dict[str, Any], where: str) -> tuple[list[ChatMessage], list[bool | None], set[str]]:
         """Return the messages of a record, which of them are learned, and the keys that were used."""
         listed = [key for key in keys.CONVERSATIONS if key in given]
         used = {*listed, "system"}
@@ -193,13 +193,13 @@ class _Reader:
             messages, learned = [{"role": SYSTEM, "content": system}, *messages], [None, *learned]
         return messages, learned, used
 
-    def side(self, value: Any, role: str, key: str, where: str) -> tuple[list[Message], list[bool | None]]:
+    def side(self, value: Any, role: str, key: str, where: str) -> tuple[list[ChatMessage], list[bool | None]]:
         """Return the messages of a prompt or a completion, given as one text or as messages."""
         if isinstance(value, str):
             return [{"role": role, "content": text_of(value, key, where)}], [role == ASSISTANT or None]
         return self.messages(value, key, where)
 
-    def messages(self, value: Any, key: str, where: str) -> tuple[list[Message], list[bool | None]]:
+    def messages(self, value: Any, key: str, where: str) -> tuple[list[ChatMessage], list[bool | None]]:
         """Return a list of messages, and which of them are learned."""
         if not isinstance(value, list) or not 0 < len(value) <= MOST_MESSAGES:
             length = f" of {len(value)}" if isinstance(value, list) else ""
@@ -208,7 +208,7 @@ class _Reader:
                 NOT_A_CONVERSATION,
                 f"{key} is a {type(value).__name__}{length}, not a list of 1 to {MOST_MESSAGES} messages",
             )
-        messages: list[Message] = []
+        messages: list[ChatMessage] = []
         learned: list[bool | None] = []
         was_call = False
         for number, each in enumerate(value, start=1):
@@ -222,7 +222,7 @@ class _Reader:
             was_call = is_call
         return messages, learned
 
-    def message(self, value: Any, where: str) -> tuple[Message, bool | None, bool]:
+    def message(self, value: Any, where: str) -> tuple[ChatMessage, bool | None, bool]:
         """Return a message, whether it is learned, and whether its role alone makes it a tool call."""
         if not isinstance(value, dict):
             raise RecordError(where, BROKEN_MESSAGE, f"a {type(value).__name__}, not an object with role and content")
@@ -237,7 +237,7 @@ class _Reader:
         if role == DEVELOPER and DEVELOPER not in self.names:  # OpenAI's later name for the system's messages
             role = SYSTEM
         counts = _weight(given, role, where)
-        message: Message = {"role": role}
+        message: ChatMessage = {"role": role}
         content = given.pop("content", None)
         calls = given.pop("tool_calls", None)
         if (old := given.pop("function_call", None)) is not None:
@@ -276,9 +276,9 @@ class _Reader:
             )
         return "".join(texts)
 
-    def others(self, given: dict[str, Any], where: str) -> Message:
+    def others(self, given: dict[str, Any], where: str) -> ChatMessage:
         """Return the further keys of a message that the template reads."""
-        found: Message = {}
+        found: ChatMessage = {}
         for key, value in given.items():
             if key in self.names or (key in keys.REASONING and not keys.REASONING.isdisjoint(self.names)):
                 found[key] = text_of(value, key, where) if key in keys.TEXTS else value
@@ -292,7 +292,7 @@ class _Reader:
         return found
 
 
-def _history(value: Any, where: str) -> list[Message]:
+def _history(value: Any, where: str) -> list[ChatMessage]:
     """Return the messages of earlier turns, given as pairs of question and answer."""
     if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
         raise RecordError(where, BROKEN_MESSAGE, "history is not a list of pairs of question and answer")
@@ -303,7 +303,7 @@ def _history(value: Any, where: str) -> list[Message]:
     ]
 
 
-def _begins_with(messages: Sequence[Message], system: str) -> bool:
+def _begins_with(messages: Sequence[ChatMessage], system: str) -> bool:
     return messages[0] == {"role": SYSTEM, "content": system}
 
 
@@ -343,7 +343,7 @@ _MAY_FOLLOW: Mapping[str, Collection[str | None]] = {
 """For each role, the roles of the message before it."""
 
 
-def _check_order(messages: list[Message], learned: list[bool | None], where: str) -> None:
+def _check_order(messages: list[ChatMessage], learned: list[bool | None], where: str) -> None:
     """Raise RecordError for roles out of turn, results without a call, and empty answers."""
     before: str | None = None
     asked = False
@@ -376,12 +376,12 @@ def _check_order(messages: list[Message], learned: list[bool | None], where: str
         raise RecordError(where, NOTHING_TO_LEARN, f"{reason}, so there is no answer to learn")
 
 
-def has_content(message: Message) -> bool:
+def has_content(message: ChatMessage) -> bool:
     """Return True if a message says something: text, thoughts or calls."""
     return bool(message.get("tool_calls")) or any(text.strip() for text in texts_of(message))
 
 
-def texts_of(message: Message) -> list[str]:
+def texts_of(message: ChatMessage) -> list[str]:
     """Return the texts of a message: those of its content, and its thoughts."""
     content = message.get("content", "")
     parts = [content] if isinstance(content, str) else [part["text"] for part in content]

@@ -55,7 +55,7 @@ class Packing:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SplitTokens:
     """Tokens of a split. lengths: number of tokens of each document, if known.
 
     answers: 1 if a token is part of an answer, and its label counts; None if all labels count.
@@ -90,7 +90,7 @@ class Rows(Protocol):
         ...
 
 
-def rows_of(part: Part, packing: Packing) -> Rows:
+def rows_of(part: SplitTokens, packing: Packing) -> Rows:
     """Return the samples of a split."""
     return _Documents(part, packing) if packing.keeps_documents else _Blocks(part.tokens, packing.sequence)
 
@@ -120,7 +120,7 @@ class _Blocks:
 
 
 class _Documents:
-    def __init__(self, part: Part, packing: Packing) -> None:
+    def __init__(self, part: SplitTokens, packing: Packing) -> None:
         check_sequence(packing.sequence)
         if part.lengths is None:
             raise DataError("this token cache does not record where documents end")

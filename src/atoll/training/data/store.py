@@ -41,7 +41,7 @@ from atoll.training.data.conversations import ChatTemplate
 from atoll.training.data.corpus import Source
 from atoll.training.data.encoding import encode
 from atoll.training.data.recipe import Recipe, Report, key_of
-from atoll.training.data.rows import How, Packing, Part, TooLong, rows_of
+from atoll.training.data.rows import How, Packing, SplitTokens, TooLong, rows_of
 from atoll.training.data.split import hold_back, split
 from atoll.training.data.tokenizer import (
     BESIDE,
@@ -74,8 +74,8 @@ class Corpus:
     notes: on records that were skipped.
     """
 
-    trained: Part
-    held: Part
+    trained: SplitTokens
+    held: SplitTokens
     tokenizer: Tokenizer
     fingerprint: str
     folder: Path
@@ -368,14 +368,14 @@ def load_cache(folder: Path, key: str, say: Report, *, marks: bool = False) -> C
     return Corpus(trained, held, tokenizer, recorded, folder, notes)
 
 
-def _part(folder: Path, part: str, blocks: Blocks, *, marks: bool) -> Part:
+def _part(folder: Path, part: str, blocks: Blocks, *, marks: bool) -> SplitTokens:
     """Return the arrays of a split. Raises DamagedCorpusError, OSError and ValueError if they cannot be read."""
 
     def array(name: str, *kinds: type[np.unsignedinteger[Any]]) -> CheckedTokens | None:
         file = blocks.open(folder / name, marks=marks) if name in blocks.files else None
         return None if file is None else CheckedTokens(file, kinds)
 
-    found = Part(
+    found = SplitTokens(
         CheckedTokens(blocks.open(folder / f"{part}.npy", marks=marks)),
         array(f"{part}-lengths.npy", np.uint32),
         array(f"{part}-answers.npy", np.uint8),

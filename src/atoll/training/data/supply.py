@@ -234,7 +234,7 @@ def prepare_supply(
     found = _Sources.find(sources, recipe, shard)
     tokenizer = found.tokenizer
     if found.trains_together:
-        tokenizer = str(trained.train(found.trained_folder, tokenizer, found.texts, say))
+        tokenizer = str(trained.train_tokenizer(found.trained_folder, tokenizer, found.texts, say))
     if shard is not None:
         return found.streamed(tokenizer, weights, seed, say)
     supply = found.supply(lambda source, **how: prepare(source, **how, report=report), tokenizer, weights, seed)
@@ -263,7 +263,7 @@ def preview_supply(
         return None
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made) / found.trained_folder.name
-        path = trained.train(folder, found.tokenizer, found.texts, lambda line: None)
+        path = trained.train_tokenizer(folder, found.tokenizer, found.texts, lambda line: None)
         return found.supply(preview, str(path), weights, seed)
 
 

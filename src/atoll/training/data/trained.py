@@ -46,7 +46,7 @@ def is_kept(folder: Path) -> bool:
     return True
 
 
-def train(folder: Path, name: str, texts: Callable[[], Iterable[str]], say: Report) -> Path:
+def train_tokenizer(folder: Path, name: str, texts: Callable[[], Iterable[str]], say: Report) -> Path:
     """Return the tokenizer.json of a folder, after training it on the texts unless it exists."""
     size = bpe_size(name)
     if size is None:
