@@ -27,7 +27,7 @@ from schedule_pages import MICROBATCHES, RANKS
 from atoll.base import errors
 from atoll.base.toml import value_to_toml
 from atoll.base.units import format_bytes
-from atoll.cli.layouts import table as layouts_table
+from atoll.cli.layouts import layouts_table
 from atoll.cli.main import app
 from atoll.cli.predict import describe_prediction
 from atoll.plans.ir.draw import SVG_STYLE, draw_svg

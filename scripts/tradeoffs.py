@@ -17,7 +17,7 @@ from statistics import mean
 from charts import Axis, Series, bar_chart, line_charts, markdown_table, point_charts
 
 from atoll.plans.ir import Schedule, insert_sharding
-from atoll.plans.ir.residency import counts
+from atoll.plans.ir.residency import collective_counts
 from atoll.plans.schedules import CATALOGUE, Memory, build
 from atoll.program.sim import Costs, simulate
 from atoll.program.trace import Trace
@@ -413,7 +413,7 @@ def gathers_of(subject: Subject) -> tuple[float, float]:
     """Gathers and reductions of a stage in a step, under residency and reduction `run`: a mean over a rank's stages, on
     the rank where it is most."""
     lowered = insert_sharding(schedule_of(subject), residency="run", reduction="run")
-    per_rank = [list(counts(row).values()) for row in lowered.actions]
+    per_rank = [list(collective_counts(row).values()) for row in lowered.actions]
     return max(mean(gathers for gathers, _ in rank) for rank in per_rank), max(
         mean(reductions for _, reductions in rank) for rank in per_rank
     )

@@ -11,7 +11,7 @@ import pytest
 from atoll.base.errors import ScheduleError
 from atoll.plans import schedules
 from atoll.plans.ir import Op, Schedule, insert_vocabulary, lower
-from atoll.plans.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, counts
+from atoll.plans.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, collective_counts
 from atoll.program import Bytes, Do, Ending, Instruction, Operation, Program, lower_row, makes
 from atoll.program.memory import held_after
 from tests.drawn import drawn, example
@@ -104,7 +104,7 @@ def test_units_are_gathered_as_often_as_the_row_says(name: str) -> None:
         lowered = lower(schedule, residency=residency, reduction=reduction)
         found = programs(schedule, residency=residency, reduction=reduction, limit=0)
         for program, row in zip(found, lowered.actions, strict=True):
-            said = counts(row)
+            said = collective_counts(row)
             done = Counter(each.of for each in program.instructions if each.do is Do.FETCH)
             reduced = Counter(each.of for each in program.instructions if each.do is Do.REDUCE and each.phase == "W")
             for stage in program.shape.stages.values():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from atoll.plans.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, counts, held_stages
+from atoll.plans.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, collective_counts, held_stages
 from atoll.plans.layouts import Level
 from atoll.program import Do
 from atoll.runtime.sharding.gradients import Gradients
@@ -99,7 +99,7 @@ def counted(case: Case) -> tuple[dict[int, tuple[int, int]], dict[int, tuple[int
             begun = (each.of for each in engine.program.instructions if each.do in (Do.GATHER, Do.FETCH))
             assert gathers[unit.spec.index] == sum(each == unit.spec.index for each in begun) * len(unit.segments)
         done[stage.index] = (max(brought), max(reduced))  # what phase I alone trains is reduced less often
-    said = counts(engine._executor._score_of(case.plan.schedule.microbatches, case.plan.end).row)
+    said = collective_counts(engine._executor._score_of(case.plan.schedule.microbatches, case.plan.end).row)
     if case.layout[1] == Level.N.name:
         said = {stage: (count, 0) for stage, (count, _) in said.items()}
     foretold = engine.working_memory().live

@@ -11,7 +11,7 @@ import torch
 
 from atoll.base.errors import ConfigError
 from atoll.prediction.cost.calibration import Step, calibrate
-from atoll.runtime.measuring.measure import measure, to_text
+from atoll.runtime.measuring.measure import cluster_to_toml, measure
 from benchmarks.gpu import forecast, jobs
 from benchmarks.gpu.stage import Run, attempt
 
@@ -61,7 +61,7 @@ def run(run: Run) -> None:
 
 def _measured(run: Run, settings: Sequence[forecast.Setting]) -> dict[str, Any]:
     cluster = measure(1, local=1, device=run.device, seconds=run.choose(0.15, 0.002))
-    (run.out / "cluster.toml").write_text(to_text(cluster), encoding="utf-8")
+    (run.out / "cluster.toml").write_text(cluster_to_toml(cluster), encoding="utf-8")
     return {
         "cluster": cluster,
         "measured_cluster": cluster.tables(),

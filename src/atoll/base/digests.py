@@ -15,7 +15,7 @@ import xxhash
 
 from atoll.base import documents
 
-Buffer: TypeAlias = bytes | bytearray | memoryview
+_Buffer: TypeAlias = bytes | bytearray | memoryview
 
 ALGORITHM = "xxh3-128"
 
@@ -28,7 +28,7 @@ class Digest:
     def __init__(self) -> None:
         self._inner = xxhash.xxh3_128()
 
-    def update(self, part: Buffer) -> None:
+    def update(self, part: _Buffer) -> None:
         """Add the next bytes."""
         self._inner.update(part)
 
@@ -38,7 +38,7 @@ class Digest:
         return self._inner.hexdigest()
 
 
-def digest(content: Buffer) -> str:
+def digest(content: _Buffer) -> str:
     """Return the digest of `content`, as 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(content)
 

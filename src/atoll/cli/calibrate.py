@@ -20,7 +20,7 @@ WIDEST = 0.99
 """Largest spread that a cluster may have."""
 
 
-def fit(rows: Path, output: Path, cluster: Path | None, constants: str | None, *, as_json: bool) -> None:
+def fit_constants(rows: Path, output: Path, cluster: Path | None, constants: str | None, *, as_json: bool) -> None:
     """Fit the constants of a cluster to the measured steps in `rows`, write it to `output`, and print the fit."""
     from atoll.prediction.cost.calibration import calibrate, changed
     from atoll.training.folder import write

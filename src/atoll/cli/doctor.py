@@ -135,9 +135,9 @@ def doctor_command(
     """
     _check_options(measure, calibrate, {"--output": output, "--cluster": cluster, "--constants": constants})
     if calibrate is not None and output is not None:
-        from atoll.cli.calibrate import fit
+        from atoll.cli.calibrate import fit_constants
 
-        fit(calibrate, output, cluster, constants, as_json=as_json)
+        fit_constants(calibrate, output, cluster, constants, as_json=as_json)
         return
     if measure is not None:
         from atoll.runtime.measuring.process import Request, run_measurement

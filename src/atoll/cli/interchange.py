@@ -13,14 +13,14 @@ from atoll.base.units import format_bytes
 if TYPE_CHECKING:
     from atoll.training.interchange import Moved
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print what was written as one JSON object.")]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print what was written as one JSON object.")]
 
 
 def import_command(
     source: Annotated[Path, typer.Argument(help="A folder with config.json and safetensors.", show_default=False)],
     target: Annotated[Path, typer.Argument(help="The checkpoint to write.", show_default=False)],
     masked: Annotated[bool, typer.Option("--masked", help="The model predicts hidden tokens, as BERT does.")] = False,
-    as_json: AsJson = False,
+    as_json: _AsJson = False,
 ) -> None:
     """Write the weights of the Hugging Face folder SOURCE as the checkpoint TARGET.
 
@@ -45,7 +45,7 @@ def export_command(
     dtype: Annotated[
         str | None, typer.Option(help="Dtype of the tensors, such as bfloat16; by default that of the model's config.")
     ] = None,
-    as_json: AsJson = False,
+    as_json: _AsJson = False,
 ) -> None:
     """Write the checkpoint SOURCE, or the newest one of a run, as the Hugging Face folder TARGET, for
     `from_pretrained`.

@@ -25,7 +25,7 @@ def layouts_command(
     2 bytes for a parameter, 12 for its optimizer state, 2 for every element sent. Residency `action`, gradients reduced
     for each microbatch, collectives on two levels.
     """
-    rows = table(
+    rows = layouts_table(
         parameters=parameters,
         trainable=parameters if trainable is None else trainable,
         inter=inter,
@@ -41,7 +41,7 @@ def layouts_command(
     _print(rows, title=f"{intra} ranks a group, {inter} groups, {microbatches} microbatches a rank and step")
 
 
-def table(
+def layouts_table(
     *,
     parameters: float,
     trainable: float,

@@ -21,7 +21,7 @@ _COST = "for a rank's full share of a microbatch: one number, or one for each ra
 _BYTES = "one number, or one for each rank separated by commas."
 
 _KINDS = ("line", "loop", "v")
-OBJECTIVES = ("makespan", "span")
+_OBJECTIVES = ("makespan", "span")
 
 
 def schedule_command(
@@ -44,7 +44,7 @@ def schedule_command(
     ] = False,
     objective: Annotated[
         str,
-        typer.Option(help=f"{' or '.join(OBJECTIVES)}: the objective of automatic schedules."),
+        typer.Option(help=f"{' or '.join(_OBJECTIVES)}: the objective of automatic schedules."),
     ] = "makespan",
     memory_limit: Annotated[
         str | None, typer.Option(help=f"Memory limit in bytes: {_BYTES} zb-1p and zb-2p have their own by default.")
@@ -195,7 +195,7 @@ def _note_excess(schedule: Schedule, memory: Memory) -> None:
 def _check_words(asked: dict[str, Any]) -> None:
     from atoll.base.errors import ConfigError
 
-    for option, words in (("placement", _KINDS), ("objective", OBJECTIVES)):
+    for option, words in (("placement", _KINDS), ("objective", _OBJECTIVES)):
         if asked[option] is not None and asked[option] not in words:
             raise ConfigError(f"--{option} is {asked[option]!r}: choose one of {', '.join(words)}")
 

@@ -6,8 +6,8 @@ import typer
 
 from atoll.cli import layouts, program, schedule
 
-app = typer.Typer(no_args_is_help=True, help="Show layouts, a schedule or a program: figures and pictures.")
+show_app = typer.Typer(no_args_is_help=True, help="Show layouts, a schedule or a program: figures and pictures.")
 
-app.command("layouts")(layouts.layouts_command)
-app.command("schedule")(schedule.schedule_command)
-app.command("program")(program.program_command)
+show_app.command("layouts")(layouts.layouts_command)
+show_app.command("schedule")(schedule.schedule_command)
+show_app.command("program")(program.program_command)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from atoll.base.units import format_bytes
 from atoll.plans.ir import Schedule
-from atoll.plans.ir.residency import Reduction, Residency, counts, insert_sharding
+from atoll.plans.ir.residency import Reduction, Residency, collective_counts, insert_sharding
 from atoll.plans.layouts import GATHER_PARAMETER, ITEM_BYTES, SYNC_PARAMETER, Axis, Level, traffic
 from atoll.plans.plan import Plan
 
@@ -99,7 +99,7 @@ def _lowered(plan: Plan, sizes: Sequence[float] | None, residency: Residency, re
 
 def _gathers(plan: Plan) -> float:
     row = _lowered(plan, None, plan.stays, plan.reduction).actions[0]
-    return max(gathers for gathers, _ in counts(row).values())
+    return max(gathers for gathers, _ in collective_counts(row).values())
 
 
 def _sent(plan: Plan, stages: Sequence[StageSize], residency: Residency, reduction: Reduction) -> float:
@@ -109,7 +109,7 @@ def _sent(plan: Plan, stages: Sequence[StageSize], residency: Residency, reducti
     most = 0.0
     for row in lowered.actions:
         total = 0.0
-        for stage, (gathers, reductions) in counts(row).items():
+        for stage, (gathers, reductions) in collective_counts(row).items():
             whole, trained = stages[stage].parameters * item, stages[stage].trained * ITEM_BYTES[plan.precision.reduce]
             inter = 1 if plan.outer is not None else plan.mesh.inter
             sizes = {"inter": inter, "intra": plan.mesh.intra, "microbatches": plan.schedule.microbatches}

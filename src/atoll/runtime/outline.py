@@ -11,7 +11,7 @@ from torch import nn
 
 from atoll.base.errors import PlanError
 from atoll.plans.ir import Action, Op, Schedule, insert_vocabulary, lower
-from atoll.plans.ir.residency import Slices, slices_freed
+from atoll.plans.ir.residency import SliceBytes, slices_freed
 from atoll.plans.layouts import ITEM_BYTES
 from atoll.plans.plan import Plan
 from atoll.plans.stages import split_blocks
@@ -130,7 +130,7 @@ def _check_false_starts(schedule: Schedule) -> None:
                 )
 
 
-def _slices(adapter: Adapter, vocabulary: Vocabulary, plan: Plan) -> Slices:
+def _slices(adapter: Adapter, vocabulary: Vocabulary, plan: Plan) -> SliceBytes:
     """Return the bytes of the largest slices."""
     modules = {name: module for block in adapter.blocks() for name, module in block.named_modules()}
     embedding, head = modules[vocabulary.embedding], modules[vocabulary.head]
@@ -141,4 +141,4 @@ def _slices(adapter: Adapter, vocabulary: Vocabulary, plan: Plan) -> Slices:
         return -(-rows // (plan.mesh.pipeline * plan.mesh.tensor)) * each * ITEM_BYTES[plan.precision.compute]
 
     is_tied = embedding.get_parameter("weight") is head.get_parameter("weight")
-    return Slices(held(embedding), held(head), is_tied)
+    return SliceBytes(held(embedding), held(head), is_tied)

@@ -22,7 +22,7 @@ def start_template(*, sees_gpus: bool) -> Template:
     if not sees_gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     ahead = [module for package, module in AHEAD.items() if package in sys.modules]
-    program = "import sys; from atoll.testing.template import serve; serve(*sys.argv[1:])"
+    program = "import sys; from atoll.testing.template import serve_forks; serve_forks(*sys.argv[1:])"
     return Template([sys.executable, "-c", program, *ahead], environment)
 
 
@@ -34,14 +34,14 @@ def start_process(template: Template, connection: Connection, lifeline: int, out
     return started
 
 
-def serve(*ahead: str) -> None:
+def serve_forks(*ahead: str) -> None:
     """Import what ranks need, and modules `ahead`, and run a process of a pool in each fork."""
     import torch
     import torch.distributed
 
     import atoll.runtime.engine  # noqa: F401
     from atoll.base._torch import import_ahead
-    from atoll.testing.worker import main
+    from atoll.testing.worker import serve_parent
 
     import_ahead()
     for module in ahead:
@@ -54,7 +54,7 @@ def serve(*ahead: str) -> None:
         os.dup2(output, 2)
         os.close(output)
         os.environ[LIFELINE] = str(lifeline)
-        main(connection)
+        serve_parent(connection)
         code = 0
     except BaseException:
         traceback.print_exc()

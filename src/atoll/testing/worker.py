@@ -86,7 +86,7 @@ class Failure:
 Report = Success | Failure
 
 
-def main(descriptor: int) -> None:
+def serve_parent(descriptor: int) -> None:
     """Serve the parent at the other end of a connection until it closes it."""
     watch_parent()
     faulthandler.enable()

@@ -19,7 +19,7 @@ from atoll.prediction.cost import Cluster, Transformer, Workload
 from atoll.prediction.planner import BUDGET, Answer, Candidate, Goal, Order, Search, Space, settings
 from atoll.runtime.rendezvous import torchrun_environment
 from atoll.training.config import Config, load
-from atoll.training.config.worlds import check_world, fit
+from atoll.training.config.worlds import check_world, fit_to_world
 from atoll.training.here import measured_cluster
 from atoll.training.optimizers import states_of, whole_matrices_of
 from atoll.training.prediction import expected_vocabulary, is_on_cpu, workload_of
@@ -116,7 +116,7 @@ def load_chosen(path: Path, overrides: Sequence[str] = (), *, world: int | None 
         asked = question(config, _cluster_of(config), world=world)
         given += overrides_of(Answer.of(asked).best)
         return load(path, given), given
-    fitted = fit(config, world)
+    fitted = fit_to_world(config, world)
     if not fitted:
         return config, given
     given += fitted

@@ -145,7 +145,7 @@ def read_run(root: Path) -> Run:
 
 def read_started(path: Path) -> Started:
     """Return the content of a run's plan.json. Raises ConfigError if it is missing or damaged."""
-    plan = read_json(path)
+    plan = read_run_file(path)
     with _written(path):
         return Started(
             first_step=integer(plan["first_step"]),
@@ -160,7 +160,7 @@ def read_started(path: Path) -> Started:
 
 def read_timing(path: Path) -> _Timing:
     """Return the content of a run's timing.json. Raises ConfigError if it is missing or damaged."""
-    timing = read_json(path)
+    timing = read_run_file(path)
     with _written(path):
         ranks = timing["ranks"]
         if not ranks:
@@ -275,7 +275,7 @@ def _timed(rank: Mapping[str, Any]) -> Timed:
     }
 
 
-def read_json(path: Path) -> Any:
+def read_run_file(path: Path) -> Any:
     """Read a file of a run folder. Raises ConfigError if it is missing or damaged."""
     try:
         return documents.read_json(path)

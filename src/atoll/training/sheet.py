@@ -18,7 +18,7 @@ from atoll.training.choosing import load_chosen
 from atoll.training.config import load
 from atoll.training.folder import WARM_UP, RunFolder, is_of, read_records
 from atoll.training.here import measured_cluster
-from atoll.training.measurements import read_json, read_started, read_timing
+from atoll.training.measurements import read_run_file, read_started, read_timing
 from atoll.training.optimizers import planned
 from atoll.training.prediction import predict, predict_plan
 from atoll.training.report import (
@@ -153,7 +153,7 @@ def _of_prediction(prediction: Prediction, name: str) -> Sheet:
 def _measured_timeline(folder: RunFolder) -> list[StepTimeline]:
     """Return the step with timed instructions, otherwise the traced one; None if there is neither."""
     if folder.timeline.is_file():
-        values = read_json(folder.timeline)
+        values = read_run_file(folder.timeline)
         try:
             return [recorded_timeline(values["ranks"], f"measured, step {integer(values['step'])}")]
         except (KeyError, TypeError, ValueError) as error:

@@ -15,8 +15,8 @@ from atoll.plans.ir import Action, Op, Schedule, insert_sharding, insert_vocabul
 from atoll.plans.ir.residency import (
     REDUCTIONS,
     RESIDENCIES,
-    Slices,
-    counts,
+    SliceBytes,
+    collective_counts,
     held_stages,
     slices_freed,
 )
@@ -32,7 +32,7 @@ def of(name: str, **options: int) -> Schedule:
 
 def means(schedule: Schedule) -> tuple[float, float]:
     """Gathers and reductions of a parameter in a step, over all stages."""
-    found = [each for row in schedule.actions for each in counts(row).values()]
+    found = [each for row in schedule.actions for each in collective_counts(row).values()]
     return sum(gathers for gathers, _ in found) / len(found), sum(reduced for _, reduced in found) / len(found)
 
 
@@ -139,7 +139,7 @@ def test_sizes_decide_what_there_is_room_for() -> None:
     large_first = [4.0] * 4 + [1.0] * 4
     lowered = insert_sharding(schedule, residency="run", sizes=large_first, room=1.0)
     for row in lowered.actions:
-        for stage, (gathers, _) in counts(row).items():
+        for stage, (gathers, _) in collective_counts(row).items():
             assert gathers == (2 * MICROBATCHES if stage < 4 else 1)
 
 
@@ -169,7 +169,7 @@ def test_the_catalogue_is_covered() -> None:
 def test_slices_of_a_vocabulary_stay_while_there_is_room(name: str, is_tied: bool) -> None:
     """Beside the stages of their rank, never more than the room; with more of it they are gathered less often."""
     schedule = insert_vocabulary(of(name))
-    slices = Slices(embedding=1.0, head=1.0 if is_tied else 2.0, is_tied=is_tied)
+    slices = SliceBytes(embedding=1.0, head=1.0 if is_tied else 2.0, is_tied=is_tied)
     sizes = [1.0] * schedule.stages
     gathers = []
     for room in (0.5, 1.0, 2.0, 3.0, 5.0):

@@ -14,7 +14,7 @@ from atoll.prediction.cost import Cluster
 from atoll.runtime.launch import Ending
 from atoll.runtime.measuring import known
 from atoll.runtime.measuring.known import Machine, measure_here
-from atoll.runtime.measuring.measure import to_tables, to_text
+from atoll.runtime.measuring.measure import cluster_to_toml, to_tables
 from atoll.training import process
 from atoll.training.config import Config
 from atoll.training.here import machine_of, measured_cluster
@@ -119,7 +119,7 @@ def test_what_ranks_measured_is_kept_only_if_all_of_them_succeeded(
     """A rank may have written its file before another one failed."""
 
     def run_local(command: list[str], ranks: int, *, errand: str, **_: object) -> Ending:
-        Path(json.loads(errand)["path"]).write_text(to_text(Cluster.of(TABLES)))
+        Path(json.loads(errand)["path"]).write_text(cluster_to_toml(Cluster.of(TABLES)))
         assert (command[1:], ranks) == (["-m", "atoll.runtime.measuring.errand"], MACHINE.ranks)
         return ending
 

@@ -16,7 +16,7 @@ from atoll.plans.plan import MeshShape, Plan
 from atoll.prediction.cost import Cluster, Prediction, Transformer, Use
 from atoll.runtime.measuring.device import _Bench
 from atoll.runtime.measuring.host import machine_memory
-from atoll.runtime.measuring.measure import describe_cluster, measure, statistic, to_tables, to_text
+from atoll.runtime.measuring.measure import cluster_to_toml, describe_cluster, measure, statistic, to_tables
 from atoll.runtime.measuring.stopwatch import Stopwatch, typical
 from atoll.testing import run_ranks
 
@@ -47,7 +47,7 @@ def check(cluster: Cluster, folder: Path) -> Cluster:
     assert f"torch {torch.__version__}" in device.source
 
     path = folder / "cluster.toml"
-    path.write_text(to_text(cluster), encoding="utf-8")
+    path.write_text(cluster_to_toml(cluster), encoding="utf-8")
     read = Cluster.read(path)
     assert to_tables(read) == to_tables(cluster)
     assert read.device.bandwidth == pytest.approx(cluster.device.bandwidth, rel=1e-3)
@@ -92,7 +92,7 @@ def test_two_nodes_of_one_rank_have_a_network_only(tmp_path: Path) -> None:
     cluster = check(measured(2, local=1), tmp_path)
     assert cluster.node.link is None
     assert cluster.network is not None
-    assert "[node.link]" not in to_text(cluster)
+    assert "[node.link]" not in cluster_to_toml(cluster)
     assert "network card" in describe_cluster(cluster)
 
 

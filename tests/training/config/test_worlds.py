@@ -9,7 +9,7 @@ import pytest
 from atoll.base.errors import ConfigError
 from atoll.training.config import Config
 from atoll.training.config.load import from_dict
-from atoll.training.config.worlds import check_world, fit
+from atoll.training.config.worlds import check_world, fit_to_world
 
 
 def config(least: int | None = 1, **parallel: Any) -> Config:
@@ -30,18 +30,18 @@ def config(least: int | None = 1, **parallel: Any) -> Config:
     ],
 )
 def test_groups_give_way_before_the_pipeline(world: int, expected: tuple[str, ...]) -> None:
-    assert fit(config(), world) == expected
+    assert fit_to_world(config(), world) == expected
 
 
 def test_as_little_gives_way_as_can() -> None:
     large = config(pipeline=4, intra=4, ranks=32)
-    assert fit(large, 8) == ("parallel.intra=2",)
-    assert fit(large, 2) == ("parallel.pipeline=2", "parallel.intra=1")
+    assert fit_to_world(large, 8) == ("parallel.intra=2",)
+    assert fit_to_world(large, 2) == ("parallel.pipeline=2", "parallel.intra=1")
 
 
 def test_what_is_fitted_has_the_same_batch_layout_and_schedule() -> None:
     whole = config(tensor=2, schedule="interleaved", chunks=2)
-    given = fit(whole, 4)
+    given = fit_to_world(whole, 4)
     assert given == ("parallel.intra=1",)
     fitted = from_dict(whole.model_dump(exclude_none=True), overrides=given)
     before, after = whole.to_plan(8), fitted.to_plan(4)
@@ -52,21 +52,21 @@ def test_what_is_fitted_has_the_same_batch_layout_and_schedule() -> None:
 
 
 def test_without_min_ranks_nothing_is_changed() -> None:
-    assert fit(config(None), 2) == ()
+    assert fit_to_world(config(None), 2) == ()
     with pytest.raises(ConfigError, match=r"the launched world = 2 is not a multiple of pipeline \* tensor \* intra"):
         config(None).to_plan(2)
 
 
 def test_a_world_that_nothing_fits_is_refused_with_those_that_would_do() -> None:
     with pytest.raises(ConfigError, match=r"min_ranks = 1, worlds of 1, 2, 4, 8 ranks have a plan$"):
-        fit(config(), 3)
+        fit_to_world(config(), 3)
 
 
 def test_a_split_of_layers_keeps_its_pipeline() -> None:
     split = config(layers_per_stage=(3, 5))
-    assert fit(split, 2) == ("parallel.intra=1",)
+    assert fit_to_world(split, 2) == ("parallel.intra=1",)
     with pytest.raises(ConfigError, match=r"worlds of 2, 4, .* ranks have a plan"):
-        fit(split, 1)
+        fit_to_world(split, 1)
 
 
 @pytest.mark.parametrize("world", [1, None])
@@ -83,16 +83,16 @@ def islands(ranks: int, intra: int) -> Config:
 @pytest.mark.parametrize(("ranks", "intra", "world", "left"), [(4, 2, 2, 1), (4, 2, 3, 1), (8, 4, 6, 2), (8, 4, 4, 2)])
 def test_outer_steps_keep_two_groups(ranks: int, intra: int, world: int, left: int) -> None:
     """Where half of the ranks are left, groups of two become groups of one; else groups stay as large as they can."""
-    assert fit(islands(ranks, intra), world) == (f"parallel.intra={left}",)
+    assert fit_to_world(islands(ranks, intra), world) == (f"parallel.intra={left}",)
 
 
 def test_islands_that_are_left_keep_their_ranks() -> None:
     config = islands(6, 2)
-    assert fit(config, 4) == ()
+    assert fit_to_world(config, 4) == ()
     assert config.to_plan(4).islands == 2
 
 
 def test_one_island_does_not_continue_with_outer_steps() -> None:
     with pytest.raises(ConfigError, match=r"outer steps are between groups.* there is one") as refused:
-        fit(islands(2, 1), 1)
+        fit_to_world(islands(2, 1), 1)
     assert "with parallel.min_ranks = 1, worlds of 2 ranks have a plan" in str(refused.value)

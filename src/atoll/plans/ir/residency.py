@@ -42,7 +42,7 @@ def insert_sharding(
     reduction: Reduction = "microbatch",
     sizes: Sequence[float] | None = None,
     room: float | None = None,
-    slices: Slices | None = None,
+    slices: SliceBytes | None = None,
     ahead: int = 0,
 ) -> Schedule:
     """Insert UNSHARD before and RESHARD after the uses of a stage's parameters, REDUCE_GRAD after its gradients.
@@ -90,7 +90,7 @@ def current(residency: str) -> Residency:
 
 
 @dataclass(frozen=True, slots=True)
-class Slices:
+class SliceBytes:
     """Bytes of a rank's rows of embedding and head, if the vocabulary is split; the same rows if they are tied."""
 
     embedding: float
@@ -100,7 +100,7 @@ class Slices:
 
 def slices_freed(
     row: Row,
-    slices: Slices,
+    slices: SliceBytes,
     *,
     residency: Residency = "action",
     sizes: Mapping[int, float],
@@ -128,7 +128,7 @@ def _check(word: str, known: Sequence[str], name: str) -> None:
 
 
 def _openings(
-    row: Row, stages: Mapping[int, float], slices: Slices | None, residency: Residency, room: float | None
+    row: Row, stages: Mapping[int, float], slices: SliceBytes | None, residency: Residency, room: float | None
 ) -> tuple[set[int], set[int]]:
     """Return the steps before which a stage or slice is opened, and after which it is closed."""
     sizes = dict(stages)
@@ -209,7 +209,7 @@ def held_stages(row: Row) -> list[frozenset[int]]:
     return [frozenset(stages) for stages in found]
 
 
-def counts(row: Row) -> dict[int, tuple[int, int]]:
+def collective_counts(row: Row) -> dict[int, tuple[int, int]]:
     """Return for each stage of a lowered list of actions the number of its gathers and reductions."""
     found: dict[int, tuple[int, int]] = {}
     for action in row:

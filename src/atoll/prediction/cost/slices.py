@@ -9,8 +9,7 @@ from functools import cached_property
 
 from atoll.base.errors import PlanError
 from atoll.plans.ir import Action, Schedule, insert_vocabulary
-from atoll.plans.ir.residency import Slices as SliceBytes
-from atoll.plans.ir.residency import slices_freed
+from atoll.plans.ir.residency import SliceBytes, slices_freed
 from atoll.plans.layouts import ITEM_BYTES, Box
 from atoll.plans.plan import Plan
 from atoll.prediction.cost.work import Use, Vocabulary, Work

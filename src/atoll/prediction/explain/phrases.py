@@ -130,7 +130,7 @@ def columns(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def table(alternatives: Sequence[Alternative], *, title: str = "alternative") -> list[str]:
+def alternatives_table(alternatives: Sequence[Alternative], *, title: str = "alternative") -> list[str]:
     """Return a table with one row per alternative."""
     headers = [title, "step", "difference", "tokens/s", "largest cause", "peak", "difference", "memory"]
     rows = []

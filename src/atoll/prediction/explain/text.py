@@ -9,7 +9,7 @@ from atoll.prediction.cost.breakdown import PARTS
 from atoll.prediction.explain import phrases
 from atoll.prediction.explain.explanation import Explanation, Measured
 from atoll.prediction.explain.holdings import Holding
-from atoll.prediction.explain.links import MESSAGES
+from atoll.prediction.explain.links import PIPELINE_MESSAGES
 from atoll.prediction.explain.questions import QuestionAnswer, bottleneck
 
 MOST_BETTER = 5
@@ -37,7 +37,7 @@ def answer(found: QuestionAnswer) -> Iterator[str]:
     for sentence in found.sentences:
         yield from phrases.wrapped(sentence, indent="  ")
     if found.alternatives:
-        yield from ("", *(f"  {line}" for line in phrases.table(found.alternatives)))
+        yield from ("", *(f"  {line}" for line in phrases.alternatives_table(found.alternatives)))
 
 
 # ---- sections
@@ -145,7 +145,7 @@ def _links(explanation: Explanation) -> Iterator[str]:
     yield from phrases.columns(["sends", "link", "what", "times", "bytes a step", "busy", "of the step"], rows)
     waits = explanation.prediction.breakdown
     data = [own.gathers + own.reductions for own in waits]
-    if any(use.kind != MESSAGES for _, use in every):
+    if any(use.kind != PIPELINE_MESSAGES for _, use in every):
         most = max(range(len(data)), key=data.__getitem__)
         yield from phrases.wrapped(
             f"Exposed gathers and reductions (not hidden by compute) take at most {format_seconds(data[most])} of the "
@@ -222,12 +222,12 @@ def _layout_verdict(explanation: Explanation) -> str:
 
 def _undone(explanation: Explanation) -> Iterator[str]:
     if explanation.undone:
-        yield from phrases.table(explanation.undone, title="replaced by")
+        yield from phrases.alternatives_table(explanation.undone, title="replaced by")
 
 
 def _alternatives(explanation: Explanation) -> Iterator[str]:
     undone = {each.name for each in explanation.undone}
-    yield from phrases.table([each for each in explanation.others if each.name not in undone])
+    yield from phrases.alternatives_table([each for each in explanation.others if each.name not in undone])
     refused = [each for each in explanation.others if each.prediction is None]
     for each in refused:
         first = each.refusal.splitlines()[0]
@@ -241,7 +241,7 @@ def _alternatives(explanation: Explanation) -> Iterator[str]:
 
 
 def _situations(explanation: Explanation) -> Iterator[str]:
-    yield from phrases.table(explanation.situations, title="if")
+    yield from phrases.alternatives_table(explanation.situations, title="if")
     for each in explanation.situations:
         if each.prediction is None:
             yield from phrases.wrapped(f"{each.value} is refused: {each.refusal}")

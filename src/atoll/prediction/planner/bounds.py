@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from atoll.plans.ir import Op, Schedule
 from atoll.plans.ir.action import COMPUTE_CODES
-from atoll.plans.ir.residency import counts, insert_sharding
+from atoll.plans.ir.residency import collective_counts, insert_sharding
 from atoll.plans.ir.table import B as FULL
 from atoll.plans.ir.table import F, G, I, L, S, T, W
 from atoll.plans.layouts import (
@@ -395,7 +395,9 @@ class Skeleton:
         if schedule.table.has_vocabulary:  # slices also need memory
             return tuple({} for _ in schedule.actions)
         lowered = insert_sharding(schedule, residency="run", sizes=ranks.sizes)
-        return tuple({stage: gathers for stage, (gathers, _) in counts(row).items()} for row in lowered.actions)
+        return tuple(
+            {stage: gathers for stage, (gathers, _) in collective_counts(row).items()} for row in lowered.actions
+        )
 
 
 _Link = tuple[int, str]

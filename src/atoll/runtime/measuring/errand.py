@@ -52,7 +52,7 @@ def _measure(errand: Errand, rendezvous: Rendezvous, store: Store) -> None:
     import torch
 
     from atoll.runtime import transport
-    from atoll.runtime.measuring.measure import measure, to_text
+    from atoll.runtime.measuring.measure import cluster_to_toml, measure
 
     device = torch.device("cpu") if errand.device == "cpu" else choose_device(rendezvous)
     transport.join(rendezvous.rank, rendezvous.world, store, device=device, timeout=TIMEOUT)
@@ -64,7 +64,7 @@ def _measure(errand: Errand, rendezvous: Rendezvous, store: Store) -> None:
         dtypes=(errand.dtype,),
     )
     if rendezvous.rank == 0:
-        write(Path(errand.path), to_text(found))
+        write(Path(errand.path), cluster_to_toml(found))
     transport.leave()
 
 

@@ -22,7 +22,7 @@ from atoll.runtime.measuring.stopwatch import typical
 from atoll.runtime.transport import Channel, Peers, Tag, Transport, connect
 
 GROWTH, LEAST_SIZES = 8, 7
-MESSAGES = tuple(8 * GROWTH**step for step in range(9))
+_MESSAGES = tuple(8 * GROWTH**step for step in range(9))
 """Bytes: 8 B to 128 MiB; at least those up to 2 MiB are sent."""
 SHORTEST_BUFFER, LONGEST_BUFFER = 2**20, 2**28
 """Bytes that are gathered and reduced."""
@@ -114,7 +114,7 @@ class _Ranks:
     def _message_seconds(self, peer: int | None, budget: float) -> dict[float, float]:
         """Return the seconds of a message by its bytes. budget: seconds for each size."""
         timings: dict[float, float] = {}
-        for nbytes in MESSAGES:
+        for nbytes in _MESSAGES:
             tensor = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
             def call(tensor: torch.Tensor = tensor) -> None:

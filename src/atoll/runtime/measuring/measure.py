@@ -78,7 +78,7 @@ def to_tables(cluster: Cluster) -> dict[str, Any]:
     return _rounded(cluster.tables())
 
 
-def to_text(cluster: Cluster) -> str:
+def cluster_to_toml(cluster: Cluster) -> str:
     """Return TOML for `Cluster.read`."""
     return nested_to_toml(to_tables(cluster))
 

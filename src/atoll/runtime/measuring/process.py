@@ -104,9 +104,9 @@ def _measure(request: Request, rendezvous: Rendezvous, store: Store) -> None:
 
 def _conclude(request: Request, cluster: Cluster, *, seconds: float) -> None:
     from atoll.base.units import format_seconds
-    from atoll.runtime.measuring.measure import describe_cluster, to_tables, to_text
+    from atoll.runtime.measuring.measure import cluster_to_toml, describe_cluster, to_tables
 
-    write(request.path, to_text(cluster))
+    write(request.path, cluster_to_toml(cluster))
     text = json.dumps(to_tables(cluster), indent=2) if request.as_json else describe_cluster(cluster)
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()

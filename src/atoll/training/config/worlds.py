@@ -23,7 +23,7 @@ NAMED = 4
 """Number of world sizes that an error names."""
 
 
-def fit(config: Config, world: int | None) -> tuple[str, ...]:
+def fit_to_world(config: Config, world: int | None) -> tuple[str, ...]:
     """Return overrides that give the config a plan on `world` ranks; none if it has one already, or world is None.
 
     Raises ConfigError if there is no plan and the config sets parallel.min_ranks; without it `to_plan` raises.

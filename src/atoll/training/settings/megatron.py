@@ -11,7 +11,7 @@ _VERSION = "Megatron-LM core_v0.19.0"
 
 FSDP = ("--use-megatron-fsdp", "--use-distributed-optimizer", "--ckpt-format fsdp_dtensor")
 
-SHARDING: Mapping[str, tuple[str, ...]] = {
+_SHARDING: Mapping[str, tuple[str, ...]] = {
     "NNN": (),
     "NNG": ("--use-distributed-optimizer",),
     "NNI": ("--use-distributed-optimizer", "--num-distributed-optimizer-instances {inter}"),
@@ -32,7 +32,7 @@ SHARDING: Mapping[str, tuple[str, ...]] = {
 }
 """Flags by layout: distributed optimizer, Megatron-FSDP, its hybrid form (III) and Hybrid-FSDP (IIG)."""
 
-SCHEDULES = ("1f1b", "interleaved")
+_SCHEDULES = ("1f1b", "interleaved")
 
 
 def megatron(subject: Subject) -> Settings:
@@ -63,12 +63,12 @@ def _pipeline(subject: Subject, limits: list[str]) -> list[str]:
     if plan.mesh.pipeline == 1:
         return []
     name, placement = plan.schedule.name, plan.schedule.placement
-    if name not in SCHEDULES:
+    if name not in _SCHEDULES:
         limits.append(f"schedule {name}: Megatron-LM has 1F1B and interleaved 1F1B; the flags stand for the former")
     if placement.kind == "v":
         limits.append("stages placed in a V: Megatron-LM's stages are in a line or a loop; its split is even")
         return []
-    if name not in SCHEDULES and placement.chunks > 1:
+    if name not in _SCHEDULES and placement.chunks > 1:
         return []
     return [
         f"--pipeline-model-parallel-layout '{'|'.join(map(_stage, [subject] * len(subject.stages), subject.stages))}'"
@@ -94,11 +94,11 @@ def _sharding(subject: Subject, limits: list[str]) -> list[str]:
     if mesh.data == 1:
         return []
     layout = plan.layout.name
-    found = SHARDING.get(layout)
+    found = _SHARDING.get(layout)
     if found is None:
-        found = SHARDING["NNG"]
+        found = _SHARDING["NNG"]
         limits.append(
-            f"layout {layout}: there are {', '.join(SHARDING)}; the flags stand for NNG, the distributed optimizer"
+            f"layout {layout}: there are {', '.join(_SHARDING)}; the flags stand for NNG, the distributed optimizer"
         )
     overlaps = ["--overlap-grad-reduce", *(["--overlap-param-gather"] if found else [])]
     if found[:1] == FSDP[:1] and mesh.pipeline > 1:

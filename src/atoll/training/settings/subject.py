@@ -27,7 +27,7 @@ class Settings:
     limits: tuple[str, ...]
 
 
-SCHEDULES = ("cosine", "constant", "linear")
+_SCHEDULES = ("cosine", "constant", "linear")
 """Learning-rate schedules that all of the systems have."""
 
 
@@ -58,7 +58,7 @@ class Subject:
         """The training settings, with AdamW and a cosine schedule in place of values that none of the systems has."""
         train = self.config.train
         others: dict[str, object] = {} if train.optimizer == "AdamW" else {"optimizer": "AdamW", **ADAMW}
-        if train.lr_schedule not in SCHEDULES:
+        if train.lr_schedule not in _SCHEDULES:
             others["lr_schedule"] = "cosine"
         return train.model_copy(update=others)
 
@@ -99,7 +99,7 @@ class Subject:
         plan, train, found = self.plan, self.config.train, []
         if train.optimizer != "AdamW":
             found.append(f"the optimizer {train.optimizer}, replaced by AdamW")
-        if train.lr_schedule not in SCHEDULES:
+        if train.lr_schedule not in _SCHEDULES:
             found.append(f"the learning-rate schedule {train.lr_schedule}, replaced by a cosine")
         if train.epochs is not None:
             found.append(
