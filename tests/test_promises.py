@@ -192,7 +192,8 @@ STILL_TWICE = frozenset(
 
 
 def names_of(module: ast.Module) -> set[str]:
-    """The names that a module defines at its top level, without those with an underscore. Overloads are one name."""
+    """The public names that a module defines at its top level. Overloads are one name, and a single letter is none:
+    it belongs to the formulas of its module."""
     found = set()
     for node in module.body:
         match node:
@@ -202,7 +203,7 @@ def names_of(module: ast.Module) -> set[str]:
                 found |= {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
             case ast.AnnAssign(target=ast.Name(id=name)):
                 found.add(name)
-    return {name for name in found if not name.startswith("_")}
+    return {name for name in found if not name.startswith("_") and len(name) > 1}
 
 
 def test_no_public_name_is_defined_in_two_modules() -> None:

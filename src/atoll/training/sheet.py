@@ -33,7 +33,7 @@ from atoll.training.report import (
 
 _SHOWN = ("loss", "grad_norm", "tokens_per_second", "seconds", "lr", "bubble", "memory_bytes")
 """Keys of metrics.jsonl that are drawn."""
-MEASURED = ("seconds", "tokens_per_second", "bubble")
+_MEASURED = ("seconds", "tokens_per_second", "bubble")
 """Keys that a typical step must have."""
 
 
@@ -118,7 +118,7 @@ class RunReader:
         first = 1 if started is None else started.first_step
         notes += [] if started is None else [f"Corpus: {note}." for note in started.corpus]
         records = read_records(folder.metrics)
-        steps = [each for each in records if each["step"] >= first and is_of(each, *MEASURED)]
+        steps = [each for each in records if each["step"] >= first and is_of(each, *_MEASURED)]
         figures = _figures(steps[WARM_UP:] or steps[-1:])
         timelines = [*sheet.timelines]
         try:

@@ -13,7 +13,7 @@ from atoll.base.errors import DataError, RecordError
 from atoll.training.data.bad_records import BadRecords
 from atoll.training.data.conversations import MOST_MESSAGES, Conversation, conversation_of, conversations
 from atoll.training.data.corpus import find_source
-from atoll.training.data.keys import CONVERSATIONS, HARMLESS, OPTIONS, REFUSED, WEIGHTS
+from atoll.training.data.keys import CONVERSATIONS, HARMLESS, OPTIONS, REFUSED, WEIGHT_KEYS
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 ASKED, ANSWERED = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
@@ -172,7 +172,7 @@ def test_what_a_template_does_not_read_is_refused_or_harmless() -> None:
 
 
 def test_no_key_is_in_two_tables() -> None:
-    tables = [HARMLESS, REFUSED, OPTIONS, CONVERSATIONS, WEIGHTS]
+    tables = [HARMLESS, REFUSED, OPTIONS, CONVERSATIONS, WEIGHT_KEYS]
     assert sum(map(len, tables)) == len({key for table in tables for key in table})
 
 
@@ -180,7 +180,7 @@ def test_no_key_is_in_two_tables() -> None:
 
 
 def test_an_answer_of_weight_0_is_not_learned() -> None:
-    for key in WEIGHTS:
+    for key in WEIGHT_KEYS:
         for no, yes in ((0, 1), (False, True)):
             messages = [ASKED, {**ANSWERED, key: no}, ASKED, {**ANSWERED, key: yes}]
             found = of({"messages": messages})

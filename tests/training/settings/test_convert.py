@@ -13,7 +13,7 @@ from atoll.base.errors import ConfigError
 from atoll.base.toml import to_toml
 from atoll.runtime.pipeline.step_end import LossScaler
 from atoll.training.config import from_dict, load
-from atoll.training.settings.convert import GROWTH, OPEN, SYSTEMS, convert
+from atoll.training.settings.convert import OPEN, SCALE_GROWTH, SYSTEMS, convert
 
 DEEPSPEED = {
     "train_batch_size": 64,
@@ -755,5 +755,5 @@ def test_every_key_that_decides_what_is_trained_is_converted_or_named(system: st
 
 
 def test_the_loss_scale_grows_as_converted_configs_say() -> None:
-    assert LossScaler().growth_steps == GROWTH
+    assert LossScaler().growth_steps == SCALE_GROWTH
     assert LossScaler().scale == 2.0**16

@@ -9,11 +9,11 @@ from atoll.prediction.cost import Prediction
 from atoll.prediction.cost.outer import sent_by
 from atoll.program import way_of
 
-GATHERS, REDUCTIONS, RETURNS, PIPELINE_MESSAGES = "gathers", "reductions", "updated parameters", "messages"
+GATHERS, _REDUCTIONS, RETURNS, PIPELINE_MESSAGES = "gathers", "reductions", "updated parameters", "messages"
 OUTER = "outer gradients, mean of a step"
 MATRICES = "slices of matrices"
 
-_KINDS = {"gathers": GATHERS, "reductions": REDUCTIONS, "sync": REDUCTIONS, "matrices": MATRICES, "return": RETURNS}
+_KINDS = {"gathers": GATHERS, "reductions": _REDUCTIONS, "sync": _REDUCTIONS, "matrices": MATRICES, "return": RETURNS}
 """Kinds by what instructions carry; all else is messages."""
 
 

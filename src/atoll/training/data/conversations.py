@@ -310,7 +310,7 @@ def _begins_with(messages: Sequence[ChatMessage], system: str) -> bool:
 def _weight(given: dict[str, Any], role: str, where: str) -> bool | None:
     """Return whether the labels of a message count, see `Conversation`. Removes the keys that say so."""
     counts = True if role == ASSISTANT else None
-    for key in keys.WEIGHTS:
+    for key in keys.WEIGHT_KEYS:
         value = given.pop(key, None)
         if value is None:
             continue

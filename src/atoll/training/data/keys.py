@@ -39,7 +39,7 @@ OPTIONS = frozenset({"tools", "functions", "documents", "chat_template_kwargs"})
 SET_HERE = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 """Variables of a template that `chat_template_kwargs` cannot set."""
 
-WEIGHTS = ("weight", "train", "training")
+WEIGHT_KEYS = ("weight", "train", "training")
 """Keys of a message that say whether its labels count: OpenAI's, and two that axolotl's configs name."""
 
 REASONING = frozenset({"reasoning_content", "reasoning", "thinking"})

@@ -230,7 +230,7 @@ def _recompute(also: Rule | None) -> Rule:
     return rule
 
 
-GROWTH = 2000
+SCALE_GROWTH = 2000
 """Good steps after which Atoll doubles the loss scale."""
 
 _OFFLOAD = WORDS["offload_param"]
@@ -262,7 +262,7 @@ DEEPSPEED: Mapping[str, Rule] = {
     "fp16.auto_cast": _in_fp16(False, "the model computes in fp16, and its inputs are cast"),
     "fp16.loss_scale": _in_fp16(0, "the loss scale is dynamic"),
     "fp16.initial_scale_power": _in_fp16(16, "the loss scale begins at 2^16"),
-    "fp16.loss_scale_window": _in_fp16(GROWTH, f"the loss scale doubles after {GROWTH} good steps"),
+    "fp16.loss_scale_window": _in_fp16(SCALE_GROWTH, f"the loss scale doubles after {SCALE_GROWTH} good steps"),
     "fp16.hysteresis": _in_fp16(1, "each overflow halves the loss scale"),
     "fp16.consecutive_hysteresis": _in_fp16(False, "each overflow halves the loss scale"),
     "fp16.min_loss_scale": _in_fp16(1, "the loss scale is at least 1"),
