@@ -101,6 +101,141 @@ def test_files_functions_and_classes_are_small() -> None:
                 assert len(methods) <= 25, f"{name}: {node.name}"
 
 
+STILL_TWICE = frozenset(
+    [
+        "AHEAD",
+        "ALIASES",
+        "ALL",
+        "AT_MOST",
+        "Alternative",
+        "Arguments",
+        "Attention",
+        "BEAT_SECONDS",
+        "BESIDE",
+        "BLOCK",
+        "Batch",
+        "Case",
+        "Clock",
+        "Codecs",
+        "Cost",
+        "DEFAULTS",
+        "Difference",
+        "EQUAL",
+        "Ending",
+        "Entry",
+        "Exchange",
+        "FAR",
+        "FEW",
+        "FORMAT",
+        "Form",
+        "Head",
+        "Held",
+        "Holding",
+        "Hop",
+        "IGNORED_LABEL",
+        "LABELS",
+        "LARGEST",
+        "LINE_BYTES",
+        "LISTED",
+        "Lane",
+        "Link",
+        "Links",
+        "MANIFEST",
+        "MOST",
+        "Measured",
+        "Model",
+        "NAMED",
+        "NEVER",
+        "OuterSteps",
+        "PARTS",
+        "PAUSES",
+        "PERIOD",
+        "PLAIN",
+        "POLL_SECONDS",
+        "Played",
+        "Progress",
+        "Question",
+        "RECOMPUTE",
+        "ROLES",
+        "Rates",
+        "Recipe",
+        "Report",
+        "Request",
+        "Rule",
+        "Run",
+        "SHARD",
+        "SLACK",
+        "START_SECONDS",
+        "SYSTEMS",
+        "Search",
+        "Settings",
+        "Shape",
+        "State",
+        "Step",
+        "TRIES",
+        "Template",
+        "Timed",
+        "Travel",
+        "UNKNOWN",
+        "Verdict",
+        "Vocabulary",
+        "WORTH",
+        "WRITTEN_CHARACTERS",
+        "Whole",
+        "Wire",
+        "answer",
+        "block_seed",
+        "buffers_of",
+        "check",
+        "difference",
+        "encode",
+        "find",
+        "in_flight",
+        "join",
+        "lane_of",
+        "listing",
+        "load",
+        "measure",
+        "named",
+        "part_of",
+        "parts_of",
+        "peak_of",
+        "pieces",
+        "plan",
+        "play",
+        "prepare",
+        "read_records",
+        "run_rank",
+        "sent_by",
+        "verify",
+        "write",
+    ]
+)
+
+
+def names_of(module: ast.Module) -> set[str]:
+    """The public names that a module defines at its top level. Overloads are one name, and a single letter is none:
+    it belongs to the formulas of its module."""
+    found = set()
+    for node in module.body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                found.add(name)
+            case ast.Assign(targets=targets):
+                found |= {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                found.add(name)
+    return {name for name in found if not name.startswith("_") and len(name) > 1}
+
+
+def test_no_public_name_is_defined_in_two_modules() -> None:
+    homes: dict[str, list[str]] = {}
+    for path, module in sources():
+        for name in names_of(module):
+            homes.setdefault(name, []).append(path)
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1 and name not in STILL_TWICE} == {}
+
+
 def test_each_floor_says_what_lives_there_in_a_few_lines() -> None:
     floors = [path.parent for path in SOURCE.glob("*/__init__.py")]
     assert len(floors) == 8

@@ -28,7 +28,7 @@ from atoll.plans.schedules.problem import TOLERANCE, Problem
 LARGEST = 2_000
 """Largest number of actions of a step for the solver: beyond it, the solver would only repeat the result of `auto`."""
 
-EFFORT = 2.0
+_EFFORT = 2.0
 """Default effort in deterministic seconds of the solver, about ten times as many seconds of one core."""
 
 TICKS = 1 << 27

@@ -14,6 +14,7 @@ from atoll.base.documents import (
     DEEPEST,
     whole_number,
     finite,
+    integer,
     parse_json,
     parse_toml,
     parse_yaml,

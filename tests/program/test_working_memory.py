@@ -16,6 +16,7 @@ from atoll.plans.layouts import (
     FlatMap,
     MoveKind,
     Layout,
+    MoveKind,
     Nest,
     Precision,
     SegmentShape,

@@ -74,8 +74,8 @@ def read(path: str | Path, *, limit: int) -> bytes:
 def parse_json(document: str | bytes, *, limit: int = LARGEST_JSON, rounds: bool = False) -> Any:
     """Return the value of a JSON document. Half of a surrogate pair, which has no encoding, becomes "?".
 
-    rounds: integers of more than 64 bits, and of at most `LONGEST` digits, become floats. Tokenizers write int(1e30)
-    for "no limit".
+    rounds: integers of more than 64 bits, and of at most `_LONGEST_INTEGER` digits, become floats. Tokenizers write
+    int(1e30) for "no limit".
 
     Raises ValueError if the document is not JSON, is larger than `limit`, is nested too deeply, or has an integer of
     more than 64 bits.

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
+from atoll.runtime.rendezvous import LOOPBACK
+
 if TYPE_CHECKING:
     from atoll.training.report import Sheet
     from atoll.training.sheet import RunReader
 
-LOOPBACK = "127.0.0.1"
 REST = 9.0
 """Pause between two renderings of the content, as a multiple of the time one takes."""
 

@@ -22,6 +22,7 @@ from atoll.plans.layouts import (
     Axis,
     MoveKind,
     Level,
+    MoveKind,
     Moves,
     SegmentShape,
     Sharding,

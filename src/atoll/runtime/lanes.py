@@ -2,7 +2,7 @@
 
 A lane starts its jobs in the order they were submitted, so ranks that submit them in one order cannot deadlock. Each
 kind of job has its own lane, since ranks submit jobs of different kinds in different orders. A job may wait for jobs of
-lanes before its own in `KINDS`, never for later ones.
+lanes before its own in `STEP_LANES`, never for later ones.
 
 On the CPU a lane is a few threads: gloo makes progress only while a thread waits, so each job in flight needs one. On
 CUDA it is a stream: a job starts after the work launched before it, and an event waits for it.

@@ -39,9 +39,9 @@ class Page:
 
     def say(self, words: str) -> None:
         """Record the position of this process between programs."""
-        said = words.encode()[:WORDS_BYTES]
+        said = words.encode()[:_WORDS_BYTES]
         self.numbers[LENGTH] = 0
-        self._memory[WORDS : WORDS + len(said)] = said
+        self._memory[_WORDS : _WORDS + len(said)] = said
         self.numbers[LENGTH] = len(said)
 
     def add(self, lines: Sequence[str]) -> int:
@@ -93,7 +93,7 @@ class View:
             if 0 <= at < count:
                 line = os.pread(self._file, TEXT_BYTES, table + at * TEXT_BYTES)
                 return f"{row_of(step)}, {line.decode(errors='replace').rstrip()}"
-            return head[WORDS : WORDS + max(0, min(length, WORDS_BYTES))].decode(errors="replace")
+            return head[_WORDS : _WORDS + max(0, min(length, _WORDS_BYTES))].decode(errors="replace")
         except (OSError, OverflowError):
             return ""
 

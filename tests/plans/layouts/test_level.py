@@ -10,6 +10,7 @@ from atoll.plans.layouts import (
     Axis,
     MoveKind,
     Level,
+    MoveKind,
     Moves,
 )
 

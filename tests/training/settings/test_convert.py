@@ -761,5 +761,5 @@ def test_every_key_that_decides_what_is_trained_is_converted_or_named(system: st
 
 
 def test_the_loss_scale_grows_as_converted_configs_say() -> None:
-    assert LossScaler().growth_steps == GROWTH
+    assert LossScaler().growth_steps == SCALE_GROWTH
     assert LossScaler().scale == 2.0**16

@@ -17,11 +17,13 @@ from atoll.plans.layouts.level import (
     MoveKind,
     Level,
     Move,
+    MoveKind,
     Moves,
 )
 from atoll.plans.layouts.matrices import (
     Holders,
     Matrix,
+    MatrixPiece,
     NewtonSchulz,
     MatrixPiece,
     Transform,
@@ -66,7 +68,9 @@ __all__ = [
     "Layout",
     "Level",
     "Matrix",
+    "MatrixPiece",
     "Move",
+    "MoveKind",
     "Moves",
     "Nest",
     "NewtonSchulz",

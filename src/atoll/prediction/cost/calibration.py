@@ -8,7 +8,7 @@ slower gives the share of each kind in the step; the sum as a function of the co
 Fitting and simulating alternate until the path no longer changes.
 
 A few steps carry little information about ten constants. So each constant has a prior at its previous value, with the
-uncertainty `Range.spread`. Constants on which no step depends are unchanged.
+uncertainty `_Range.spread`. Constants on which no step depends are unchanged.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from atoll.prediction.cost.work import Saved, Use, Work
 if TYPE_CHECKING:
     from atoll.prediction.cost.transformer import Transformer
 
-ALIGNED, UNALIGNED = 16, 1 / 16
+_ALIGNED, UNALIGNED = 16, 1 / 16
 """Alignment in bytes of a head for which tensor cores take Megatron's products of heads, and the factor of the rate for
 other heads: that of BLOOM's steps with heads of 108 and of 150 elements, on A100 in 2022."""
 
@@ -186,7 +186,7 @@ class TransformerLayer:
             yield FusedAttention(flops, i * use.tokens * width)
             return
         scores = heads * length * length
-        is_taken = s.implementation.runtime != "megatron" or s.head_width * i % ALIGNED == 0
+        is_taken = s.implementation.runtime != "megatron" or s.head_width * i % _ALIGNED == 0
         share = 1.0 if is_taken else UNALIGNED
         yield Product(length, s.head_width, length, heads, share)
         yield self._softmax(scores, heads, i)

@@ -19,6 +19,7 @@ __all__ = [
     "LayoutRow",
     "LinkUse",
     "Measured",
+    "QuestionAnswer",
     "Resource",
     "State",
     "DataTraffic",

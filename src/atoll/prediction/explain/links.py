@@ -9,11 +9,11 @@ from atoll.prediction.cost import Prediction
 from atoll.prediction.cost.outer import outer_bytes_sent
 from atoll.program import way_of
 
-GATHERS, REDUCTIONS, RETURNS, MESSAGES = "gathers", "reductions", "updated parameters", "messages"
+GATHERS, _REDUCTIONS, RETURNS, PIPELINE_MESSAGES = "gathers", "reductions", "updated parameters", "messages"
 OUTER = "outer gradients, mean of a step"
 MATRICES = "slices of matrices"
 
-_KINDS = {"gathers": GATHERS, "reductions": REDUCTIONS, "sync": REDUCTIONS, "matrices": MATRICES, "return": RETURNS}
+_KINDS = {"gathers": GATHERS, "reductions": _REDUCTIONS, "sync": _REDUCTIONS, "matrices": MATRICES, "return": RETURNS}
 """Kinds by what instructions carry; all else is messages."""
 
 
@@ -46,8 +46,8 @@ def link_uses(prediction: Prediction, rank: int) -> tuple[LinkUse, ...]:
         else:
             way = way_of(instruction, program.shape)
         for axis, nbytes in way:
-            times[axis, _KINDS.get(do.carries, MESSAGES)] += 1
-            sent[axis, _KINDS.get(do.carries, MESSAGES)] += nbytes
+            times[axis, _KINDS.get(do.carries, PIPELINE_MESSAGES)] += 1
+            sent[axis, _KINDS.get(do.carries, PIPELINE_MESSAGES)] += nbytes
     links = prediction.durations.links
     if prediction.plan.outer is not None:
         outgoing = outer_bytes_sent(prediction.ranks, rank)
@@ -82,7 +82,7 @@ def travel(prediction: Prediction) -> DataTraffic:
     """Return the data-parallel traffic of the pipeline rank whose links are busy longest."""
     found = []
     for rank, parts in enumerate(prediction.breakdown):
-        uses = [use for use in link_uses(prediction, rank) if use.kind != MESSAGES and use.axis != "tp"]
+        uses = [use for use in link_uses(prediction, rank) if use.kind != PIPELINE_MESSAGES and use.axis != "tp"]
         sent, busy = (dict.fromkeys(("inter", "intra"), 0.0) for _ in range(2))
         for use in uses:
             sent[use.axis] += use.nbytes

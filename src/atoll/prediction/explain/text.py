@@ -145,7 +145,7 @@ def _links(explanation: Explanation) -> Iterator[str]:
     yield from phrases.columns(["sends", "link", "what", "times", "bytes a step", "busy", "of the step"], rows)
     waits = explanation.prediction.breakdown
     data = [own.gathers + own.reductions for own in waits]
-    if any(use.kind != MESSAGES for _, use in every):
+    if any(use.kind != PIPELINE_MESSAGES for _, use in every):
         most = max(range(len(data)), key=data.__getitem__)
         yield from phrases.wrapped(
             f"Exposed gathers and reductions (not hidden by compute) take at most {format_seconds(data[most])} of the "

@@ -267,7 +267,7 @@ class _Missing(Exception):  # noqa: N818  (no error: another rank goes on first)
 
 
 class _Rank:
-    """State of a rank in its program. begin, ends, received: see `Timing`.
+    """State of a rank in its program. begin, ends, received: see `RankTiming`.
 
     arrived: arrival and send time of each message.
     """

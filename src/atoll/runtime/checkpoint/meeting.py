@@ -20,7 +20,7 @@ from atoll.base.errors import CheckpointError, DamageError, RankError, UserError
 _Failure = tuple[str, str]
 """Kind of an error, one of `KINDS`, and its text."""
 
-DAMAGED, MENDABLE, INTERRUPTED, BROKEN = KINDS = ("damaged", "mendable", "interrupted", "broken")
+DAMAGED, MENDABLE, INTERRUPTED, BROKEN = ("damaged", "mendable", "interrupted", "broken")
 
 
 class Meeting:

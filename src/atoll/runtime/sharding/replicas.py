@@ -36,7 +36,7 @@ _DIGITS = 12
 class Replica:
     """One replicated value on one rank. key: equal on all ranks that replicate it.  value: digest of its bytes.
 
-    unit: its place in the model.  kind: its place in `KINDS`.
+    unit: its place in the model.  kind: its place in `_KINDS`.
     """
 
     key: int

@@ -120,7 +120,7 @@ class UnshardedParameters:
         if not self._stages:
             self._allocate()
         # Wait for the previous step's parameter sync: until it ends the sharded parameters are stale. A gather may wait
-        # for a sync and never the reverse, so the lanes cannot wait for each other (`KINDS` in runtime/lanes.py).
+        # for a sync and never the reverse, so the lanes cannot wait for each other (`STEP_LANES` in runtime/lanes.py).
         self._gathering = self._collectives.start("gather", self._all_gather, after=self._shards.syncing)
         self.state = GatherState.IN_FLIGHT
 

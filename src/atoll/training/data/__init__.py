@@ -29,6 +29,7 @@ __all__ = [
     "Rows",
     "SampleOrder",
     "Source",
+    "SplitTokens",
     "Supply",
     "Tokenizer",
     "batch",

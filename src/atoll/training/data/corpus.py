@@ -31,6 +31,7 @@ from atoll.training.data.files import (
     Form,
     RecordRange,
     Record,
+    RecordRange,
     field,
     form_of,
     inner_suffix,

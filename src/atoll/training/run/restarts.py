@@ -92,7 +92,7 @@ def start_ranks(
 ) -> int:
     """Start ranks, and restart them after failures. Return the exit code of the run.
 
-    start: starts so many ranks and waits for their end, given the number of earlier starts.  most: see `Count`.
+    start: starts so many ranks and waits for their end, given the number of earlier starts.  most: see `_Count`.
     fewer: returns how many ranks may continue if so many fail; None to keep the number.  sleep: waits before a start.
 
     Raises the error of ranks that could not report why they failed, if they are not restarted.
