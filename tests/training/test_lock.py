@@ -20,7 +20,7 @@ from atoll.base.errors import ConfigError, RunError
 from atoll.testing.clock import Clock
 from atoll.testing.progress import run, wait_until
 from atoll.training import lock as module
-from atoll.training.lock import BEAT_SECONDS, SILENCE_SECONDS, Holder, RunLock
+from atoll.training.lock import _BEAT_SECONDS, SILENCE_SECONDS, Holder, RunLock
 
 HOLDS = """
 import sys, time
@@ -144,12 +144,12 @@ def test_the_lock_of_a_silent_host_is_taken_over(tmp_path: Path) -> None:
     said: list[str] = []
     clock = Clock()
     with RunLock(tmp_path, clock=clock, sleep=clock.sleep).held(said.append):
-        assert SILENCE_SECONDS <= sum(clock.slept) < SILENCE_SECONDS + BEAT_SECONDS
+        assert SILENCE_SECONDS <= sum(clock.slept) < SILENCE_SECONDS + _BEAT_SECONDS
     assert "on node7" in said[0]
     assert "took over" in said[1]
 
 
-@pytest.mark.parametrize("after", [BEAT_SECONDS, SILENCE_SECONDS - 0.5])
+@pytest.mark.parametrize("after", [_BEAT_SECONDS, SILENCE_SECONDS - 0.5])
 @pytest.mark.usefixtures("elsewhere")
 def test_a_host_that_gives_signs_of_life_keeps_its_lock(tmp_path: Path, after: float) -> None:
     clock = Clock()
@@ -169,7 +169,7 @@ def test_a_host_that_gives_signs_of_life_keeps_its_lock(tmp_path: Path, after: f
 @pytest.mark.slow
 def test_a_holder_gives_signs_of_life_in_real_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And another host's, which gives none, loses its lock."""
-    monkeypatch.setattr(module, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(module, "_BEAT_SECONDS", 0.1)
     monkeypatch.setattr(module, "SILENCE_SECONDS", 0.6)
     (tmp_path / ".lock").write_text(json.dumps(asdict(replace(Holder.own(), boot="another boot"))))
     begin = time.monotonic()

@@ -31,7 +31,7 @@ from atoll.base.errors import PlanError
 from atoll.base.units import format_bytes
 from atoll.plans.ir import Placement
 
-TRIES = 6_000
+_TRIES = 6_000
 """Maximum number of splits that are evaluated before the search takes no more detours."""
 
 
@@ -170,7 +170,7 @@ class _Search:
         not."""
         if self._placement.kind == "line":
             return way
-        self._tries = TRIES
+        self._tries = _TRIES
         best, way = self._descend(way)
         goes_on = True
         while goes_on:

@@ -16,7 +16,7 @@ from atoll.plans.ir.residency import Reduction, Residency, counts, insert_shardi
 from atoll.plans.layouts import GATHER_PARAMETER, ITEM_BYTES, SYNC_PARAMETER, Axis, Level, traffic
 from atoll.plans.plan import Plan
 
-WORTH = 1.5
+_WORTH = 1.5
 """Factor by which a better setting must reduce traffic to be mentioned."""
 
 
@@ -80,7 +80,7 @@ def _idle_codecs(plan: Plan) -> Iterator[str]:
 
 
 def _compare(what: str, now: float, better: float, instead: str) -> list[str]:
-    if now <= WORTH * better:
+    if now <= _WORTH * better:
         return []
     return [
         f"{what}: {format_bytes(now, decimal=True)} sent per rank and step,  {format_bytes(better, decimal=True)} with "

@@ -32,13 +32,13 @@ from atoll.program.table import Do
 POSTED = 2
 """Number of receives that are posted beyond the next one."""
 
-FAR = 16
+_FAR = 16
 """Number of gathers that are considered for an early start."""
 
-Step = Instruction | Action
+_Step = Instruction | Action
 """An instruction, or a mark: UNSHARD, RESHARD or REDUCE_GRAD of a stage."""
 
-Steps = list[Step]
+Steps = list[_Step]
 
 
 def lower_row(
@@ -131,7 +131,7 @@ def _weighed_early(stage: int, block: int, shape: RankShape) -> Iterator[int]:
 
 
 def insert_reductions(
-    steps: Iterable[Step], row: Sequence[Action], shape: RankShape, *, reduces_each: bool = True
+    steps: Iterable[_Step], row: Sequence[Action], shape: RankShape, *, reduces_each: bool = True
 ) -> Steps:
     """Insert REDUCE when a unit's gradients of a phase are complete in the last microbatch before a REDUCE_GRAD, so
     that they are sent while the rest is computed, and SYNC after the last of a phase. Insert REDUCED once more than
@@ -243,7 +243,7 @@ def _reduced(row: Sequence[Action]) -> _Phases:
 
 
 def insert_gathers(
-    steps: Sequence[Step], row: Sequence[Action], shape: RankShape, *, frees: Collection[Action] | None = None
+    steps: Sequence[_Step], row: Sequence[Action], shape: RankShape, *, frees: Collection[Action] | None = None
 ) -> list[Instruction]:
     """Insert WHOLE or FETCH before a use of a unit, FREE after it, and GATHER ahead of it within `shape.limit`.
 
@@ -287,7 +287,7 @@ class _Event:
 
 
 def _events(
-    steps: Sequence[Step], row: Sequence[Action], shape: RankShape, *, frees: Collection[Action] | None
+    steps: Sequence[_Step], row: Sequence[Action], shape: RankShape, *, frees: Collection[Action] | None
 ) -> tuple[list[_Event], dict[int, list[int]]]:
     """Return the units to gather before each step and to free after it, without prefetch."""
     stays = iter([action.stage in held for action, held in zip(row, held_stages(row), strict=True)
@@ -363,7 +363,7 @@ class _Ahead:
         if self._shape.limit <= 0:
             return found
         held = self._coming + sum(self._begun.values())
-        for nth in range(self._next, min(self._next + FAR, len(self._events))):
+        for nth in range(self._next, min(self._next + _FAR, len(self._events))):
             if nth in self._begun:
                 continue
             missing = self._events[nth].missing

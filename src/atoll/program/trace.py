@@ -262,7 +262,7 @@ class Trace:
         return [Action(at, op, microbatch) for at in stages for op in ops]
 
 
-class Timed(Protocol):
+class _Timed(Protocol):
     """An object with a start and an end."""
 
     @property
@@ -272,7 +272,7 @@ class Timed(Protocol):
     def end(self) -> float: ...
 
 
-AnyTimed = TypeVar("AnyTimed", bound=Timed)
+AnyTimed = TypeVar("AnyTimed", bound=_Timed)
 
 
 def apart(spans: Iterable[AnyTimed]) -> list[list[AnyTimed]]:

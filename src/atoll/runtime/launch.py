@@ -58,7 +58,7 @@ ERRAND = "ATOLL_ERRAND"
 """Variable with the errand that local ranks run instead of their command."""
 PROCESS = "atoll rank "
 """Name of a rank's process, before its number; the kernel keeps 15 characters."""
-POLL_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 SAVED_AND_LEFT = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a child that ends because of a signal."""
 LATE_SECONDS = 2.0
@@ -316,7 +316,7 @@ class _Children:
                 self.kill()
                 self._note_failure([process.returncode for process in self.processes])
                 return
-            time.sleep(POLL_SECONDS)
+            time.sleep(_POLL_SECONDS)
         self._note_failure(codes)
 
     def kill(self) -> None:

@@ -31,7 +31,7 @@ DIGEST = "#"
 """Prefix of a value that means nothing to a reader; an error only reports that it differs."""
 SHOWN = 160
 """Maximum length of a value in an error."""
-LISTED = 6
+_LISTED = 6
 """Maximum number of differences in an error."""
 
 
@@ -78,8 +78,8 @@ def difference(said: Sequence[Mapping[str, str]], *, advice: str) -> str:
     other = [name for name in split if name in SOFTWARE]
     advice = "install the same on every machine" if other else advice
     lines = [_line(name, said) for name in other or split]
-    if len(lines) > LISTED:
-        lines[LISTED:] = [f"and {len(lines) - LISTED} more"]
+    if len(lines) > _LISTED:
+        lines[_LISTED:] = [f"and {len(lines) - _LISTED} more"]
     whole = "\n  ".join(["the ranks are not the same:", *lines])
     return f"{whole}\n{advice}" if len(lines) > 1 else f"the ranks are not the same: {lines[0]}; {advice}"
 

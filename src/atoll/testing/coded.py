@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
+_LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def coded(values: Tensor, kind: Kind, seed: int | None = None) -> Tensor:
     found = values.clone()
     for start in range(0, len(values), kind.block):
         block = values[start : start + kind.block]
-        scale = (block.abs().max() / LARGEST[kind.name]).float().double()
+        scale = (block.abs().max() / _LARGEST[kind.name]).float().double()
         if scale < torch.finfo(torch.float32).tiny:
             found[start : start + kind.block] = 0.0
             continue
@@ -113,7 +113,7 @@ def coded(values: Tensor, kind: Kind, seed: int | None = None) -> Tensor:
             codes = _as_floats(block / scale, own, smallest=-6, bits=3, dtype=torch.float8_e4m3fn)
         else:
             codes = (block / scale).round() if own is None else (block / scale + own).floor()
-            codes = codes.clamp(-LARGEST[kind.name], LARGEST[kind.name])
+            codes = codes.clamp(-_LARGEST[kind.name], _LARGEST[kind.name])
         found[start : start + kind.block] = codes * scale
     return found
 

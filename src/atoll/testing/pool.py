@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-START_SECONDS = 120.0
+_START_SECONDS = 120.0
 """Seconds without progress in which a process may start."""
 SPINS = 10.0
 """A case may use so many times its `timeout` of processor time."""
@@ -73,7 +73,7 @@ LEFT_SECONDS = 30.0
 STACK_SECONDS = 10.0
 """Seconds without progress in which a rank writes its stacks."""
 
-WRITTEN_CHARACTERS = 4000
+_WRITTEN_CHARACTERS = 4000
 """Characters of a process's output that an error shows, from the beginning and from the end."""
 
 
@@ -145,7 +145,7 @@ class RankPool:
 
         new = [_start_worker(sees_gpus=self._sees_gpus) for _ in range(ranks - len(self._workers))]
         self._workers += new
-        progress = Progress(*(worker.process.pid for worker in new), patience=START_SECONDS)
+        progress = Progress(*(worker.process.pid for worker in new), patience=_START_SECONDS)
         for worker in new:
             while not (is_heard := worker.connection.poll(LOOK_SECONDS)) and progress.verdict() is None:
                 pass
@@ -280,9 +280,9 @@ class _Worker:
         The output of a crash begins with its thread, and ends with the loaded modules.
         """
         text = self.log.read_bytes()[self.log_start :].decode(errors="replace").strip()
-        if len(text) <= 2 * WRITTEN_CHARACTERS:
+        if len(text) <= 2 * _WRITTEN_CHARACTERS:
             return text
-        return f"{text[:WRITTEN_CHARACTERS]}\n[...]\n{text[-WRITTEN_CHARACTERS:]}"
+        return f"{text[:_WRITTEN_CHARACTERS]}\n[...]\n{text[-_WRITTEN_CHARACTERS:]}"
 
     def stack(self) -> str:
         """Return the stacks of all threads of the process."""

@@ -40,10 +40,10 @@ POLLS = "gloo_"
 forty groups of four ranks use a tenth of a core."""
 
 LOOK_SECONDS = 0.5
-POLL_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 STACK_SECONDS = 10.0
 """Seconds for a process that is given up to write its stacks."""
-WRITTEN_CHARACTERS = 8000
+_WRITTEN_CHARACTERS = 8000
 """Last characters of a process's output that an error shows."""
 
 
@@ -188,7 +188,7 @@ def wait_until(
         verdict = progress.verdict()
         if verdict is not None:
             raise StallError(f"what was waited for did not happen: given up {verdict}")
-        time.sleep(POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 def join(thread: threading.Thread, *, patience: float = PATIENCE) -> None:
@@ -288,7 +288,7 @@ def _last_words(process: subprocess.Popen[Any]) -> str:
 
 
 def _shown(written: Iterable[Any]) -> str:
-    return "\n".join(_text(each)[-WRITTEN_CHARACTERS:] for each in written if each)
+    return "\n".join(_text(each)[-_WRITTEN_CHARACTERS:] for each in written if each)
 
 
 def _text(written: str | bytes) -> str:

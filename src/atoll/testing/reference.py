@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from atoll.testing.coded import Buffer, Coding, Setting, uses_apart
 
 IGNORED = -100
-LABELS = ("labels", "start_positions", "end_positions")
+_LABELS = ("labels", "start_positions", "end_positions")
 
 
 class Recipe(Protocol):
@@ -331,7 +331,7 @@ def forward(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     labels."""
     config: Any = getattr(base_of(model), "config", None)
     reads_labels = getattr(config, "is_encoder_decoder", False)
-    inputs = {name: value for name, value in batch.items() if name not in LABELS or (reads_labels and name == "labels")}
+    inputs = {key: value for key, value in batch.items() if key not in _LABELS or (reads_labels and key == "labels")}
     if hasattr(config, "use_cache"):
         config.use_cache = False
     first = inputs.get("input_ids", inputs.get("inputs"))
@@ -479,13 +479,13 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 # ---- initial values
 
 
-Rule = Callable[[str, nn.Module], None]
+_Rule = Callable[[str, nn.Module], None]
 """(qualified name, module) -> None; sets the module's own parameters from torch's default generator."""
 
 
-def rule_of(recipe: Recipe, model: nn.Module) -> Rule | None:
+def rule_of(recipe: Recipe, model: nn.Module) -> _Rule | None:
     """Return the initialization of this model's modules, if it is known without the adapter."""
-    own: Rule | None = getattr(recipe, "initialise", None)
+    own: _Rule | None = getattr(recipe, "initialise", None)
     if own is not None:
         return own
     family: Any = getattr(base_of(model), "_init_weights", None)
@@ -494,7 +494,7 @@ def rule_of(recipe: Recipe, model: nn.Module) -> Rule | None:
     return (lambda name, module: _reset(module)) if isinstance(model, nn.Sequential) else None
 
 
-def draw(model: nn.Module, rule: Rule, seed: int) -> None:
+def draw(model: nn.Module, rule: _Rule, seed: int) -> None:
     """Set all parameters, each module from a generator of its own, inner modules first.
 
     A shared parameter is drawn under each of its names and keeps the values of the first. A family's rule of a module

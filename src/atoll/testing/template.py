@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from atoll.runtime.launch import LIFELINE
 from atoll.runtime.template import Fork, Template, become
 
-AHEAD = {"transformers": "transformers.modeling_utils"}
+_AHEAD = {"transformers": "transformers.modeling_utils"}
 """Modules that ranks of tests import late, by the package that this process has imported if its tests use them. In
 every rank the import takes more than a second of a core."""
 
@@ -21,7 +21,7 @@ def start_template(*, sees_gpus: bool) -> Template:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     if not sees_gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    ahead = [module for package, module in AHEAD.items() if package in sys.modules]
+    ahead = [module for package, module in _AHEAD.items() if package in sys.modules]
     program = "import sys; from atoll.testing.template import serve; serve(*sys.argv[1:])"
     return Template([sys.executable, "-c", program, *ahead], environment)
 

@@ -28,7 +28,7 @@ from atoll.training.sources import package
 LARGEST_TEMPLATE = 1 << 20
 """Largest template that is read, in bytes."""
 
-BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 """Files beside a tokenizer.json that affect the output of a template."""
 
 FURTHER = "additional_chat_templates"
@@ -83,7 +83,7 @@ class Template:
 
     def __init__(self, file: Path, own: Path | None, *, answers_only: bool) -> None:
         self._file, self._own, self._answers_only = file, own, answers_only
-        names = BESIDE if file.name == "tokenizer.json" else ()
+        names = _BESIDE if file.name == "tokenizer.json" else ()
         self._beside = {name: path for name in names if (path := file.parent / name).is_file()}
         if names:
             self._beside |= {f"{FURTHER}/{path.name}": path for path in sorted((file.parent / FURTHER).glob("*.jinja"))}

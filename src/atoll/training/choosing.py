@@ -40,7 +40,7 @@ CHOSEN = {
 }
 """Keys of [parallel] that the planner chooses, with their names in `Space`."""
 
-UNKNOWN = ("layers_per_stage",)
+_UNKNOWN = ("layers_per_stage",)
 """Keys of [parallel] that the planner leaves at their defaults."""
 
 
@@ -163,7 +163,7 @@ def question(config: Config, cluster: Cluster, *, world: int | None = None) -> S
 def space_of(config: Config) -> Space:
     """Return the choices that a config leaves open."""
     parallel = config.parallel
-    refused = [name for name in UNKNOWN if _is_written(config, name)]
+    refused = [name for name in _UNKNOWN if _is_written(config, name)]
     if refused:
         raise ConfigError(
             f"parallel.{', parallel.'.join(refused)}: the planner does not support it; leave it out, or turn "

@@ -4,7 +4,7 @@
 
 Two signs show that a holder is alive. The kernel's lock (`flock`) ends with the process, however it ends. It is visible
 to all processes of one kernel, over NFS also to other hosts, and on some file systems to no other process. And the
-holder touches the file every `BEAT_SECONDS`. So a run takes over
+holder touches the file every `_BEAT_SECONDS`. So a run takes over
 
     from a process of this kernel    if it gets the kernel's lock (if there is none: if the process has ended);
     from another kernel's            if it gets the lock and the file has not been touched for `SILENCE_SECONDS`: the
@@ -30,7 +30,7 @@ from pathlib import Path
 from atoll.base.documents import count, parse_json, string
 from atoll.base.errors import ConfigError, RunError
 
-BEAT_SECONDS = 2.0
+_BEAT_SECONDS = 2.0
 SILENCE_SECONDS = 10.0
 _LARGEST = 4096
 
@@ -177,7 +177,7 @@ class RunLock:
         say(f"{self._root}: looking for {SILENCE_SECONDS:g} seconds whether {before} is still there")
         first, end = self._touched(), self._clock() + SILENCE_SECONDS
         while self._clock() < end:
-            self._sleep(min(BEAT_SECONDS / 2, 0.5))
+            self._sleep(min(_BEAT_SECONDS / 2, 0.5))
             if self._touched() != first:
                 raise self._refusal(before)
 
@@ -194,7 +194,7 @@ class RunLock:
         )
 
     def _beat(self) -> None:
-        while not self._stop.wait(BEAT_SECONDS):
+        while not self._stop.wait(_BEAT_SECONDS):
             with suppress(OSError):
                 if read_holder(self.path) == self._own:
                     os.utime(self.path)

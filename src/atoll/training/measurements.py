@@ -49,7 +49,7 @@ KINDS: Mapping[str, tuple[type, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class _Measured:
     """A measured step.
 
     world: number of ranks; parallel.ranks if None.  vocabulary, reads_in_place, device: see `predict`.
@@ -95,7 +95,7 @@ class Run:
     """
 
     folder: RunFolder
-    measured: Measured
+    measured: _Measured
     blocks: tuple[str, ...]
     timed_seconds: float = 0.0
     timed: tuple[Timed, ...] = ()
@@ -135,7 +135,7 @@ def read_run(root: Path) -> Run:
         raise ConfigError(f"{folder.metrics} has no steps of the last start; let the run take some")
     cluster = folder.cluster if folder.cluster.is_file() else None
     known = started.world, started.vocabulary, started.reads_in_place, started.device
-    measured = Measured(str(root), config, seconds, *known, cluster)
+    measured = _Measured(str(root), config, seconds, *known, cluster)
     if not folder.timing.is_file():
         return Run(folder, measured, started.blocks)
     timing = read_timing(folder.timing)
@@ -186,7 +186,7 @@ def _written(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path} is not what a run writes: {error}; run it again") from error
 
 
-def read_rows(path: Path) -> list[Measured]:
+def read_rows(path: Path) -> list[_Measured]:
     """Return the rows of a JSON or JSONL file. Raises ConfigError with the number and error of every invalid row."""
     try:
         rows = read_text(path, limit=LARGEST_JSON)
@@ -204,7 +204,7 @@ def read_rows(path: Path) -> list[Measured]:
     return found
 
 
-def steps_of(path: Path, rows: list[Measured], cluster: Cluster) -> list[Step]:
+def steps_of(path: Path, rows: list[_Measured], cluster: Cluster) -> list[Step]:
     """Return the rows of a file as steps on a cluster. Raises ConfigError with every row that cannot be predicted
     there."""
     found, problems = [], []
@@ -234,7 +234,7 @@ def _split(rows: str) -> list[Any]:
     return whole if isinstance(whole, list) else [whole]
 
 
-def _read_row(row: Any, folder: Path, number: int) -> Measured:
+def _read_row(row: Any, folder: Path, number: int) -> _Measured:
     if not isinstance(row, dict):
         raise ConfigError(f"{row!r} is no object")
     row = {key: value for key, value in row.items() if value is not None}
@@ -254,7 +254,7 @@ def _read_row(row: Any, folder: Path, number: int) -> Measured:
     given, overrides = row["config"], [str(each) for each in row.get("set", ())]
     is_file = isinstance(given, str)
     config = load(folder / given, overrides) if is_file else from_dict(given, overrides=overrides, source="config")
-    return Measured(
+    return _Measured(
         row.get("name", " ".join([given, *overrides]) if is_file else f"row {number}"),
         config,
         seconds,

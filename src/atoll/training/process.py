@@ -115,7 +115,7 @@ def train(run: Request | str | Path, *overrides: str) -> int:
             return run_errand(errand)
     rendezvous = torchrun_environment()
     if rendezvous is not None:
-        return run_rank(request, rendezvous)
+        return _run_rank(request, rendezvous)
 
     asked = request.path, request.overrides
     if (given := load(*asked)).parallel.auto:  # the plan is for this machine where no cluster is named
@@ -213,7 +213,7 @@ def _is_own_command() -> bool:
     return spec.name == "atoll.__main__" if spec else Path(getattr(program, "__file__", None) or "").name == "atoll"
 
 
-def run_rank(request: Request, rendezvous: Rendezvous) -> int:
+def _run_rank(request: Request, rendezvous: Rendezvous) -> int:
     """Run one rank from start to end and return its exit code. Errors end the process, see `exit_with_error`."""
     watch_parent()
     name_process(rendezvous.rank)

@@ -9,11 +9,11 @@ from atoll.base.errors import ConfigError
 from atoll.training.config import Train
 from atoll.training.named import load_named
 
-Rates = Callable[[int], float]
+_Rates = Callable[[int], float]
 """Number of finished steps -> factor of train.lr for the next step."""
 
 
-def learning_rates(train: Train) -> Rates:
+def learning_rates(train: Train) -> _Rates:
     """Return a linear warm-up followed by `train.lr_schedule`, or the whole schedule from the function that it names.
 
     After the warm-up "constant" stays at 1, "cosine" and "linear" fall to min_lr_ratio at the last step, and "wsd" does
@@ -42,7 +42,7 @@ def learning_rates(train: Train) -> Rates:
     return factor
 
 
-def _given(train: Train) -> Rates:
+def _given(train: Train) -> _Rates:
     """Return the factors of a function of a module."""
     name = f"train.lr_schedule = {train.lr_schedule!r}"
     given = load_named("train.lr_schedule", train.lr_schedule)

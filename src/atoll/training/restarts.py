@@ -29,7 +29,7 @@ from atoll.base.errors import RankError
 from atoll.runtime.launch import Ending
 from atoll.training.folder import RunFolder, read_records
 
-PAUSES = (0.0, 1.0, 5.0, 15.0, 30.0)
+_PAUSES = (0.0, 1.0, 5.0, 15.0, 30.0)
 """Seconds before a start, by the number of attempts in a row that took no step; the last for all larger numbers."""
 
 
@@ -77,7 +77,7 @@ class Count:
     @property
     def pause(self) -> float:
         """Return the seconds before the next start."""
-        return PAUSES[min(self.idle, len(PAUSES) - 1)]
+        return _PAUSES[min(self.idle, len(_PAUSES) - 1)]
 
 
 def start_ranks(

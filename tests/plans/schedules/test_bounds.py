@@ -88,6 +88,6 @@ def test_compiled_loops_find_the_same_bound(objective: str, monkeypatch: pytest.
     memory = Memory(1.0, 0.6, 0.0, (3.0, 4.0, 4.0, 4.0))
     problem = Problem.of(Placement("line", 4), 12, costs=costs, memory=memory, objective=objective)  # type: ignore[arg-type]
     plain = lower_bound(problem)
-    monkeypatch.setattr(one_rank, "PLAIN", 0)
+    monkeypatch.setattr(one_rank, "_PLAIN", 0)
     assert lower_bound(problem) == plain
     assert math.isfinite(plain)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from atoll.base.errors import DataError
 from atoll.training.data import IGNORED_LABEL, SampleOrder, Supply, prepare_supply, preview_supply
-from atoll.training.data.mixing import PERIOD, Mix, shares
+from atoll.training.data.mixing import _PERIOD, Mix, shares
 
 SIZES = {"a": 40, "b": 400, "c": 1200}
 
@@ -70,9 +70,9 @@ def test_each_source_gives_its_samples_in_its_own_order(
 def test_a_period_has_the_exact_shares() -> None:
     mix = Mix(shares([6, 3, 1]), 3)
     for period in range(3):
-        sources, _ = mix.take(period * PERIOD, PERIOD)
+        sources, _ = mix.take(period * _PERIOD, _PERIOD)
         assert np.bincount(sources).tolist() == [6000, 3000, 1000]
-    first, second = (mix.take(period * PERIOD, PERIOD)[0] for period in range(2))
+    first, second = (mix.take(period * _PERIOD, _PERIOD)[0] for period in range(2))
     assert not np.array_equal(first, second)
 
 
@@ -111,8 +111,8 @@ def test_without_weights_an_epoch_passes_each_sample_once(tmp_path: Path) -> Non
 
 def test_weights_say_how_much_is_taken_of_each(tmp_path: Path) -> None:
     found = supply(write(tmp_path), tmp_path, weights=[0.5, 0.25, 0.25])
-    assert letters(found, 0, PERIOD) == {"a": 5000, "b": 2500, "c": 2500}
-    small, _, large = found.epochs(PERIOD)
+    assert letters(found, 0, _PERIOD) == {"a": 5000, "b": 2500, "c": 2500}
+    small, _, large = found.epochs(_PERIOD)
     assert (small, large) == (5000 / 4, 2500 / 149)
 
 

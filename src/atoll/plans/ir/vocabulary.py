@@ -30,7 +30,7 @@ from atoll.plans.ir.residency import refuse_if
 from atoll.plans.ir.schedule import Schedule
 from atoll.plans.ir.table import B, F, G, I, L, S, T, W
 
-AHEAD = 2
+_AHEAD = 2
 """Number of microbatches that are looked up before stage 0 begins with the one before them."""
 
 PENDING = 2
@@ -169,7 +169,7 @@ class _Play:
         self._score = _Slices(cells, S, from_last, from_last, scored)
         self._score_grad = _Slices(cells, T, from_last)
         self._looked_up = deque(sorted(range(size), key=table.at[F].__getitem__))  # in the order of stage 0's forwards
-        for _ in range(AHEAD):
+        for _ in range(_AHEAD):
             self._announce_look_up(0.0)
         self._run(waits=waits)
         self.finish = max(self._free)

@@ -17,7 +17,7 @@ following times, the minimum end of one machine that may interrupt its actions i
 with the longest following time, of those that may start. No order ends sooner, since an order has no interruptions.
 
 For the largest span, chains start with the rank's own first forward and end with its own last action: each rank has
-its own. Actions that no chain reaches have no bound (NEVER).
+its own. Actions that no chain reaches have no bound (_NEVER).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from atoll.plans.ir.table import F, I, W
 from atoll.plans.schedules.jit import IS_COMPILED, Floats, Integers, floats, integers, kernel
 from atoll.plans.schedules.problem import TOLERANCE, Problem
 
-NEVER = -1e300
+_NEVER = -1e300
 """Before any time; finite, so that arithmetic on it stays a number."""
 
-PLAIN = 20_000
+_PLAIN = 20_000
 """Number of actions up to which compiled loops, which take a moment to load, are not worth it."""
 
-MOST = 20_000_000 if IS_COMPILED else 300_000
+_MOST = 20_000_000 if IS_COMPILED else 300_000
 """Maximum number of actions: beyond it, the ranks with the least work get no bound of this kind."""
 
 
@@ -70,17 +70,17 @@ def one_rank_alone(problem: Problem, order: Sequence[int]) -> Iterator[tuple[int
     actions = 3 * placement.stages * problem.microbatches
     is_span = problem.objective == "span"
     looked_at = actions * (placement.ranks if is_span else 1)
-    is_plain = looked_at <= PLAIN or not IS_COMPILED
+    is_plain = looked_at <= _PLAIN or not IS_COMPILED
     loops = (earliest, remaining, least_end) if is_plain else _compiled()
     of_floats: Callable[[Sequence[float]], Floats] = list if is_plain else floats
     of_integers: Callable[[Sequence[int]], Integers] = list if is_plain else integers
     chains = _chains(problem, of_floats, of_integers)
-    starts, after = of_floats([NEVER] * actions), of_floats([NEVER] * actions)
+    starts, after = of_floats([_NEVER] * actions), of_floats([_NEVER] * actions)
     left, at = of_floats([0.0] * 3 * placement.chunks), of_integers([0] * 3 * placement.chunks)
     if not is_span:
         loops[0](chains, 0, starts)
         loops[1](chains, -1, after)
-    for rank in order[: MOST // actions] if is_span else order:
+    for rank in order[: _MOST // actions] if is_span else order:
         if is_span:
             loops[0](chains, placement.stages_of(rank)[0], starts)
             loops[1](chains, rank, after)
@@ -144,16 +144,16 @@ def earliest(chains: Chains, anchor: int, starts: Floats) -> None:
                 chains.takes[3 * stage + 2],
             )
             place = stage * microbatches + number
-            time = 0.0 if stage == anchor and number == 0 else NEVER
+            time = 0.0 if stage == anchor and number == 0 else _NEVER
             if stage > 0:
                 before = chains.takes[3 * (stage - 1)]
                 time = max(time, starts[place - microbatches] + before + chains.forward[stage - 1])
             if number > 0:
                 time = max(time, starts[place - 1] + forward)
-            least = -NEVER
+            least = -_NEVER
             for kept in range(chains.kept[rank], 0, -1):
                 if kept > number:  # no I has to have run before
-                    least = NEVER
+                    least = _NEVER
                     break
                 freed = starts[places + place - kept] + backward
                 if freed >= least:
@@ -205,22 +205,22 @@ def remaining(chains: Chains, owner: int, after: Floats) -> None:
             )
             place = stage * microbatches + number
             last = stage * microbatches + microbatches
-            time = 0.0 if owner in (-1, rank) else NEVER
+            time = 0.0 if owner in (-1, rank) else _NEVER
             if number + 1 < microbatches:
                 time = max(time, after[2 * places + place + 1] + weight)
-            least = -NEVER
+            least = -_NEVER
             for kept in range(chains.kept[rank] + 1):
                 pending = chains.pending[rank * (microbatches + 1) + kept]
                 if pending == 0:
                     break
-                follows = after[places + place + pending] + backward if place + pending < last else NEVER
+                follows = after[places + place + pending] + backward if place + pending < last else _NEVER
                 if follows >= least:
                     break
                 if place + pending + kept < last:
                     follows = max(follows, after[place + pending + kept] + forward)
                 least = min(least, follows)
             if chains.is_full[rank] == 1:
-                follows = after[places + place + 1] + backward if place + 1 < last else NEVER
+                follows = after[places + place + 1] + backward if place + 1 < last else _NEVER
                 if place + chains.kept[rank] < last:
                     follows = max(follows, after[place + chains.kept[rank]] + forward)
                 least = min(least, follows)
@@ -260,13 +260,13 @@ def least_end(chains: Chains, rank: int, starts: Floats, after: Floats, left: Fl
         at[kind] = 0
         stage = chains.stage_of[rank * chains.chunks + kind % chains.chunks]
         left[kind] = chains.takes[3 * stage + kind // chains.chunks]
-    now = NEVER
+    now = _NEVER
     end = 0.0
     while True:
         chosen = -1
-        most = NEVER
+        most = _NEVER
         chosen_place = 0
-        soon = -NEVER
+        soon = -_NEVER
         for kind in range(kinds):
             if at[kind] == microbatches:
                 continue
@@ -277,7 +277,7 @@ def least_end(chains: Chains, rank: int, starts: Floats, after: Floats, left: Fl
             elif chosen < 0 or after[place] > most:
                 chosen, chosen_place, most = kind, place, after[place]
         if chosen < 0:
-            if soon >= -NEVER:
+            if soon >= -_NEVER:
                 return end
             now = soon
         elif now + left[chosen] <= soon:

@@ -34,11 +34,11 @@ NUDGE = 1e-3
 NOISE = 0.03
 """Relative error that is expected of a step's prediction."""
 
-FEW = 12
+_FEW = 12
 """Number of groups of steps up to which the spread is the leave-one-group-out error. With more groups it is the error
 of the fit."""
 
-FAR = 3.0
+_FAR = 3.0
 """Factor by which a constant is changed, up and down, to test if a step depends on it."""
 
 ROUNDS = 4
@@ -109,7 +109,7 @@ class Fitted:
 
     constants: those that were fitted, by their keys in `LIMITS`.  before: their previous values.
     error: mean absolute relative error of the steps.
-    spread: expected error for a group of steps that was not measured, such as another system's. With up to `FEW`
+    spread: expected error for a group of steps that was not measured, such as another system's. With up to `_FEW`
     groups, each is predicted with constants fitted to the others, along the paths that are critical with all of them;
     with one group, with the previous constants. With more groups it is `error`.
     left_out: by group, the mean errors whose mean is `spread`; empty if that is `error`.
@@ -154,7 +154,7 @@ def calibrate(steps: Iterable[Step], constants: Sequence[str] = ()) -> Fitted:
     fitted = [step.on(changed(step.cluster, found)) for step in steps]
     error = fmean(abs(step.predicted / step.seconds - 1.0) for step in fitted)
     groups = [step.group or f"step {at}" for at, step in enumerate(steps)]
-    few = len(set(groups)) <= FEW
+    few = len(set(groups)) <= _FEW
     left_out = _left_out(linear, seconds, groups, begin=found, prior=prior) if few else {}
     spread = fmean(left_out.values()) if left_out else error
     return Fitted(fitted[0].cluster, found, {name: own[name] for name in found}, error, spread, left_out)
@@ -163,7 +163,7 @@ def calibrate(steps: Iterable[Step], constants: Sequence[str] = ()) -> Fitted:
 def _matters(linear: Sequence[_Linear], name: str, value: float) -> bool:
     """Return True if any step depends on a constant."""
     limits = LIMITS[name]
-    others = max(limits.low, value / FAR), min(limits.high, value * FAR)
+    others = max(limits.low, value / _FAR), min(limits.high, value * _FAR)
     return any(
         abs(each.seconds({name: other}) / each.seconds({name: value}) - 1.0) > 1e-9
         for each in linear
@@ -218,7 +218,7 @@ def _fit(
 
 
 @dataclass(frozen=True, slots=True)
-class Hop:
+class _Hop:
     """Latency of an axis' link."""
 
     axis: str
@@ -231,7 +231,7 @@ class Way:
     axis: str
 
 
-Kind = tuple[Kernel, ...] | Hop | Way | Literal["update", "pause"]
+Kind = tuple[Kernel, ...] | _Hop | Way | Literal["update", "pause"]
 """Kernels of a part of a block, traffic of a link, the optimizer's step, or pauses."""
 
 
@@ -258,7 +258,7 @@ class _Linear:
         found: dict[Kind, float] = {}
         for kind in self._shares:
             match kind:
-                case Hop():
+                case _Hop():
                     found[kind] = links[kind.axis].latency
                 case Way():
                     found[kind] = 1.0 / links[kind.axis].rate
@@ -293,7 +293,7 @@ def _shares(prediction: Prediction) -> Iterator[tuple[Kind, float]]:
     yield "pause", grown(durations.rates_of(durations.parts, pause=1.0 + NUDGE))
     for axis, link in durations.links.items():
         for kind, worse in (
-            (Hop(axis), replace(link, latency=link.latency * (1.0 + NUDGE))),
+            (_Hop(axis), replace(link, latency=link.latency * (1.0 + NUDGE))),
             (Way(axis), replace(link, rate=link.rate / (1.0 + NUDGE))),
         ):
             yield kind, grown(durations.rates_of(durations.parts, links={**durations.links, axis: worse}))

@@ -19,7 +19,7 @@ LATE = 0.5
 """The link, not the sender, is the likely cause if the shortest wait explains more than this share of the extra time of
 all waits."""
 
-PARTS = Breakdown._fields
+_PARTS = Breakdown._fields
 
 
 class Taken(NamedTuple):
@@ -127,7 +127,7 @@ def by_part(differences: Sequence[Difference], rank: int) -> dict[str, tuple[flo
 
     Tensor-parallel collectives count in the part that contains them, and waits for a late sender count as messages.
     """
-    found = dict.fromkeys(PARTS, (0.0, 0.0))
+    found = dict.fromkeys(_PARTS, (0.0, 0.0))
     for each in differences:
         if each.rank == rank:
             predicted, measured = found[each.part]

@@ -39,7 +39,7 @@ Sentences = tuple[tuple[str, ...], tuple[Alternative, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class _Question:
     """A question with a key."""
 
     key: str
@@ -282,15 +282,15 @@ def _fit(explanation: Explanation) -> Sentences:
 # ----
 
 _SIX = (
-    Question(
+    _Question(
         "pipeline-with-zero-2", "Does a pipeline work with ZeRO-2 here, and what does it cost?", _pipeline_with_zero_2
     ),
-    Question("fullest-rank", "Why does this rank use more memory than the others?", _fullest_rank),
-    Question("why-not-zb-v", "Why is ZB-V no faster?", _why_not_zb_v),
-    Question("bottleneck", "What binds: memory, a rank or a link?", _what_binds),
-    Question("another-node", "What would another node, or a faster link, bring?", _another_node),
-    Question("fit", "Does it fit, and what would save memory for the least time?", _fit),
+    _Question("fullest-rank", "Why does this rank use more memory than the others?", _fullest_rank),
+    _Question("why-not-zb-v", "Why is ZB-V no faster?", _why_not_zb_v),
+    _Question("bottleneck", "What binds: memory, a rank or a link?", _what_binds),
+    _Question("another-node", "What would another node, or a faster link, bring?", _another_node),
+    _Question("fit", "Does it fit, and what would save memory for the least time?", _fit),
 )
 
-QUESTIONS: Mapping[str, Question] = {question.key: question for question in _SIX}
+QUESTIONS: Mapping[str, _Question] = {question.key: question for question in _SIX}
 """Questions by key."""

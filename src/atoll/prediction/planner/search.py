@@ -39,7 +39,7 @@ from atoll.prediction.planner.space import Frame, Goal, Order, Space, Travel
 EFFORT = 1_600_000
 """Budget of a search, in simulated instructions."""
 
-AT_MOST = 4
+_AT_MOST = 4
 """Factor of the budget while no plan fits."""
 
 LATER = 1.02
@@ -59,7 +59,7 @@ CAUSES = 2
 ROUNDS = 3
 """Maximum number of times that an order is searched with less memory, until its prediction fits."""
 
-WORTH = 0.01
+_WORTH = 0.01
 """Minimum share of the seconds that a searched order must gain. It is written into the config in full."""
 
 A_CELL = 1.0
@@ -150,7 +150,7 @@ class Search:
     def with_made(self, found: Found) -> Found:
         """Add searched orders for the fastest pipeline plans, if schedules are not fixed.
 
-        Only for meshes on which an order can gain `WORTH` according to the bounds, and only if it does.
+        Only for meshes on which an order can gain `_WORTH` according to the bounds, and only if it does.
         """
         if self.space.schedules is not None or not found.fitting:
             return found
@@ -158,11 +158,11 @@ class Search:
         bases: dict[Frame, Candidate] = {}
         for each in found.fitting:
             least = self._least_of(each.frame)
-            is_open = least is not None and least.seconds < best * (1.0 - WORTH) and each.seconds < best * CLOSE
+            is_open = least is not None and least.seconds < best * (1.0 - _WORTH) and each.seconds < best * CLOSE
             if each.frame.mesh.pipeline > 1 and not each.frame.vocabulary_parallel and is_open:
                 bases.setdefault(each.frame, each)
         made = filter(None, map(self._made, list(bases.values())[:MADE]))
-        better = [each for each in made if each.seconds < best * (1.0 - WORTH)]
+        better = [each for each in made if each.seconds < best * (1.0 - _WORTH)]
         fitting = sorted((*better, *found.fitting), key=lambda each: each.seconds)
         return found._replace(fitting=tuple(fitting), predicted=found.predicted + min(MADE, len(bases)))
 
@@ -215,7 +215,7 @@ class Search:
             least = self._least_of(frame)
             if least is not None:
                 push(_Node(least, frame), is_late=fastest and self._in_flight(frame) > self.limit)
-        while heap and work < self.effort * (1 if fitting or not fastest else AT_MOST):
+        while heap and work < self.effort * (1 if fitting or not fastest else _AT_MOST):
             is_late, _, _, node = heappop(heap)
             if aim(node.least) >= best:
                 continue

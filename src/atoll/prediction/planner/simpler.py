@@ -14,7 +14,7 @@ from atoll.plans.layouts import Level
 from atoll.prediction.planner.candidate import Candidate
 from atoll.prediction.planner.space import Space
 
-EQUAL = 0.001
+_EQUAL = 0.001
 """Relative difference of step times up to which plans count as equally fast."""
 
 OF_A_FRAME = ("recompute", "precision", "sequence_parallel", "vocabulary_parallel")
@@ -38,11 +38,11 @@ def specials(candidate: Candidate, space: Space) -> int:
 
 
 def simplest_first(found: Sequence[Candidate], space: Space) -> list[Candidate]:
-    """Return plans that take at most `EQUAL` longer than the fastest, those with the fewest special choices first; of
+    """Return plans that take at most `_EQUAL` longer than the fastest, those with the fewest special choices first; of
     equally simple ones the faster.
 
     found: the fastest plan first.
     """
-    limit = found[0].seconds * (1.0 + EQUAL)
+    limit = found[0].seconds * (1.0 + _EQUAL)
     near = [each for each in found if each.seconds <= limit]
     return sorted(near, key=lambda each: (specials(each, space), each.seconds))

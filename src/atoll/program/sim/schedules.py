@@ -46,7 +46,7 @@ from atoll.plans.schedules.memory import Memory, Occupancy, RankMemory, levels_o
 from atoll.plans.schedules.problem import TOLERANCE
 from atoll.program.trace import MemorySample, Span, Trace, lane_of
 
-Cost = float | Sequence[float]
+_Cost = float | Sequence[float]
 """One number for all ranks, or one per rank. F, I and W also one per stage: then of that stage, not of a rank's
 share."""
 
@@ -64,16 +64,16 @@ class Costs:
     Raises ConfigError for a cost that is negative, infinite or not a number.
     """
 
-    forward: Cost = 1.0
-    input_grad: Cost = 1.0
-    weight_grad: Cost = 1.0
+    forward: _Cost = 1.0
+    input_grad: _Cost = 1.0
+    weight_grad: _Cost = 1.0
     hop: float | Links = 0.0
     fused_backward: bool = False
-    gather: Cost = 0.0
-    reduce: Cost = 0.0
-    look_up: Cost = 0.0
-    score: Cost = 0.0
-    score_grad: Cost = 0.0
+    gather: _Cost = 0.0
+    reduce: _Cost = 0.0
+    look_up: _Cost = 0.0
+    score: _Cost = 0.0
+    score_grad: _Cost = 0.0
 
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self) if f.name != "fused_backward"):

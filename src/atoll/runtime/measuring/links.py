@@ -33,7 +33,7 @@ ATTEMPTS, LONGER = 4, 4
 TAG = Tag(Channel.FORWARD, 0)
 
 
-class Links(NamedTuple):
+class _Links(NamedTuple):
     """Links of a node and of a network card; None without a second rank or a second node."""
 
     node: Link | None
@@ -48,7 +48,7 @@ class Wire:
     rate: float
 
 
-def read_links(shape: MeshShape, *, rank: int, device: torch.device, budget: float, cards: int, source: str) -> Links:
+def read_links(shape: MeshShape, *, rank: int, device: torch.device, budget: float, cards: int, source: str) -> _Links:
     """Measure the links between `inter` nodes of `intra` ranks each. All ranks call it, and all get the same result.
 
     budget: seconds for a size of messages.  cards: network cards of a node, which its ranks share evenly.
@@ -76,7 +76,7 @@ def read_links(shape: MeshShape, *, rank: int, device: torch.device, budget: flo
         network = _link(wire, islands.gather("inter", wire), share=local / cards, source=source)
         line.transport.close()
     islands.transport.close()
-    return Links(node, network)
+    return _Links(node, network)
 
 
 def _link(wire: Wire, goodput: float, *, share: float, source: str) -> Link:

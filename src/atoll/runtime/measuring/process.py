@@ -53,7 +53,7 @@ def run(request: Request) -> int:
     """Measure as a rank if the environment describes one, or start the ranks. Return the exit code."""
     rendezvous = torchrun_environment()
     if rendezvous is not None:
-        return run_rank(request, rendezvous)
+        return _run_rank(request, rendezvous)
     _check(request)
     gpus = _count_gpus()
     ranks = request.ranks or gpus or LOCAL_RANKS
@@ -61,7 +61,7 @@ def run(request: Request) -> int:
     return launch_local(request.command, ranks)
 
 
-def run_rank(request: Request, rendezvous: Rendezvous) -> int:
+def _run_rank(request: Request, rendezvous: Rendezvous) -> int:
     """Run one rank from start to end and return its exit code. Errors end the process, see `exit_with_error`."""
     return take_part(rendezvous, lambda store: _measure(request, rendezvous, store))
 

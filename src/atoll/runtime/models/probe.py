@@ -33,7 +33,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class _Form:
     """Output form of layers: the hidden state (0), or the length of a tuple that starts with it."""
 
     length: int
@@ -73,7 +73,7 @@ class Stack:
 
     name: str
     layers: nn.ModuleList
-    form: Form
+    form: _Form
     memory: Argument | None = None
 
 
@@ -144,7 +144,7 @@ def look_at(model: nn.Module) -> Look:
 _FEW = (3, 5, 7, 11, 13, 17, 19)
 _MANY = (23, 29, 31, 37, 41, 43, 47, 53, 59, 61)
 _LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
-_FORMS = tuple(Form(length) for length in range(4))
+_FORMS = tuple(_Form(length) for length in range(4))
 
 
 class _Rest:
@@ -166,7 +166,7 @@ class _Record:
 class _Recorder(nn.Module):
     """Replaces a layer: records its inputs, and returns the hidden state."""
 
-    def __init__(self, layer: nn.Module, at: int, record: _Record, form: Form) -> None:
+    def __init__(self, layer: nn.Module, at: int, record: _Record, form: _Form) -> None:
         super().__init__()
         self.__dict__["_layer"] = layer
         self._at, self._record, self._form = at, record, form

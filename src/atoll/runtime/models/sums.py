@@ -12,7 +12,7 @@ from atoll.base.errors import PlanError
 from atoll.runtime.models.adapter import Loss
 from atoll.runtime.models.batch import Batch, map_tensors, tensors_in
 
-SLACK = 1e-3
+_SLACK = 1e-3
 """Tolerance of the comparisons, relative to the larger part's loss."""
 
 
@@ -35,7 +35,7 @@ def check_sum(loss: Loss, outputs: Any, batch: Batch, *, found: object) -> bool:
             return True
     if not all(map(math.isfinite, (first, second, whole))):
         return False
-    slack = SLACK * max(abs(first), abs(second))
+    slack = _SLACK * max(abs(first), abs(second))
     if abs(whole - (first + second)) <= slack:
         return whole != 0
     if min(first, second) - slack <= whole <= max(first, second) + slack:

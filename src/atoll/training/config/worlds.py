@@ -19,7 +19,7 @@ from atoll.training.config.planning import divisors
 if TYPE_CHECKING:
     from atoll.training.config.schema import Config
 
-NAMED = 4
+_NAMED = 4
 """Number of world sizes that an error names."""
 
 
@@ -72,7 +72,7 @@ def _others(config: Config, world: int) -> str:
     parallel = config.parallel
     most = max(world, parallel.ranks, parallel.pipeline * parallel.tensor * parallel.intra)
     sizes = sorted(range(parallel.min_ranks or 1, most + 1), key=lambda size: abs(size - world))
-    found = [size for size in sizes[: 16 * NAMED] if size != world and _fitting(config, size) is not None][:NAMED]
+    found = [size for size in sizes[: 16 * _NAMED] if size != world and _fitting(config, size) is not None][:_NAMED]
     given = f"with parallel.min_ranks = {parallel.min_ranks}"
     if not found:
         return f"{given}, no world of at most {most} ranks has a plan"

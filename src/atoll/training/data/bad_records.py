@@ -15,7 +15,7 @@ Policy = Literal["stop", "skip"]
 MOST_SKIPPED = 0.1
 """Largest share of a source's records that may be skipped. Beyond it the source or a setting is wrong, not a record."""
 
-LISTED = 20
+_LISTED = 20
 """Number of counts in a note; the others are summed."""
 
 
@@ -70,7 +70,7 @@ class Skipped:
 
     def __str__(self) -> str:
         ordered = sorted(self.counts.items(), key=lambda item: (-item[1], item[0]))
-        words = [f"{count} of {file}: {kind}" for (file, kind), count in ordered[:LISTED]]
-        if rest := sum(count for _, count in ordered[LISTED:]):
+        words = [f"{count} of {file}: {kind}" for (file, kind), count in ordered[:_LISTED]]
+        if rest := sum(count for _, count in ordered[_LISTED:]):
             words.append(f"{rest} of other files or kinds")
         return f"{sum(self.counts.values())} of {self.records} records are broken: {'; '.join(words)}"

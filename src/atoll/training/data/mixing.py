@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from atoll.base.errors import DataError
 from atoll.training.data.order import shuffled
 
-PERIOD = 10_000
+_PERIOD = 10_000
 """Positions of a period with weights: shares are rounded to hundredths of a percent."""
 
 _MIXED = 1 << 31
@@ -62,7 +62,7 @@ class Mix:
         self._number, self._sources, self._ranks = number, sources, ranks
 
 
-def shares(weights: Sequence[float], *, total: int = PERIOD) -> list[int]:
+def shares(weights: Sequence[float], *, total: int = _PERIOD) -> list[int]:
     """Return integers in proportion to the weights that add up to `total`, by largest remainder."""
     exact = [weight * total / sum(weights) for weight in weights]
     found = [int(each) for each in exact]
@@ -78,7 +78,7 @@ def weighted(names: Sequence[str], weights: Sequence[float]) -> list[int]:
     for name, weight, count in zip(names, weights, found, strict=True):
         if count == 0:
             raise DataError(
-                f"data.weights: {weight:g} of {sum(weights):g} for {name!r} is less than one sample in {PERIOD:,}; "
+                f"data.weights: {weight:g} of {sum(weights):g} for {name!r} is less than one sample in {_PERIOD:,}; "
                 "raise it, or leave the source out"
             )
     return found

@@ -17,7 +17,7 @@ from atoll.training.data.rows import Packing
 from atoll.training.data.split import check_fraction
 from atoll.training.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, bpe_size, sample, train_bpe
 
-FORMAT = 2
+_FORMAT = 2
 """Version of the arrays, increased whenever the same source and settings would give other arrays."""
 
 BYTES = "bytes"
@@ -89,7 +89,7 @@ class Recipe:
 
     def about(self) -> dict[str, Any]:
         about: dict[str, Any] = {
-            "format": FORMAT,
+            "format": _FORMAT,
             "source": self.content,
             "kind": self.source.kind.value,
             "text_field": self.source.text_field,

@@ -91,7 +91,7 @@ class Feed(Protocol):
         ...
 
 
-class Whole:
+class _Whole:
     """Feed of token arrays."""
 
     def __init__(self, name: str, rows: Rows, *, seed: int, number: int, notes: Sequence[str] = ()) -> None:
@@ -117,7 +117,7 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class _Held:
     """Held-out samples of a source, or a separate source."""
 
     name: str
@@ -134,7 +134,7 @@ class Supply:
 
     feeds: tuple[Feed, ...]
     mix: Mix
-    held: tuple[Held, ...]
+    held: tuple[_Held, ...]
     tokenizer: Tokenizer
     fingerprint: str
     size: str
@@ -364,11 +364,11 @@ class _Sources:
                     report=say,
                 )
             )
-            held.append(Held(source.name, rows_of(first.held, self.packing)))
+            held.append(_Held(source.name, rows_of(first.held, self.packing)))
             fingerprints += [f"streamed {source.identity}", first.fingerprint]
         if self.own is not None:
             judged = prepare(self.own, **{**recipe, "validation": 0.0}, report=say)
-            held = [Held(self.own.name, rows_of(judged.trained, self.packing), judged.notes)]
+            held = [_Held(self.own.name, rows_of(judged.trained, self.packing), judged.notes)]
             fingerprints.append(judged.fingerprint)
         counts = weighted(names, weights or [feed.size for feed in feeds])
         size = format_bytes(sum(feed.size for feed in feeds))
@@ -398,15 +398,15 @@ class _Sources:
             return None
         names = [source.name for source in self.trained_on]
         feeds = tuple(
-            Whole(name, rows_of(corpus.trained, packing), seed=seed, number=number, notes=corpus.notes)
+            _Whole(name, rows_of(corpus.trained, packing), seed=seed, number=number, notes=corpus.notes)
             for number, (name, corpus) in enumerate(zip(names, known, strict=True))
         )
         if self.own is None:
-            held = [Held(name, rows_of(corpus.held, packing)) for name, corpus in zip(names, known, strict=True)]
+            held = [_Held(name, rows_of(corpus.held, packing)) for name, corpus in zip(names, known, strict=True)]
         elif judged is None:
-            held = [Held(self.own.name, rows_of(known[0].held, packing))]
+            held = [_Held(self.own.name, rows_of(known[0].held, packing))]
         else:
-            held = [Held(self.own.name, rows_of(judged.trained, packing), judged.notes)]
+            held = [_Held(self.own.name, rows_of(judged.trained, packing), judged.notes)]
         tokens = sum(len(corpus.train) for corpus in known)
         held_tokens = sum(len(corpus.validation) for corpus in known) if judged is None else len(judged.train)
         _check(feeds, tokens, packing, self.recipe.get("global_batch", 1))
@@ -445,7 +445,7 @@ def content_of(tokenizer: str) -> str:
     return FileTokenizer.read(file).identity if file.is_file() else tokenizer
 
 
-def _check(feeds: Sequence[Whole], tokens: int, packing: Packing, batch: int) -> None:
+def _check(feeds: Sequence[_Whole], tokens: int, packing: Packing, batch: int) -> None:
     """Raise DataError if a source has no sample, or all together have less than a step."""
     if len(feeds) == 1:
         return

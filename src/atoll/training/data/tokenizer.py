@@ -43,7 +43,7 @@ CONFIG, LEGACY, GENERATION = "tokenizer_config.json", "special_tokens_map.json",
 BESIDE = (CONFIG, LEGACY, GENERATION)
 """Files beside a tokenizer.json that say which tokens have a role."""
 
-ROLES = ("eos_token", "mask_token")
+_ROLES = ("eos_token", "mask_token")
 """Roles of tokens that are used."""
 
 PROBES = ("a", "0", ".", "the", "\u4e00")
@@ -287,7 +287,7 @@ def _roles(config: Mapping[str, Any], legacy: Mapping[str, Any]) -> dict[str, st
     not describe its tokens."""
     given = config if "added_tokens_decoder" in config else {**config, **legacy}
     found: dict[str, str | None] = {}
-    for role in ROLES:
+    for role in _ROLES:
         value = given.get(role, "")
         content = value.get("content") if isinstance(value, dict) else value
         if content is None or (isinstance(content, str) and content):

@@ -24,13 +24,13 @@ from atoll.training.data.recipe import Report
 from atoll.training.data.store import writing_cache
 from atoll.training.data.tokenizer import TOKENIZER, bpe_size, train_bpe
 
-FORMAT = 1
+_FORMAT = 1
 
 
 def folder_of(name: str, sources: Sequence[Source], cache: Path) -> Path:
     """Return the folder of the tokenizer of these sources, whose `identity` must be known."""
     about = {
-        "format": FORMAT,
+        "format": _FORMAT,
         "trained": name,
         "sources": [[source.kind.value, source.text_field, source.identity] for source in sources],
     }

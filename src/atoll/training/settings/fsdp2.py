@@ -37,7 +37,7 @@ def accumulate(
         (loss / len(microbatches)).backward()
 '''
 
-SHARD = '''\
+_SHARD = '''\
 """FSDP2 for {ranks}: {kind}."""
 
 from __future__ import annotations
@@ -114,5 +114,5 @@ def fsdp2(subject: Subject) -> Settings:
         "device_type": "next(model.parameters()).device.type",
         "is_half": plan.precision.compute in ("bfloat16", "float16"),
     }
-    text = (REPLICATE if sharding.kind == REPLICATED else SHARD).format(**words)
+    text = (REPLICATE if sharding.kind == REPLICATED else _SHARD).format(**words)
     return Settings("fsdp2", VERSION, {"shard.py": text}, (f"{subject.torchrun} train.py",), tuple(limits))
