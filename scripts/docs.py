@@ -32,7 +32,7 @@ from atoll.cli.main import app
 from atoll.cli.predict import describe as describe_prediction
 from atoll.plans.ir.draw import SVG_STYLE, draw_svg
 from atoll.plans.layouts import (
-    ALL,
+    ALL_LAYOUTS,
     GATHER_PARAMETER,
     REDUCE_GRADIENT,
     SYNC_GRADIENT,
@@ -46,7 +46,7 @@ from atoll.plans.schedules import CATALOGUE, build
 from atoll.prediction.cost import Cluster
 from atoll.program.sim import Costs, simulate
 from atoll.training.config import load
-from atoll.training.config.schema import Config, OuterSteps, Section
+from atoll.training.config.schema import Config, OuterSection, Section
 from atoll.training.prediction import predict_plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -235,8 +235,8 @@ def config_keys() -> str:
             if isinstance(each.annotation, type) and issubclass(each.annotation, Section):
                 waiting.insert(0, (name, each.annotation))
                 continue
-            if each.annotation == OuterSteps | None:
-                waiting.insert(0, (name, OuterSteps))
+            if each.annotation == OuterSection | None:
+                waiting.insert(0, (name, OuterSection))
             seen.add(name)
             value = each.get_default(call_default_factory=True)
             assert value is not PydanticUndefined or name in DEFAULTS, f"{name} has no default"
@@ -283,7 +283,7 @@ DIVISORS = {Level.N: "", Level.I: "/m", Level.G: "/n"}
 
 def layout_formulas() -> str:
     rows = []
-    for layout in ALL:
+    for layout in ALL_LAYOUTS:
         p, g, os = layout.parameters, layout.gradients, layout.optimizer
         memory = f"2Ψ{DIVISORS[p]} + 2Ψ{DIVISORS[g]} + 12Ψ{DIVISORS[os]}"
         better = layout.dominated_by

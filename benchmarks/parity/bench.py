@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from atoll.plans import schedules
-from atoll.plans.layouts import ALL, EFFECTIVE
+from atoll.plans.layouts import ALL_LAYOUTS, EFFECTIVE
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, reference, train, worst_difference
 from atoll.testing.tiny import TinyConfig
@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     shapes = [(1, 1), (1, 2), (2, 1), (2, 2)]
     layouts = [
         Case(layout=each.name, inter=inter, intra=intra, model=EVERYTHING)
-        for each in ALL[few]
+        for each in ALL_LAYOUTS[few]
         for inter, intra in shapes
     ]
     pipelines = [

@@ -17,7 +17,7 @@ from typing import Any
 
 from atoll.plans.ir import Placement
 from atoll.plans.schedules import Memory, Problem, build
-from atoll.plans.schedules.automatic import find
+from atoll.plans.schedules.automatic import find_order
 from atoll.plans.schedules.exact import solve
 from atoll.plans.schedules.jit import IS_COMPILED
 from atoll.program.sim import Costs, simulate
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def quality(instance: Instance) -> dict[str, Any]:
     """One search and its rivals."""
     began = time.process_time()
-    found = find(instance.problem)
+    found = find_order(instance.problem)
     seconds = time.process_time() - began
     schedule = found.schedule("auto")
     cost, others = instance.cost(schedule), dict(rivals(instance))
@@ -94,7 +94,7 @@ def optimum(count: int) -> list[dict[str, Any]]:
         seed += 1
         if instance.placement.stages * instance.microbatches > SMALL:
             continue
-        found, best = find(instance.problem), solve(instance.problem, effort=0.3)
+        found, best = find_order(instance.problem), solve(instance.problem, effort=0.3)
         assert found.cost is not None
         rows.append(
             {
@@ -118,7 +118,7 @@ def large(kind: str, is_quick: bool) -> list[float]:
         costs = Costs(1, 1.1 + extra / 50, 0.9, hop=0.05)
         problem = Problem.of(placement, microbatches, costs=costs, memory=Memory(1.0, 0.8, 0.0, 0.9 * ranks))
         began = time.process_time()
-        find(problem).schedule("auto")
+        find_order(problem).schedule("auto")
         seconds.append(time.process_time() - began)
     return seconds[1:]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from atoll.prediction.cost import Cluster
-from atoll.runtime.measuring.measure import measure
+from atoll.runtime.measuring.measure import measure_cluster
 from atoll.testing import run_ranks
 
 
 def measured(device: str, seconds: float) -> Cluster:
-    return measure(1, local=1, device=torch.device(f"{device}:0"), seconds=seconds)
+    return measure_cluster(1, local=1, device=torch.device(f"{device}:0"), seconds=seconds)
 
 
 def test_a_device(device: str) -> None:

@@ -18,7 +18,7 @@ from atoll.program import OPERATIONS, Instruction, Operation, Program, Programs
 from atoll.program.draw import draw_program
 from atoll.program.memory import held_after
 from atoll.program.operation import Amount, Fact, Lane, Need, Per, Workspace
-from atoll.program.sim.programs import Rates, Speed, play
+from atoll.program.sim.programs import Rates, Speed, play_programs
 from atoll.runtime.plays import PLAYS, check_complete, of_unit
 from atoll.testing.parity import Case
 from tests.program.test_lower import programs
@@ -108,8 +108,8 @@ def test_the_simulation_knows_it(made: Any) -> None:
     """Pings of ten seconds, one after the other on their link, which PONG waits for."""
     placement = schedules.build("1f1b", ranks=1, microbatches=2).placement
     programs = Programs(placement, (with_pings(small(), made),))
-    assert play(programs, Rates()).seconds == 0
-    assert play(programs, Rates(links={"ping": Speed(rate=FEW / 10)})).seconds == 20
+    assert play_programs(programs, Rates()).seconds == 0
+    assert play_programs(programs, Rates(links={"ping": Speed(rate=FEW / 10)})).seconds == 20
 
 
 def test_a_drawing_shows_it(made: Any) -> None:

@@ -10,7 +10,7 @@ from atoll.base.errors import ConfigError, ScheduleError
 from atoll.plans import schedules
 from atoll.plans.ir import Op, Schedule, insert_vocabulary, lower
 from atoll.program import Do, Ending, Program, Programs, lower_row, named
-from atoll.program.sim import Costs, Rates, Speed, play, simulate
+from atoll.program.sim import Costs, Rates, Speed, play_programs, simulate
 from tests.program.shapes import RETURNED, shapes_of
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "dualpipe-v")
@@ -219,7 +219,7 @@ def test_a_later_step_waits_for_its_own_reductions() -> None:
     waits = [at for at, each in enumerate(lowered.ranks[0].instructions) if each.do is Do.REDUCED]
     assert waits
     for steps in (1, 2, 3):
-        played = play(lowered, own, steps=steps)
+        played = play_programs(lowered, own, steps=steps)
         ends = [span.end for span in played.travelled if span.action.op is Op.REDUCE_GRAD]
         assert len(ends) > len(waits)
         assert all(played.timings[0].ends[at] >= end for at, end in zip(waits, ends, strict=False)), f"step {steps}"

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from atoll.plans.layouts import ALL, EFFECTIVE, Footprint, Layout, traffic
+from atoll.plans.layouts import ALL_LAYOUTS, EFFECTIVE, Footprint, Layout, traffic
 from atoll.plans.layouts.flat import aligned
 from atoll.runtime.sharding.gradients import Gradients
 from atoll.testing import run_ranks
@@ -44,7 +44,7 @@ def held_in_a_step(case: Case) -> tuple[Footprint, Footprint]:
 
 
 @pytest.mark.wide(9)
-@pytest.mark.parametrize(("layout", "precision"), drawn(27, [layout.name for layout in ALL], ["fp32", "bf16"]))
+@pytest.mark.parametrize(("layout", "precision"), drawn(27, [layout.name for layout in ALL_LAYOUTS], ["fp32", "bf16"]))
 def test_bytes_at_rest_equal_the_footprint(layout: str, precision: str) -> None:
     # Every parameter is used: torch's optimizers make no state for one that never had a gradient.
     model = TinyConfig(tied=True, frozen=True, odd=True, small=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from atoll.plans.layouts import ALL, EFFECTIVE
+from atoll.plans.layouts import ALL_LAYOUTS, EFFECTIVE
 from atoll.testing.parity import Case, assert_parity
 from atoll.testing.tiny import TinyConfig
 from tests.drawn import drawn
@@ -21,7 +21,7 @@ MESHES = [(2, 2), (1, 2), (2, 2), (2, 1), (2, 2), (1, 1)]
 
 
 @pytest.mark.wide(9)
-@pytest.mark.parametrize(("layout", "mesh"), drawn(27, [layout.name for layout in ALL], MESHES), ids=str)
+@pytest.mark.parametrize(("layout", "mesh"), drawn(27, [layout.name for layout in ALL_LAYOUTS], MESHES), ids=str)
 def test_every_layout_without_pipeline(layout: str, mesh: tuple[int, int]) -> None:
     inter, intra = mesh
     assert_parity(Case(layout=layout, inter=inter, intra=intra, model=EVERYTHING))

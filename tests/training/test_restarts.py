@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from atoll.base.errors import RankError
-from atoll.runtime.launch import Ending
+from atoll.runtime.launch import LaunchResult
 from atoll.testing.clock import Clock
 from atoll.training.folder import RunFolder
 from atoll.training.restarts import start_ranks
@@ -21,7 +21,7 @@ KILLED = RankError("rank 1 was ended by SIGKILL", rank=1)
 class Play:
     """Attempts that take steps, save and end as the test says."""
 
-    def __init__(self, root: Path, attempts: Sequence[tuple[int, int, Ending]]) -> None:
+    def __init__(self, root: Path, attempts: Sequence[tuple[int, int, LaunchResult]]) -> None:
         self.folder = RunFolder(root)
         self.folder.checkpoints.mkdir(parents=True)
         self.left = list(attempts)
@@ -30,7 +30,7 @@ class Play:
         self.worlds: list[int] = []
         self.clock = Clock()
 
-    def start(self, ranks: int, attempt: int) -> Ending:
+    def start(self, ranks: int, attempt: int) -> LaunchResult:
         self.told.append(attempt)
         self.worlds.append(ranks)
         step, saved, ending = self.left.pop(0)
@@ -61,12 +61,12 @@ def play(tmp_path: Path) -> Callable[..., Play]:
     return lambda *attempts: Play(tmp_path, attempts)
 
 
-def killed(rank: int = 1) -> Ending:
-    return Ending(1, rank, was_lost=True, error=KILLED)
+def killed(rank: int = 1) -> LaunchResult:
+    return LaunchResult(1, rank, was_lost=True, error=KILLED)
 
 
 def test_killed_ranks_are_started_again_from_the_newest_checkpoint(play: Callable[..., Play]) -> None:
-    found = play((5, 4, killed()), (9, 8, killed(0)), (12, 12, Ending(0)))
+    found = play((5, 4, killed()), (9, 8, killed(0)), (12, 12, LaunchResult(0)))
     assert found.run() == 0
     assert found.told == [0, 1, 2]
     assert found.said == [
@@ -78,36 +78,39 @@ def test_killed_ranks_are_started_again_from_the_newest_checkpoint(play: Callabl
 
 
 def test_a_silent_rank_is_started_again_and_has_been_spoken_of(play: Callable[..., Play]) -> None:
-    found = play((5, 0, Ending(1, 2, was_lost=True)), (12, 12, Ending(0)))
+    found = play((5, 0, LaunchResult(1, 2, was_lost=True)), (12, 12, LaunchResult(0)))
     assert found.run() == 0
     assert found.said == ["note: the ranks are started again from the beginning (1 of 3 without a new checkpoint)"]
 
 
-@pytest.mark.parametrize("ending", [Ending(0), Ending(143), Ending(130), Ending(2, 1), Ending(2, 1, was_lost=True)])
-def test_neither_ends_nor_signals_nor_mistakes_start_anything(play: Callable[..., Play], ending: Ending) -> None:
+@pytest.mark.parametrize(
+    "ending",
+    [LaunchResult(0), LaunchResult(143), LaunchResult(130), LaunchResult(2, 1), LaunchResult(2, 1, was_lost=True)],
+)
+def test_neither_ends_nor_signals_nor_mistakes_start_anything(play: Callable[..., Play], ending: LaunchResult) -> None:
     found = play((5, 4, ending))
     assert found.run() == ending.code
     assert not found.said
 
 
 def test_an_error_before_the_first_step_would_come_back(play: Callable[..., Play]) -> None:
-    assert play((0, 0, Ending(1, 1))).run() == 1
+    assert play((0, 0, LaunchResult(1, 1))).run() == 1
 
 
 def test_an_error_after_steps_is_tried_again_and_ends_the_run_in_the_same_step(play: Callable[..., Play]) -> None:
-    found = play((5, 4, Ending(1, 1)), (5, 4, Ending(1, 1)))
+    found = play((5, 4, LaunchResult(1, 1)), (5, 4, LaunchResult(1, 1)))
     assert found.run() == 1
     assert found.said[-1].startswith("error: not started again: rank 1 failed in step 6 twice in a row")
 
 
 def test_the_same_step_of_another_rank_is_another_failure(play: Callable[..., Play]) -> None:
-    assert play((5, 4, killed(0)), (5, 4, killed(1)), (5, 4, killed(0)), (7, 7, Ending(0))).run() == 0
+    assert play((5, 4, killed(0)), (5, 4, killed(1)), (5, 4, killed(0)), (7, 7, LaunchResult(0))).run() == 0
 
 
 def test_a_failure_before_the_first_step_is_not_one_in_the_step_of_the_attempt_before(
     play: Callable[..., Play],
 ) -> None:
-    assert play((5, 4, killed()), (0, 0, killed()), (7, 7, Ending(0))).run() == 0
+    assert play((5, 4, killed()), (0, 0, killed()), (7, 7, LaunchResult(0))).run() == 0
 
 
 def test_starts_are_counted_until_there_is_a_new_checkpoint(play: Callable[..., Play]) -> None:
@@ -119,7 +122,7 @@ def test_starts_are_counted_until_there_is_a_new_checkpoint(play: Callable[..., 
 
 def test_only_starts_after_attempts_without_a_step_wait(play: Callable[..., Play]) -> None:
     taken, idle = [(5, 4, killed(at)) for at in range(3)], [(0, 0, killed(at)) for at in range(6)]
-    found = play(*taken, *idle, (6, 4, killed()), (7, 7, Ending(0)))
+    found = play(*taken, *idle, (6, 4, killed()), (7, 7, LaunchResult(0)))
     assert found.run(most=12) == 0
     assert found.clock.slept == [0.0, 0.0, 0.0, 1.0, 5.0, 15.0, 30.0, 30.0, 30.0, 0.0]
 
@@ -127,7 +130,7 @@ def test_only_starts_after_attempts_without_a_step_wait(play: Callable[..., Play
 @pytest.mark.alone
 @pytest.mark.slow
 def test_a_start_waits_in_real_time(play: Callable[..., Play]) -> None:
-    found = play((0, 0, killed(0)), (7, 7, Ending(0)))
+    found = play((0, 0, killed(0)), (7, 7, LaunchResult(0)))
     begin = time.monotonic()
     assert start_ranks(found.start, found.folder, ranks=4, most=3) == 0
     assert time.monotonic() - begin >= 1.0
@@ -141,12 +144,12 @@ def test_without_restarts_the_error_is_raised_as_it_is(play: Callable[..., Play]
 # ---- fewer ranks
 
 
-LOST, BROKEN = Ending(1, 3, was_lost=True), Ending(1, 3)
+LOST, BROKEN = LaunchResult(1, 3, was_lost=True), LaunchResult(1, 3)
 
 
 @pytest.mark.parametrize("again", [LOST, BROKEN])
-def test_ranks_that_do_not_come_back_are_left_out(play: Callable[..., Play], again: Ending) -> None:
-    found = play((5, 4, killed(3)), (0, 0, again), (12, 12, Ending(0)))
+def test_ranks_that_do_not_come_back_are_left_out(play: Callable[..., Play], again: LaunchResult) -> None:
+    found = play((5, 4, killed(3)), (0, 0, again), (12, 12, LaunchResult(0)))
     assert found.run(least=1) == 0
     assert found.worlds == [4, 4, 2]
     assert found.said[-1] == (

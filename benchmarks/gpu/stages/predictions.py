@@ -11,7 +11,7 @@ import torch
 
 from atoll.base.errors import ConfigError
 from atoll.prediction.cost.calibration import Step, calibrate
-from atoll.runtime.measuring.measure import measure, to_text
+from atoll.runtime.measuring.measure import measure_cluster, to_text
 from benchmarks.gpu import forecast, jobs
 from benchmarks.gpu.stage import Run, attempt
 
@@ -60,7 +60,7 @@ def run(run: Run) -> None:
 
 
 def _measured(run: Run, settings: Sequence[forecast.Setting]) -> dict[str, Any]:
-    cluster = measure(1, local=1, device=run.device, seconds=run.choose(0.15, 0.002))
+    cluster = measure_cluster(1, local=1, device=run.device, seconds=run.choose(0.15, 0.002))
     (run.out / "cluster.toml").write_text(to_text(cluster), encoding="utf-8")
     return {
         "cluster": cluster,

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from atoll.plans.layouts import ALL
+from atoll.plans.layouts import ALL_LAYOUTS
 from atoll.testing.parity import Case, train
 from atoll.testing.tiny import TinyConfig
 from benchmarks.gpu.stage import Run
@@ -32,7 +32,9 @@ def run(run: Run) -> None:
         )
         if usual not in wanted:
             wanted[usual] = train(usual).losses
-        case = replace(usual, layout=drawn.choice(ALL).name, recompute=drawn.choice(("none", "block", "selective")))
+        case = replace(
+            usual, layout=drawn.choice(ALL_LAYOUTS).name, recompute=drawn.choice(("none", "block", "selective"))
+        )
         losses = train(case).losses
         if not all(map(math.isfinite, losses)):
             raise RuntimeError(f"{case}: losses {losses}")

@@ -51,11 +51,11 @@ def table(
     gradient_bytes: float = 2,
 ) -> list[dict[str, Any]]:
     """Return one object per layout, with the documented keys of `atoll show layouts --json`."""
-    from atoll.plans.layouts import ALL, published_memory, traffic
+    from atoll.plans.layouts import ALL_LAYOUTS, published_memory, traffic
 
     travel_bytes = 2
     rows: list[dict[str, Any]] = []
-    for layout in ALL:
+    for layout in ALL_LAYOUTS:
         memory = published_memory(
             layout,
             parameters=parameters,

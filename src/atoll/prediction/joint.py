@@ -24,7 +24,7 @@ from itertools import accumulate, pairwise, permutations
 from atoll.base.errors import AtollError, ConfigError, PlanError
 from atoll.plans.ir import Placement, Schedule
 from atoll.plans.schedules import CATALOGUE, Links, Memory, Problem, build, lower_bound
-from atoll.plans.schedules.automatic import find
+from atoll.plans.schedules.automatic import find_order
 from atoll.plans.schedules.jit import IS_COMPILED, Integers, integers
 from atoll.plans.schedules.search import Board
 from atoll.plans.stages import BlockWeight, split_blocks
@@ -179,7 +179,7 @@ class _Split:
             before = self.makespan
             problem = self._problem(self.way)
             assert problem is not None
-            self.orders = [self._loaded(each) for each in (find(problem).schedule("joint"), self.schedule)]
+            self.orders = [self._loaded(each) for each in (find_order(problem).schedule("joint"), self.schedule)]
             self._weigh(self.way)
             if self.makespan >= before:
                 return

@@ -8,7 +8,7 @@ from atoll.plans.plan import Ending
 from atoll.program.end import BACKWARD
 from atoll.program.fold import makes
 from atoll.program.instruction import Instruction
-from atoll.program.laws import check
+from atoll.program.laws import check_program
 from atoll.program.lower import lower_row
 from atoll.program.memory import Bytes, Held, WorkingMemory, needed_in_a_step, peaks, working_memory
 from atoll.program.operation import OPERATIONS, PHASES, Lane, Operation, Partners, Phase, named
@@ -47,7 +47,7 @@ __all__ = [
     "Using",
     "WorkingMemory",
     "by_index",
-    "check",
+    "check_program",
     "groups_of",
     "lower_row",
     "makes",

@@ -26,7 +26,7 @@ SHOWN = 3
 """Number of instructions around a wrong one, and of wrong ones, in an error."""
 
 
-def check(instructions: Sequence[Instruction], shape: RankShape) -> None:
+def check_program(instructions: Sequence[Instruction], shape: RankShape) -> None:
     """Raise ScheduleError if a program violates laws, with the instructions around each violation."""
     wrong = _broken(instructions, shape)
     if wrong:

@@ -10,7 +10,7 @@ from functools import cached_property
 from atoll.base.errors import ScheduleError
 from atoll.plans.ir import Placement
 from atoll.program.instruction import Instruction
-from atoll.program.laws import check
+from atoll.program.laws import check_program
 from atoll.program.memory import Bytes, peaks
 from atoll.program.shape import RankShape
 from atoll.program.traffic import sent_by
@@ -38,7 +38,7 @@ class Program:
     shape: RankShape
 
     def __post_init__(self) -> None:
-        check(self.instructions, self.shape)
+        check_program(self.instructions, self.shape)
 
     @cached_property
     def digest(self) -> int:

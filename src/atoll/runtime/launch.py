@@ -66,7 +66,7 @@ LATE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class LaunchResult:
     """The outcome of local ranks. code: the exit code of the run.
 
     rank: the first one that failed; None if none did, or a signal to the parent ended them.
@@ -117,7 +117,7 @@ def run_local(
     attempt: int = 0,
     template: Template | None = None,
     errand: str = "",
-) -> Ending:
+) -> LaunchResult:
     """Like `launch_local`, but return how the run ended. attempt: number of earlier starts, which ranks read from
     torchrun's variable.  template: of the same command and number of ranks; its forks are the ranks.  errand: what
     they read with `take_errand`."""
@@ -328,29 +328,29 @@ class _Children:
         for process in self.processes:
             process.wait()
 
-    def ending(self) -> Ending:
+    def ending(self) -> LaunchResult:
         if len(self.signals) > 1:
-            return Ending(128 + self.signals[-1])
+            return LaunchResult(128 + self.signals[-1])
         first = self.first_failed
         if first is None:
-            return Ending(0)
+            return LaunchResult(0)
 
         code = self.processes[first].wait()
         if self.signals and code in (-signal.SIGTERM, 128 + signal.SIGTERM):
-            return Ending(128 + self.signals[0])
+            return LaunchResult(128 + self.signals[0])
         if code in SAVED_AND_LEFT:
-            return Ending(code)
+            return LaunchResult(code)
         failure = self.monitor.failure
         if code < 0 and (failure is None or failure.get("speaker") is None):
             words = _words_for_signal(first, -code, self.monitor.place_of(first))
             error = RankError(words, rank=first) if failure is None else error_of(failure)
-            return Ending(error.exit_code, first, was_lost=True, error=error)
+            return LaunchResult(error.exit_code, first, was_lost=True, error=error)
         if failure is None:
-            return Ending(2 if code == 2 else 1, first)
+            return LaunchResult(2 if code == 2 else 1, first)
         was_lost = code < 0 or "ends" in failure
         if code < 0:
             code = int(failure["exit_code"])  # a rank has printed the error
-        return Ending(2 if code == 2 else 1, failure["rank"], was_lost=was_lost)
+        return LaunchResult(2 if code == 2 else 1, failure["rank"], was_lost=was_lost)
 
     def _note_failure(self, codes: Sequence[int | None]) -> None:
         if self.first_failed is not None:

@@ -29,7 +29,7 @@ from atoll.prediction.cost import Cluster
 from atoll.runtime.failure import Watch
 from atoll.runtime.launch import (
     SAVED_AND_LEFT,
-    Ending,
+    LaunchResult,
     become_rank,
     exit_with_error,
     name_process,
@@ -147,7 +147,7 @@ def train(run: Request | str | Path, *overrides: str) -> int:
         if code in SAVED_AND_LEFT:
             return code
 
-        def start(ranks: int, attempt: int) -> Ending:
+        def start(ranks: int, attempt: int) -> LaunchResult:
             is_whole = ranks == config.parallel.ranks
             return run_local(
                 _command(request, chosen if is_whole else load_chosen(*asked, world=ranks)[1]),

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from atoll.base.documents import read_text
 from atoll.base.errors import RankError
-from atoll.runtime.launch import Ending
+from atoll.runtime.launch import LaunchResult
 from atoll.training.folder import RunFolder, read_records
 
 _PAUSES = (0.0, 1.0, 5.0, 15.0, 30.0)
@@ -81,7 +81,7 @@ class Count:
 
 
 def start_ranks(
-    start: Callable[[int, int], Ending],
+    start: Callable[[int, int], LaunchResult],
     folder: RunFolder,
     *,
     ranks: int,

@@ -5,13 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.base.errors import LayoutError
-from atoll.plans.layouts import ALIASES, ALL, EFFECTIVE, Layout, Level, published_memory, traffic
+from atoll.plans.layouts import ALL_LAYOUTS, EFFECTIVE, LAYOUT_ALIASES, Layout, Level, published_memory, traffic
 
 
 def test_picture_of_the_fourteen_effective_layouts() -> None:
     names = "NNN NNI NNG NII NIG NGG INI ING III IIG IGG GNG GIG GGG"
     assert " ".join(layout.name for layout in EFFECTIVE) == names
-    assert len(ALL) == len(set(ALL)) == 27
+    assert len(ALL_LAYOUTS) == len(set(ALL_LAYOUTS)) == 27
 
 
 def test_levels_are_read_in_the_order_parameter_gradient_optimizer() -> None:
@@ -40,7 +40,7 @@ def test_parse_takes_aliases_and_any_case(word: str, name: str) -> None:
 
 
 def test_every_alias_comes_back_from_its_layout() -> None:
-    for name, aliases in ALIASES.items():
+    for name, aliases in LAYOUT_ALIASES.items():
         assert Layout(name).aliases == aliases
         assert {Layout.parse(alias).name for alias in aliases} == {name}
     assert Layout("IIG").aliases == ()
@@ -68,7 +68,7 @@ def test_a_dominated_layout_names_the_better_one(name: str, better: str) -> None
 @given(inter=st.integers(1, 6), intra=st.integers(1, 8), microbatches=st.integers(1, 12), share=st.floats(0.01, 1))
 def test_the_dominating_layout_holds_and_sends_no_more(inter: int, intra: int, microbatches: int, share: float) -> None:
     parameters, trainable = 1e6, 1e6 * share
-    for layout in ALL:
+    for layout in ALL_LAYOUTS:
         better = layout.dominated_by
         assert (better is None) == layout.effective
         if better is None:

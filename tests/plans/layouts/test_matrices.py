@@ -9,7 +9,7 @@ import pytest
 
 from atoll.plans.layouts.flat import FlatMap, Nest
 from atoll.plans.layouts.level import Level
-from atoll.plans.layouts.matrices import Holders, NewtonSchulz, Whole, pieces
+from atoll.plans.layouts.matrices import Holders, NewtonSchulz, Whole, matrix_pieces
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -28,7 +28,7 @@ def test_each_element_of_a_matrix_rests_once_in_a_holders_range(seed: int) -> No
     multiple = inter * intra
     for level, i, j in product(Level, range(inter), range(intra)):
         holders = Holders(Nest(inter, intra, i, j), level, matrices[0].parts)
-        found = pieces(matrices, holders, multiple)
+        found = matrix_pieces(matrices, holders, multiple)
         assert [(each.holder, each.matrix) for each in found] == sorted((each.holder, each.matrix) for each in found)
         assert all(each.numel > 0 for each in found)
         for tp in range(holders.parts):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from atoll.base.errors import LayoutError
 from atoll.plans.layouts import (
-    ALL,
+    ALL_LAYOUTS,
     EFFECTIVE,
     FlatMap,
     Footprint,
@@ -109,7 +109,7 @@ def test_picture_of_traffic_at_7b() -> None:
 
 
 def test_one_rank_sends_nothing() -> None:
-    for layout in ALL:
+    for layout in ALL_LAYOUTS:
         alone = traffic(layout, parameters_bytes=10, trainable_bytes=10, inter=1, intra=1, microbatches=3)
         assert alone == (0, 0)
 

@@ -15,7 +15,7 @@ from atoll.base.errors import ConfigError
 from atoll.plans.ir import Op, Placement, Schedule, lower
 from atoll.plans.ir.placement import Kind
 from atoll.plans.schedules import Memory, Problem, build, lower_bound, portfolio
-from atoll.plans.schedules.automatic import find
+from atoll.plans.schedules.automatic import find_order
 from atoll.plans.schedules.exact import solve
 from atoll.plans.schedules.memory import peak_of
 from atoll.program.sim import Costs, simulate
@@ -68,7 +68,7 @@ def test_at_most_the_published_bubbles_of_zb_v(row: dict[str, Any]) -> None:
 def test_never_worse_than_what_there_is(seed: int) -> None:
     """A sample; `python benchmarks/run.py schedules` draws more and larger ones."""
     instance = draw(seed, most_ranks=8, most_microbatches=24)
-    found = find(instance.problem)
+    found = find_order(instance.problem)
     schedule = found.schedule("auto")
     cost = instance.cost(schedule)
     assert found.cost is not None
@@ -87,7 +87,7 @@ def test_a_first_rank_below_p_is_near_the_bound(share: float, ratio: float) -> N
     costs = Costs(sizes, tuple(1.02 * size for size in sizes), tuple(0.9 * size for size in sizes), hop=0.02)
     memory = Memory(1.0, ratio, 0.0, (share * 8, *[8.0] * 7))
     problem = Problem.of(Placement("line", 8), 24, costs=costs, memory=memory)
-    found = find(problem)
+    found = find_order(problem)
     assert found.cost is not None
     assert found.cost.main <= 1.1 * found.bound
 
@@ -102,7 +102,7 @@ def test_equal_stages_with_a_tight_first_rank_are_near_the_bound(
     """Past bug: a bound that knew each rank's own memory only was up to 20 % below what these can be."""
     memory = Memory(1.0, ratio, 0.0, (0.75 * ranks, *[float(ranks)] * (ranks - 1)))
     costs = Costs(*times, hop=0.05 if ratio == 1.5 else 0.0)
-    found = find(Problem.of(Placement("line", ranks), 3 * ranks, costs=costs, memory=memory))
+    found = find_order(Problem.of(Placement("line", ranks), 3 * ranks, costs=costs, memory=memory))
     assert found.cost is not None
     assert found.cost.main <= 1.1 * found.bound * (1 + 1e-9)
 
@@ -114,7 +114,7 @@ def test_unequal_stages_with_a_tight_first_rank_are_near_the_bound(seed: int) ->
     sizes = [1 + 0.15 * math.sin(3.7 * rank + seed) for rank in range(8)]
     costs = Costs(tuple(sizes), tuple(1.02 * size for size in sizes), tuple(0.9 * size for size in sizes), hop=0.02)
     memory = Memory(1.0, 0.43 if seed == 9 else 1.0, 0.0, (6.0, *[8.0] * 7))
-    found = find(Problem.of(Placement("line", 8), 24, costs=costs, memory=memory, objective="span"))
+    found = find_order(Problem.of(Placement("line", 8), 24, costs=costs, memory=memory, objective="span"))
     assert found.cost is not None
     assert found.cost.main <= 1.1 * found.bound
 
@@ -239,7 +239,7 @@ def test_near_the_optimum_on_small_steps() -> None:
     for placement, microbatches, costs, memory in SMALL:
         problem = Problem.of(placement, microbatches, costs=costs, memory=memory)
         optimum = solve(problem, effort=0.5)
-        found = find(problem)
+        found = find_order(problem)
         assert found.cost is not None
         assert optimum.bound * (1 - 1e-9) <= optimum.cost <= found.cost.main
         assert simulate(optimum.schedule, costs, memory).makespan == pytest.approx(optimum.cost)

@@ -11,7 +11,7 @@ from atoll.base.errors import ConfigError
 from atoll.plans.ir import Op, Placement, Schedule, lower
 from atoll.plans.ir.placement import Kind
 from atoll.plans.schedules import Link, Links, Memory, Problem, build, exact, lower_bound, search
-from atoll.plans.schedules.automatic import find
+from atoll.plans.schedules.automatic import find_order
 from atoll.plans.schedules.links import Hops
 from atoll.plans.schedules.memory import peak_of
 from atoll.plans.schedules.portfolio import fixed_orders
@@ -106,7 +106,7 @@ def test_stages_of_a_rank_may_be_unequal(name: str) -> None:
     cost = board.play()
     assert cost is not None
     assert cost == pytest.approx((trace.makespan, trace.span))
-    assert lower_bound(problem) <= find(problem).cost.main * (1 + 1e-9)  # type: ignore[union-attr]
+    assert lower_bound(problem) <= find_order(problem).cost.main * (1 + 1e-9)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -179,7 +179,7 @@ def test_the_bound_knows_what_a_link_carries() -> None:
     both = Links({pair: Link(0.0, 3.0, "wan") for pair in ((0, 1), (1, 0))})
     problem = Problem.of(Placement("line", 2), 8, costs=Costs(1, 1, 1, hop=both))
     assert lower_bound(problem) == pytest.approx(1 + 16 * 3 + 1 + 1)
-    found = find(problem)
+    found = find_order(problem)
     assert found.cost is not None
     assert found.cost.main == pytest.approx(found.bound)
 
@@ -194,7 +194,7 @@ def test_an_automatic_order_is_never_worse_than_a_closed_form(kind: Kind, chunks
     for rival in fixed_orders(Problem.of(placement, microbatches, costs=costs)):
         rows = zip(rival.actions, Memory().per_rank(4), strict=True)
         memory = Memory(limit=tuple(peak_of(row, chunks, bytes_of) for row, bytes_of in rows))
-        found = find(Problem.of(placement, microbatches, costs=costs, memory=memory))
+        found = find_order(Problem.of(placement, microbatches, costs=costs, memory=memory))
         schedule: Schedule = found.schedule("auto")
         trace = simulate(schedule, costs, memory)
         assert trace.makespan <= simulate(rival, costs).makespan * (1 + 1e-9), rival.name

@@ -12,7 +12,7 @@ from atoll.plans.layouts import Layout, Precision
 from atoll.plans.plan import MeshShape, Plan
 from atoll.prediction.cost import Breakdown, Cluster, Efficiency, Prediction, Transformer, Use, break_down
 from atoll.program import Do, Ending, Programs, lower_row
-from atoll.program.sim import Rates, Speed, play
+from atoll.program.sim import Rates, Speed, play_programs
 from tests.program.shapes import WHOLE, shapes_of
 
 MODEL = Transformer.llama(layers=8, hidden=1024, heads=16, ffn=2816, vocabulary=32000)
@@ -36,7 +36,7 @@ def broken_down(
     if is_fused:
         seconds = {(do, block): takes for do, takes in ((Do.F, 1.0), (Do.I, 2.0)) for block in blocks}
     rates = [Rates(seconds, message, links or {})] * ranks
-    played = play(programs, rates, steps=4)
+    played = play_programs(programs, rates, steps=4)
     found = break_down(played, rates)
     for each in found:
         assert each.total == pytest.approx(played.seconds, rel=1e-12)

@@ -38,7 +38,7 @@ def test_every_rank_measures_and_the_first_one_writes(
     place = Rendezvous(rank, 3, rank, 3, "localhost", 1, agent_store=False)
     monkeypatch.setattr(errand, "torchrun_environment", lambda: place)
     monkeypatch.setattr(errand, "take_part", run_here)
-    monkeypatch.setattr(measure, "measure", measured)
+    monkeypatch.setattr(measure, "measure_cluster", measured)
     monkeypatch.setattr(transport, "join", lambda *given, **_: done.append(given))
     monkeypatch.setattr(transport, "leave", lambda: done.append("left"))
     text = Errand(str(path), "cpu", "bfloat16", 0.01).dump()

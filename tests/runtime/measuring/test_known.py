@@ -11,7 +11,7 @@ import pytest
 
 from atoll.base.errors import ConfigError
 from atoll.prediction.cost import Cluster
-from atoll.runtime.launch import Ending
+from atoll.runtime.launch import LaunchResult
 from atoll.runtime.measuring import known
 from atoll.runtime.measuring.known import Machine, measure_here
 from atoll.runtime.measuring.measure import to_tables, to_text
@@ -90,18 +90,18 @@ def test_what_decides_that_a_machine_is_measured(cache: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("ends", "code", "said"),
     [
-        (Ending(0), 0, ""),
-        (Ending(1, 0), 1, "this machine was not measured"),
-        (Ending(2, 0, error=ConfigError("no memory")), 2, "no memory"),
-        (Ending(143), 143, ""),
+        (LaunchResult(0), 0, ""),
+        (LaunchResult(1, 0), 1, "this machine was not measured"),
+        (LaunchResult(2, 0, error=ConfigError("no memory")), 2, "no memory"),
+        (LaunchResult(143), 143, ""),
         (ConfigError("cannot write"), 1, "cannot write"),
     ],
 )
 def test_a_measurement_that_fails_is_a_note_and_a_signal_ends_the_run(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    ends: Ending | ConfigError, code: int, said: str,
+    ends: LaunchResult | ConfigError, code: int, said: str,
 ) -> None:  # fmt: skip
-    def measure(*_: object) -> Ending:
+    def measure(*_: object) -> LaunchResult:
         if isinstance(ends, ConfigError):
             raise ends
         return ends
@@ -112,13 +112,13 @@ def test_a_measurement_that_fails_is_a_note_and_a_signal_ends_the_run(
     assert notes == ([f"note: seconds are not predicted: {said}"] if said else [])
 
 
-@pytest.mark.parametrize("ending", [Ending(0), Ending(1, 0), Ending(143)], ids=str)
+@pytest.mark.parametrize("ending", [LaunchResult(0), LaunchResult(1, 0), LaunchResult(143)], ids=str)
 def test_what_ranks_measured_is_kept_only_if_all_of_them_succeeded(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, ending: Ending
+    cache: Path, monkeypatch: pytest.MonkeyPatch, ending: LaunchResult
 ) -> None:
     """A rank may have written its file before another one failed."""
 
-    def run_local(command: list[str], ranks: int, *, errand: str, **_: object) -> Ending:
+    def run_local(command: list[str], ranks: int, *, errand: str, **_: object) -> LaunchResult:
         Path(json.loads(errand)["path"]).write_text(to_text(Cluster.of(TABLES)))
         assert (command[1:], ranks) == (["-m", "atoll.runtime.measuring.errand"], MACHINE.ranks)
         return ending

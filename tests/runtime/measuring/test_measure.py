@@ -16,7 +16,7 @@ from atoll.plans.plan import MeshShape, Plan
 from atoll.prediction.cost import Cluster, Prediction, Transformer, Use
 from atoll.runtime.measuring.device import _Bench
 from atoll.runtime.measuring.host import machine_memory
-from atoll.runtime.measuring.measure import describe, measure, statistic, to_tables, to_text
+from atoll.runtime.measuring.measure import describe, measure_cluster, statistic, to_tables, to_text
 from atoll.runtime.measuring.stopwatch import Stopwatch, typical
 from atoll.testing import run_ranks
 
@@ -26,7 +26,7 @@ MODEL = Transformer.llama(layers=2, hidden=64, heads=2, ffn=128, vocabulary=256)
 
 
 def measured(ranks: int, *, local: int, cards: int = 1) -> Cluster:
-    found = run_ranks(measure, ranks, ranks, local=local, device=CPU, seconds=0.002, cards=cards)
+    found = run_ranks(measure_cluster, ranks, ranks, local=local, device=CPU, seconds=0.002, cards=cards)
     assert all(each == found[0] for each in found), "every rank has the same"
     return found[0]
 
@@ -106,7 +106,7 @@ def test_a_rank_alone_has_no_link(tmp_path: Path) -> None:
 
 def test_nodes_of_different_sizes_are_refused() -> None:
     with pytest.raises(RankError, match="node has 2 of 3 ranks, others have more or fewer"):
-        run_ranks(measure, 3, 3, local=2, device=CPU, seconds=0.002)
+        run_ranks(measure_cluster, 3, 3, local=2, device=CPU, seconds=0.002)
 
 
 def test_the_host_takes_longer_for_a_kernel_of_a_layer_than_for_a_launch() -> None:

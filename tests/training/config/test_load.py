@@ -17,7 +17,7 @@ from atoll.base.toml import to_toml
 from atoll.training.config import Config, from_dict, known_keys, load
 from atoll.training.config.foreign import WORDS
 from atoll.training.config.load import REMOVED, line_of
-from atoll.training.config.schema import OuterSteps
+from atoll.training.config.schema import OuterSection
 
 QUICKSTART = """\
 # a comment
@@ -224,7 +224,7 @@ def test_there_are_no_more_keys_than_somebody_sets() -> None:
     known = known_keys()
     tables = {name.rpartition(".")[2] for name in known if "." in name} | {"outer"}
     leaves = [key for keys in known.values() for key in keys if key not in tables]
-    assert len(leaves) + len(OuterSteps.model_fields) <= 105
+    assert len(leaves) + len(OuterSection.model_fields) <= 105
 
 
 def test_a_config_does_not_change() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from atoll.base.errors import DataError
 from atoll.testing.progress import finish
 from atoll.training.data import Corpus, batch, expected_ids, prepare, preview
-from atoll.training.data.blocks import BLOCK
+from atoll.training.data.blocks import BLOCK_BYTES
 from atoll.training.data.split import hold_back, split
 from atoll.training.data.store import verify
 
@@ -287,7 +287,7 @@ def test_a_block_that_a_run_found_damaged_is_made_anew_by_the_next(tmp_path: Pat
     _prepare(folder, tmp_path, tokenizer="bytes")
     file = _cache(tmp_path) / "train.npy"
     content = file.read_bytes()
-    _flip(file, 2 * BLOCK + 5)
+    _flip(file, 2 * BLOCK_BYTES + 5)
     lines: list[str] = []
     run = _prepare(folder, tmp_path, tokenizer="bytes", report=lines.append)
     assert not lines, "nobody has read so far"
@@ -320,14 +320,14 @@ def test_a_flipped_byte_is_found_where_it_is_read_and_nowhere_else(tmp_path: Pat
     folder = _folder(tmp_path, documents=3000)
     _prepare(folder, tmp_path, tokenizer="bytes")
     file = _cache(tmp_path) / "train.npy"
-    assert file.stat().st_size > 4 * BLOCK
-    _flip(file, 2 * BLOCK + 5)
+    assert file.stat().st_size > 4 * BLOCK_BYTES
+    _flip(file, 2 * BLOCK_BYTES + 5)
     train = _prepare(folder, tmp_path, tokenizer="bytes").train
-    per_block = BLOCK // train.dtype.itemsize
+    per_block = BLOCK_BYTES // train.dtype.itemsize
     assert len(train[: per_block * 2 - 128]) == per_block * 2 - 128
     assert len(batch(train, np.array([0, len(train) // 8 - 2]), 8)["labels"]) == 2
     for broken in (slice(2 * per_block, 2 * per_block + 1), slice(None), np.array([[0, 2 * per_block]])):
-        with pytest.raises(DataError, match=rf"train\.npy: its digest does not match in bytes {2 * BLOCK}"):
+        with pytest.raises(DataError, match=rf"train\.npy: its digest does not match in bytes {2 * BLOCK_BYTES}"):
             train[broken]
     with pytest.raises(DataError, match="does not match"):
         np.asarray(train)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from atoll.base.errors import ConfigError
 from atoll.cli.main import app
 from atoll.plans.ir.text import from_csv
-from atoll.plans.layouts import ALL, EFFECTIVE, Layout
+from atoll.plans.layouts import ALL_LAYOUTS, EFFECTIVE, Layout
 from atoll.prediction.cost import Cluster
 from atoll.runtime.models import Decoder, DecoderConfig
 from atoll.testing import run_ranks
@@ -198,7 +198,7 @@ def test_megatron_gets_the_stages_as_they_are() -> None:
     assert "--pipeline-model-parallel-layout 'Et*5|t*3,L'" in script
 
 
-@pytest.mark.parametrize("layout", ALL, ids=str)
+@pytest.mark.parametrize("layout", ALL_LAYOUTS, ids=str)
 @pytest.mark.parametrize("intra", [1, 8])
 def test_deepspeeds_words_are_read_back_to_the_layout(layout: Layout, intra: int) -> None:
     block = zero_block(layout, intra)

@@ -10,7 +10,7 @@ from atoll.base.errors import ScheduleError
 from atoll.plans.ir.action import COMPUTE, Action, Op
 from atoll.plans.ir.placement import Placement
 from atoll.plans.ir.table import Table
-from atoll.plans.ir.validate import check
+from atoll.plans.ir.validate import check_table
 
 Rows = tuple[tuple[Action, ...], ...]
 CHECKED_PLACES = 100_000
@@ -40,7 +40,7 @@ class Schedule:
                 f"schedule {self.name!r} has {len(self.actions)} rows of actions for {self.placement.ranks} ranks"
             )
         self._check_size()
-        check(self.name, self.table)
+        check_table(self.name, self.table)
 
     def _check_size(self) -> None:
         """Check the size before the table is built: a few actions may name a huge pipeline."""

@@ -350,7 +350,7 @@ def violations(table: Table) -> list[Violation]:
     return [violation for law in LAWS for violation in law(table)]
 
 
-def check(name: str, table: Table) -> None:
+def check_table(name: str, table: Table) -> None:
     """Raise one ScheduleError that lists all violations and draws the first few."""
     found = violations(table)
     if not found:

@@ -1,8 +1,8 @@
 """Sharding of the model state: levels, layouts, precision, nested shards, memory and traffic."""
 
 from atoll.plans.layouts.codec import BLOCK, CODES, NO_CODECS, ROUNDINGS, Codec, Codecs, Rounding
-from atoll.plans.layouts.flat import Box, Entry, FlatMap, Nest, Shape, Slice, boxes
-from atoll.plans.layouts.layout import ALIASES, ALL, EFFECTIVE, Layout
+from atoll.plans.layouts.flat import Box, FlatEntry, FlatMap, Nest, Shape, Slice, boxes
+from atoll.plans.layouts.layout import ALL_LAYOUTS, EFFECTIVE, LAYOUT_ALIASES, Layout
 from atoll.plans.layouts.level import (
     AT_ONCE,
     GATHER_INTER,
@@ -27,7 +27,7 @@ from atoll.plans.layouts.matrices import (
     Transform,
     Whole,
     deal,
-    pieces,
+    matrix_pieces,
     swapped_along,
 )
 from atoll.plans.layouts.precision import ITEM_BYTES, PRESETS, Precision
@@ -36,8 +36,7 @@ from atoll.plans.layouts.state import Footprint, footprint, saved_besides, saved
 from atoll.plans.layouts.storage import SegmentShape, Sharding, Stored
 
 __all__ = [
-    "ALIASES",
-    "ALL",
+    "ALL_LAYOUTS",
     "AT_ONCE",
     "BLOCK",
     "CODES",
@@ -46,6 +45,7 @@ __all__ = [
     "GATHER_INTRA",
     "GATHER_PARAMETER",
     "ITEM_BYTES",
+    "LAYOUT_ALIASES",
     "NO_CODECS",
     "PRESETS",
     "REDUCE_GRADIENT",
@@ -58,7 +58,7 @@ __all__ = [
     "Box",
     "Codec",
     "Codecs",
-    "Entry",
+    "FlatEntry",
     "FlatMap",
     "Footprint",
     "Holders",
@@ -85,7 +85,7 @@ __all__ = [
     "boxes",
     "deal",
     "footprint",
-    "pieces",
+    "matrix_pieces",
     "published_memory",
     "saved_besides",
     "saved_bytes",

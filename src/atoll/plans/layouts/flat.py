@@ -103,7 +103,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FlatEntry:
     """One parameter in a flat buffer: `numel` elements from `offset`."""
 
     name: str
@@ -132,7 +132,7 @@ class FlatMap:
     """The parameters of a flat buffer in order, each at a multiple of `ALIGNED`, up to `padded`, a multiple of n times
     `ALIGNED`. What no parameter covers is zero."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[FlatEntry, ...]
     padded: int
 
     @staticmethod
@@ -141,7 +141,7 @@ class FlatMap:
         entries = []
         offset = 0
         for name, shape in named_shapes:
-            entries.append(Entry(name, tuple(shape), offset))
+            entries.append(FlatEntry(name, tuple(shape), offset))
             offset += aligned(math.prod(shape))
         return FlatMap(tuple(entries), aligned(offset, multiple))
 

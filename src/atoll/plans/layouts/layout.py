@@ -11,7 +11,7 @@ from types import MappingProxyType
 from atoll.base.errors import LayoutError
 from atoll.plans.layouts.level import Level
 
-ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+LAYOUT_ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "NNN": ("ddp", "zero-0"),
         "NNG": ("zero-1",),
@@ -41,7 +41,7 @@ class Layout:
         """Return the layout called `text`: three levels or an alias ("zero-2", "ZeRO2", "hsdp"), in any case."""
         word = text.strip().lower()
         squeezed = word.replace("-", "").replace("_", "")
-        for name, aliases in ALIASES.items():
+        for name, aliases in LAYOUT_ALIASES.items():
             if squeezed in (alias.replace("-", "") for alias in aliases):
                 return Layout(name)
         if len(word) == 3 and all(letter.upper() in Level.__members__ for letter in word):
@@ -82,14 +82,14 @@ class Layout:
     @property
     def aliases(self) -> tuple[str, ...]:
         """Names of the layout in other systems."""
-        return ALIASES.get(self.name, ())
+        return LAYOUT_ALIASES.get(self.name, ())
 
     def __str__(self) -> str:
         return self.name
 
 
 def _unknown(text: str) -> str:
-    aliases = list(itertools.chain.from_iterable(ALIASES.values()))
+    aliases = list(itertools.chain.from_iterable(LAYOUT_ALIASES.values()))
     names = ["".join(letters) for letters in itertools.product("nig", repeat=3)]
     near = difflib.get_close_matches(text.lower(), aliases + names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
@@ -100,8 +100,8 @@ def _unknown(text: str) -> str:
     )
 
 
-ALL: tuple[Layout, ...] = tuple(Layout("".join(letters)) for letters in itertools.product("NIG", repeat=3))
+ALL_LAYOUTS: tuple[Layout, ...] = tuple(Layout("".join(letters)) for letters in itertools.product("NIG", repeat=3))
 """The 27 layouts, parameters slowest, from NNN to GGG."""
 
-EFFECTIVE: tuple[Layout, ...] = tuple(layout for layout in ALL if layout.effective)
+EFFECTIVE: tuple[Layout, ...] = tuple(layout for layout in ALL_LAYOUTS if layout.effective)
 """The 14 layouts that no other dominates by construction."""

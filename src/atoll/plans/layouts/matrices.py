@@ -259,7 +259,7 @@ class Piece(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def pieces(matrices: tuple[Matrix, ...], holders: Holders, multiple: int) -> tuple[Piece, ...]:
+def matrix_pieces(matrices: tuple[Matrix, ...], holders: Holders, multiple: int) -> tuple[Piece, ...]:
     """Where the matrices of a flat buffer rest, whose parameters they are, by holder and then by matrix.
 
     multiple: what a flat buffer is padded to a multiple of.

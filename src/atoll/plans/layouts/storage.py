@@ -23,7 +23,7 @@ from atoll.plans.layouts.level import (
     Level,
     Move,
 )
-from atoll.plans.layouts.matrices import Holders, Matrix, Piece, Whole, deal, pieces
+from atoll.plans.layouts.matrices import Holders, Matrix, Piece, Whole, deal, matrix_pieces
 from atoll.plans.layouts.precision import ITEM_BYTES, Precision
 
 AXES = ("intra", "tp", "inter")
@@ -230,7 +230,7 @@ class Sharding:
 
     def pieces(self, segment: SegmentShape) -> tuple[Piece, ...]:
         """Where the matrices of a segment rest."""
-        return pieces(segment.matrices, self.holders(segment), self.nest.ranks)
+        return matrix_pieces(segment.matrices, self.holders(segment), self.nest.ranks)
 
     def exchanged(self, segment: SegmentShape) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:
         """The bytes by axis that this rank sends: its slices to the owners of their matrices, and slices of what it has

@@ -172,10 +172,10 @@ def _search(
 ) -> Schedule:
     limited = own_limit(name, memory, placement.ranks, microbatches)
     problem = Problem.of(placement, microbatches, costs=costs, memory=limited, objective=objective)
-    return find(problem).schedule(name)
+    return find_order(problem).schedule(name)
 
 
-def find(problem: Problem) -> Search:
+def find_order(problem: Problem) -> Search:
     """Search for an order: see the note above."""
     from atoll.plans.schedules import portfolio
     from atoll.plans.schedules.search import Search

@@ -22,7 +22,7 @@ from atoll.plans.ir.action import Action, Op
 from atoll.plans.ir.placement import Kind
 from atoll.plans.ir.schedule import Schedule
 from atoll.plans.ir.table import F, I, W
-from atoll.plans.schedules.automatic import find, placement_of
+from atoll.plans.schedules.automatic import find_order, placement_of
 from atoll.plans.schedules.bounds import lower_bound
 from atoll.plans.schedules.memory import Memory, PerRank
 from atoll.plans.schedules.problem import TOLERANCE, Objective, Problem
@@ -98,7 +98,7 @@ def solve(problem: Problem, *, effort: float = EFFORT, is_verbose: bool = False)
             f"schedule 'optimal' is for steps of at most {LARGEST} actions, not {actions}: take fewer ranks, chunks or "
             "microbatches, or take 'auto'"
         )
-    start = find(problem)
+    start = find_order(problem)
     schedule, bound = start.schedule("optimal"), lower_bound(problem)
     assert start.cost is not None
     cost = start.cost.main

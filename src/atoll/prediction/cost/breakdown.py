@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from atoll.program import Operation
-from atoll.program.sim import Played, Rates
+from atoll.program.sim import PlayedPrograms, Rates
 
 
 class Breakdown(NamedTuple):
@@ -68,7 +68,7 @@ Seconds = Mapping[tuple[Operation, int], float]
 
 
 def break_down(
-    played: Played, rates: Sequence[Rates], inside: Sequence[Seconds] | None = None
+    played: PlayedPrograms, rates: Sequence[Rates], inside: Sequence[Seconds] | None = None
 ) -> tuple[Breakdown, ...]:
     """Return the breakdown of the last step of simulated programs, on each pipeline rank.
 
@@ -93,7 +93,7 @@ class Piece(NamedTuple):
     end: float
 
 
-def pieces(played: Played, rank: int, compute: Seconds, inside: Seconds | None = None) -> Iterator[Piece]:
+def pieces(played: PlayedPrograms, rank: int, compute: Seconds, inside: Seconds | None = None) -> Iterator[Piece]:
     """Yield the pieces of a rank's last simulated step, in order and without gaps.
 
     A wait for another rank is the bubble until that rank has sent, and then its own cause.  compute, inside: as in
@@ -120,7 +120,7 @@ def pieces(played: Played, rank: int, compute: Seconds, inside: Seconds | None =
         before = end
 
 
-def _of_rank(played: Played, rank: int, compute: Seconds, inside: Seconds) -> Breakdown:
+def _of_rank(played: PlayedPrograms, rank: int, compute: Seconds, inside: Seconds) -> Breakdown:
     found: defaultdict[str, float] = defaultdict(float)
     for _, part, start, end in pieces(played, rank, compute, inside):
         found[part] += end - start

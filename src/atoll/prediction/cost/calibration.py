@@ -26,7 +26,7 @@ from atoll.prediction.cost.durations import Parts
 from atoll.prediction.cost.kernels import Kernel
 from atoll.prediction.cost.prediction import Prediction
 from atoll.prediction.cost.work import Work
-from atoll.program.sim import Rates, play
+from atoll.program.sim import Rates, play_programs
 
 NUDGE = 1e-3
 """Factor by which a kind of instruction is slowed down to measure its share."""
@@ -277,9 +277,9 @@ def _shares(prediction: Prediction) -> Iterator[tuple[Kind, float]]:
     programs, works = prediction.ranks.programs, (*prediction.ranks.works, *prediction.ranks.slices.works)
 
     def grown(rates: Sequence[Rates]) -> float:
-        return max(0.0, (play(programs, rates).seconds - base) / NUDGE)
+        return max(0.0, (play_programs(programs, rates).seconds - base) / NUDGE)
 
-    base, durations = play(programs, prediction.rates).seconds, prediction.durations
+    base, durations = play_programs(programs, prediction.rates).seconds, prediction.durations
     kinds = {kernels for work in works for kernels in (work.forward, work.backward, work.weights) if kernels}
     for kernels in kinds:
 

@@ -19,7 +19,7 @@ from atoll.prediction.cost.outer import OuterCost, cost_of, in_flight
 from atoll.prediction.cost.ranks import Ranks
 from atoll.prediction.cost.work import Use, Workload
 from atoll.program.memory import Held, held_in
-from atoll.program.sim import Played, Rates, play
+from atoll.program.sim import PlayedPrograms, Rates, play_programs
 from atoll.program.trace import Trace
 
 SETTLED = 3
@@ -77,9 +77,9 @@ class Prediction:
         return self.durations.rates_of(self.durations.parts)
 
     @cached_property
-    def played(self) -> Played:
+    def played(self) -> PlayedPrograms:
         """Simulation of several steps."""
-        return play(self.ranks.programs, self.rates, steps=SETTLED)
+        return play_programs(self.ranks.programs, self.rates, steps=SETTLED)
 
     @property
     def trace(self) -> Trace:

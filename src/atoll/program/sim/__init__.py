@@ -9,11 +9,11 @@ from atoll.plans.ir.schedule import Schedule
 from atoll.plans.schedules.memory import Memory
 from atoll.program import Programs
 from atoll.program.sim import schedules
-from atoll.program.sim.programs import Played, Rates, Speed, Timing, play
+from atoll.program.sim.programs import PlayedPrograms, Rates, Speed, Timing, play_programs
 from atoll.program.sim.schedules import Costs
 from atoll.program.trace import Trace
 
-__all__ = ["Costs", "Played", "Rates", "Speed", "Timing", "play", "simulate"]
+__all__ = ["Costs", "PlayedPrograms", "Rates", "Speed", "Timing", "play_programs", "simulate"]
 
 
 @overload
@@ -45,4 +45,4 @@ def simulate(
         assert isinstance(costs, Costs), "a schedule is simulated with Costs"
         return schedules.simulate(played, costs, memory)
     assert not isinstance(costs, Costs), "programs are simulated with Rates"
-    return play(played, costs, steps=steps).trace
+    return play_programs(played, costs, steps=steps).trace

@@ -139,7 +139,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Played:
+class PlayedPrograms:
     """The result of simulating programs: the last step's timing on each rank, and its trace."""
 
     programs: Programs
@@ -164,7 +164,7 @@ class Played:
                 yield Span(rank, lane_of(part.action.op), part.action, start, timing.ends[part.stop - 1])
 
 
-def play(programs: Programs, rates: Sequence[Rates] | Rates, *, steps: int = 1) -> Played:
+def play_programs(programs: Programs, rates: Sequence[Rates] | Rates, *, steps: int = 1) -> PlayedPrograms:
     """Simulate the programs of all pipeline ranks, with the same rates on each or one for each rank.
 
     steps: number of consecutive steps; the result is that of the last one.
@@ -204,7 +204,7 @@ def play(programs: Programs, rates: Sequence[Rates] | Rates, *, steps: int = 1) 
     if stuck:
         where = ", ".join(f"rank {rank.number} at {rank.instructions[rank.at]}" for rank in stuck)
         raise ConfigError(f"the programs wait for each other: {where}; lower them from one schedule")
-    return Played(
+    return PlayedPrograms(
         programs, tuple(rank.timing for rank in ranks), tuple(span for rank in ranks for span in rank.travelled)
     )
 

@@ -52,11 +52,11 @@ def _measure(errand: Errand, rendezvous: Rendezvous, store: Store) -> None:
     import torch
 
     from atoll.runtime import transport
-    from atoll.runtime.measuring.measure import measure, to_text
+    from atoll.runtime.measuring.measure import measure_cluster, to_text
 
     device = torch.device("cpu") if errand.device == "cpu" else choose_device(rendezvous)
     transport.join(rendezvous.rank, rendezvous.world, store, device=device, timeout=TIMEOUT)
-    found = measure(
+    found = measure_cluster(
         rendezvous.world,
         local=rendezvous.local_world,
         device=device,

@@ -24,7 +24,7 @@ from atoll.base.errors import AtollError, ConfigError
 from atoll.base.toml import nested_to_toml
 from atoll.prediction.cost import Cluster
 from atoll.runtime.launch import (
-    Ending,
+    LaunchResult,
     cores,
     run_local,
     threads_of,
@@ -95,7 +95,7 @@ class Machine:
         raise ConfigError(f"cannot write {' or '.join(str(folder) for folder in _folders())}")
 
 
-def measure_here(machine: Machine, template: Template | None = None) -> Ending:
+def measure_here(machine: Machine, template: Template | None = None) -> LaunchResult:
     """Measure this machine in local ranks, and keep what they find. Return how they ended; those that failed have
     printed why.
 

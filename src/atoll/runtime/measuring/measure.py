@@ -26,7 +26,7 @@ DIGITS = 4
 """Number of significant digits that are written."""
 
 
-def measure(
+def measure_cluster(
     world: int,
     *,
     local: int,

@@ -82,7 +82,7 @@ def take_part(rendezvous: Rendezvous, measure: Callable[[Store], None]) -> int:
 
 def _measure(request: Request, rendezvous: Rendezvous, store: Store) -> None:
     from atoll.runtime import transport
-    from atoll.runtime.measuring.measure import measure
+    from atoll.runtime.measuring.measure import measure_cluster
 
     start = time.monotonic()
     if rendezvous.rank == 0:
@@ -90,7 +90,7 @@ def _measure(request: Request, rendezvous: Rendezvous, store: Store) -> None:
         sys.stderr.write(f"measuring {rendezvous.world} ranks\n")
     device = choose_device(rendezvous)
     transport.join(rendezvous.rank, rendezvous.world, store, device=device, timeout=TIMEOUT)
-    cluster = measure(
+    cluster = measure_cluster(
         rendezvous.world,
         local=rendezvous.local_world,
         device=device,

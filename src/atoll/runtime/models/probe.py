@@ -50,7 +50,7 @@ class _Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class OutputShape:
     """Shapes of a module's outputs, with primes for batch and lengths."""
 
     output: Any
@@ -88,7 +88,7 @@ class Look:
 
     stacks: tuple[Stack, ...]
     around: tuple[tuple[str, ...], ...]
-    shapes: Mapping[str, Shape]
+    shapes: Mapping[str, OutputShape]
     primes: tuple[int, int, int]
     kept: Mapping[str, str]
 
@@ -135,7 +135,7 @@ def look_at(model: nn.Module) -> Look:
         names = " and ".join(repr(name) for name, _ in lists)
         raise PlanError(f"{_kind(model)} does not split at {names}: {furthest.problem}; {HOW_TO_ADAPT}")
     around = _parts(model, stacks, record)
-    shapes = {part: Shape(record.outputs[part]) for parts in around[:-1] for part in parts}
+    shapes = {part: OutputShape(record.outputs[part]) for parts in around[:-1] for part in parts}
     kept = _kept_apart(model, record, [part for parts in around for part in parts])
     stacks[1:] = [replace(stack, memory=record.memory) for stack in stacks[1:]]
     return Look(tuple(stacks), around, shapes, primes, kept=kept)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atoll.runtime.models.probe import Shape, Stack, argument, hidden_argument, replace_argument, replace_hidden
+from atoll.runtime.models.probe import OutputShape, Stack, argument, hidden_argument, replace_argument, replace_hidden
 
 
 class StageEnd(Exception):  # noqa: N818  (the end of a stage, not an error)
@@ -51,7 +51,7 @@ class Stub(nn.Module):
     """Returns zeros of the shapes of a module's outputs, and has the module's attributes; has a `weight` without
     elements."""
 
-    def __init__(self, shape: Shape, module: nn.Module) -> None:
+    def __init__(self, shape: OutputShape, module: nn.Module) -> None:
         super().__init__()
         self.__dict__["_module"] = module
         self._shape = shape

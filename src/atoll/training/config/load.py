@@ -16,7 +16,7 @@ from atoll.base.documents import LARGEST_TOML, parse_toml, read_text
 from atoll.base.errors import ConfigError
 from atoll.training.config.deepspeed import translate
 from atoll.training.config.foreign import answer
-from atoll.training.config.schema import Config, OuterSteps, Section
+from atoll.training.config.schema import Config, OuterSection, Section
 
 Keys = tuple[str, ...]
 
@@ -225,11 +225,11 @@ def _nearest(keys: Keys) -> str:
         near = homes or [f"[{name}]" for name in difflib.get_close_matches(keys[0], known, n=1)]
         return f"did you mean {near[0]}?" if near else f"the sections are {', '.join(known)}"
     if len(keys) > 2 and keys[1] == "outer":
-        near = difflib.get_close_matches(keys[2], OuterSteps.model_fields, n=1)
+        near = difflib.get_close_matches(keys[2], OuterSection.model_fields, n=1)
         return (
             f"did you mean parallel.outer.{near[0]}?"
             if near
-            else f"[parallel.outer] has {', '.join(OuterSteps.model_fields)}"
+            else f"[parallel.outer] has {', '.join(OuterSection.model_fields)}"
         )
     section, name = ".".join(keys[:-1]), keys[-1]
     homes = [f"{other}.{name}" for other, names in known.items() if name in names]

@@ -388,7 +388,7 @@ class Lora(Section):
         return self
 
 
-class Codecs(Section):
+class CodecSection(Section):
     """[parallel.codecs]: what is sent between groups of data-parallel ranks instead of elements; see docs/codecs.md.
 
     gradient: codec of gradients.  parameter: codec of parameters: of their differences to the copy that a rank keeps,
@@ -413,7 +413,7 @@ class Codecs(Section):
         return CodecsOfPlan(gradient, parameter, self.feedback)
 
 
-class OuterSteps(Section):
+class OuterSection(Section):
     """[parallel.outer]: outer steps of groups that train independently; see `atoll.plans.outer.Outer` for the keys.
 
     every: steps between two outer gradients of a block.
@@ -434,14 +434,14 @@ class OuterSteps(Section):
     codec: Literal["none", "bf16", "fp8", "int8", "int4"] = "none"
 
     @model_validator(mode="after")
-    def _check(self) -> OuterSteps:
+    def _check(self) -> OuterSection:
         try:
-            self.to_outer(Codecs())
+            self.to_outer(CodecSection())
         except PlanError as error:
             raise_all([str(error)])
         return self
 
-    def to_outer(self, codecs: Codecs) -> Outer:
+    def to_outer(self, codecs: CodecSection) -> Outer:
         """Return the value that a plan has. codecs: their rounding and feedback."""
         codec = None if self.codec == "none" else Codec(self.codec, rounding=codecs.rounding)
         return Outer(**self.model_dump(exclude={"codec"}), codec=codec, feedback=codecs.feedback)
@@ -494,8 +494,8 @@ class Parallel(Section):
     order: Annotated[tuple[str, ...], BeforeValidator(_as_tuple), AfterValidator(_known_order)] = AXES
     layout: Annotated[str, BeforeValidator(_as_layout)] = "NNN"
     recompute: Literal["none", "block", "selective"] = "none"
-    codecs: Codecs = Field(default_factory=Codecs)
-    outer: OuterSteps | None = None
+    codecs: CodecSection = Field(default_factory=CodecSection)
+    outer: OuterSection | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout: Annotated[float, Field(gt=0)] | None = None
 

@@ -24,7 +24,7 @@ from atoll.base.errors import DataError
 
 MANIFEST = "manifest.json"
 VERSION = 1
-BLOCK = 1 << 16
+BLOCK_BYTES = 1 << 16
 """Number of bytes with one digest. Verifying a sample reads little more than the sample, and 16 digits are few."""
 
 MARK = "damaged"
@@ -58,13 +58,13 @@ class Blocks:
     def read(cls, folder: Path) -> Blocks:
         """Return the digests in the manifest of `folder`. Raises OSError or ValueError if it cannot be read."""
         content = read_sealed(folder / MANIFEST)
-        if (content["version"], content["block"]) != (VERSION, BLOCK):
+        if (content["version"], content["block"]) != (VERSION, BLOCK_BYTES):
             raise ValueError(f"version {content['version']!r} with blocks of {content['block']!r} bytes")
         return cls({name: (int(size), str(digests)) for name, (size, digests) in content["files"].items()})
 
     def encode(self) -> bytes:
         """Return the content of the manifest."""
-        return seal({"version": VERSION, "block": BLOCK, "files": dict(self.files)})
+        return seal({"version": VERSION, "block": BLOCK_BYTES, "files": dict(self.files)})
 
     def open(self, path: Path, *, marks: bool = False) -> CheckedFile:
         """Open a file of the folder. Raises DamagedCorpusError if its length differs.
@@ -86,12 +86,12 @@ class CheckedFile:
         self._digests = digests
         self._marks = marks
         found = path.stat().st_size
-        if found != size or len(digests) != -(-size // BLOCK) * _DIGITS:
+        if found != size or len(digests) != -(-size // BLOCK_BYTES) * _DIGITS:
             raise self._damage(f"{found} bytes instead of {size}")
         self._bytes: NDArray[np.uint8] = (
             np.memmap(path, dtype=np.uint8, mode="r") if size else np.empty(0, dtype=np.uint8)
         )
-        self._is_checked = np.zeros(-(-size // BLOCK), dtype=np.bool_)
+        self._is_checked = np.zeros(-(-size // BLOCK_BYTES), dtype=np.bool_)
 
     def check(self, blocks: NDArray[np.integer[Any]] | None = None) -> None:
         """Raise DataError unless these blocks, or all, match their digests."""
@@ -99,9 +99,9 @@ class CheckedFile:
         if self._is_checked[wanted].all():
             return
         for block in np.unique(wanted[~self._is_checked[wanted]]).tolist():
-            content = self._bytes[block * BLOCK : (block + 1) * BLOCK]
+            content = self._bytes[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
             if xxhash.xxh3_64_hexdigest(content.data) != self._digests[block * _DIGITS : (block + 1) * _DIGITS]:
-                raise self._damage(f"its digest does not match in bytes {block * BLOCK} to +{len(content)}")
+                raise self._damage(f"its digest does not match in bytes {block * BLOCK_BYTES} to +{len(content)}")
             self._is_checked[block] = True
 
     def read(self) -> bytes:
@@ -165,13 +165,13 @@ class CheckedTokens:
 
     def _block_of(self, at: NDArray[np.integer[Any]]) -> NDArray[np.integer[Any]]:
         """Return the blocks of elements. Header and blocks are multiples of an element's size, so none is split."""
-        blocks: NDArray[np.integer[Any]] = (at * self._array.itemsize + self._header) // BLOCK
+        blocks: NDArray[np.integer[Any]] = (at * self._array.itemsize + self._header) // BLOCK_BYTES
         return blocks
 
 
 def _digests(path: Path) -> tuple[int, str]:
     parts = []
     with path.open("rb") as file:
-        while content := file.read(BLOCK):
+        while content := file.read(BLOCK_BYTES):
             parts.append(xxhash.xxh3_64_hexdigest(content))
     return path.stat().st_size, "".join(parts)

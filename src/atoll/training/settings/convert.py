@@ -24,7 +24,7 @@ from atoll.base.toml import value_to_toml
 from atoll.training.config import Config
 from atoll.training.config.deepspeed import QUANTIZED_WORDS, translate
 from atoll.training.config.foreign import WORDS, answer
-from atoll.training.settings.torchtitan import FLAVORS, RECOMPUTE, SCHEDULES
+from atoll.training.settings.torchtitan import CHECKPOINT_MODES, FLAVORS, SCHEDULES
 
 VERSIONS: Mapping[str, str] = {
     "deepspeed": "DeepSpeed 0.19.2",
@@ -540,7 +540,7 @@ TORCHTITAN: Mapping[str, Rule] = {
     "parallelism.expert_parallel_degree": _if_set("experts are not split over ranks"),
     "parallelism.enable_async_tensor_parallel": _if_set("tensor parallelism is torch's, without asynchronous products"),
     "activation_checkpoint.mode": _to_or(
-        "selective", "parallel.recompute", **{theirs: ours for ours, theirs in RECOMPUTE.items()}
+        "selective", "parallel.recompute", **{theirs: ours for ours, theirs in CHECKPOINT_MODES.items()}
     ),
     "activation_checkpoint.selective_ac_option": _selective,
     "compile.enable": _enabled("parallel.compile", "block"),

@@ -34,7 +34,7 @@ FLAVORS: Mapping[tuple[int, int, int, int, int], str] = {
 }
 """hidden, layers, heads, key and value heads, inner width -> the flavor of torchtitan's llama3."""
 
-RECOMPUTE = {"none": "none", "block": "full", "selective": "selective"}
+CHECKPOINT_MODES = {"none": "none", "block": "full", "selective": "selective"}
 
 
 def torchtitan(subject: Subject) -> Settings:
@@ -97,7 +97,7 @@ def torchtitan(subject: Subject) -> Settings:
             "mixed_precision_reduce": "float32",
         },
         "parallelism": parallelism,
-        "activation_checkpoint": {"mode": RECOMPUTE[plan.recompute]}
+        "activation_checkpoint": {"mode": CHECKPOINT_MODES[plan.recompute]}
         | ({"selective_ac_option": "op"} if plan.recompute == "selective" else {}),
         "compile": {"enable": plan.compile != "none", "components": ["model"]},
     }
