@@ -54,7 +54,7 @@ def questions() -> str:
 
 
 def answers() -> str:
-    found = ["\n".join(text.answer(ask(explanation(), key))) for key in ASKED]
+    found = ["\n".join(text.answer_lines(ask(explanation(), key))) for key in ASKED]
     return fenced(["\n\n".join(found)])
 
 

@@ -31,7 +31,7 @@ from atoll.base.units import format_count, format_seconds
 from atoll.plans.layouts import EFFECTIVE, NO_CODECS, Codec, Codecs, Level
 from atoll.prediction.cost import Cluster, Prediction, Transformer, Workload
 from atoll.prediction.explain.links import link_uses
-from atoll.prediction.planner import EFFORT, Answer, Goal, Order, Search, Space
+from atoll.prediction.planner import EFFORT, Answer, Goal, Order, PlanSearch, Space
 from atoll.program import Do
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -155,7 +155,7 @@ def _fastest(
             codecs=codecs,
         )
         goal = Goal(global_batch=job.batch, sequence=job.sequence)
-        search = Search(workload_of(job), cluster_of(job, bits), goal, space, effort=EFFORT // EASIER, outer=outer)
+        search = PlanSearch(workload_of(job), cluster_of(job, bits), goal, space, effort=EFFORT // EASIER, outer=outer)
         try:
             found.append(Answer.of(search).prediction)
         except ConfigError:

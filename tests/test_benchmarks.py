@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from atoll.plans.layouts import Layout
-from atoll.plans.schedules import Link
+from atoll.plans.schedules import PipelineLink
 from atoll.runtime.transport.shared_memory import SharedMemory, mapped
 from atoll.testing import RankPool
 from benchmarks.islands import front, pages, search
@@ -478,7 +478,7 @@ def test_links_of_two_islands_are_those_that_were_measured() -> None:
     pairs = [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]
     measured = {pair: (0.008, 0.006) if set(pair) == {1, 2} else (0.0005, 0.0001) for pair in pairs}
     links = slow_hop._links(measured, 2, 0.04)
-    assert links.between(0, 1) == Link(0.0005)
+    assert links.between(0, 1) == PipelineLink(0.0005)
     assert links.between(1, 2) == links.between(2, 1) == links.between(3, 0)
     assert (links.between(1, 2).latency, links.between(1, 2).seconds) == pytest.approx((0.042, 0.006))
 

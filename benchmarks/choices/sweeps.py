@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from atoll.prediction.cost import Attention, Cluster, Link, Node, Prediction, Use, Work, Workload
+from atoll.prediction.cost import Cluster, FusedAttention, Link, Node, Prediction, Use, Work, Workload
 from atoll.prediction.cost.work import BlockOf
 from atoll.runtime.models import count
 from benchmarks.islands.cases import Course
@@ -69,7 +69,7 @@ class Pausing:
         """See `Work`."""
         sleep_where_compute_would(False)
         work, flops = self.block.work(use), self.flops * use.samples
-        forward, backward = (Attention(flops * part / 3, 0.0) for part in (1, 2))
+        forward, backward = (FusedAttention(flops * part / 3, 0.0) for part in (1, 2))
         return replace(work, forward=(*work.forward, forward), backward=(*work.backward, backward))
 
 

@@ -13,7 +13,7 @@ from atoll.plans.ir.placement import Kind
 from atoll.plans.schedules import CATALOGUE, Memory, Problem, build
 from atoll.plans.schedules.memory import peak_of
 from atoll.plans.schedules.problem import TOLERANCE
-from atoll.plans.schedules.search import Search
+from atoll.plans.schedules.search import OrderSearch
 from atoll.program.sim import Costs, simulate
 
 SEARCHED = ("auto", "zb-1p", "zb-2p", "optimal")
@@ -98,7 +98,7 @@ def fits(instance: Instance, schedule: Any) -> bool:
 
 def rivals(instance: Instance) -> Iterator[tuple[str, float]]:
     """The published heuristic and the catalogue's schedules of the same placement, as far as they fit."""
-    published = Search(instance.problem)
+    published = OrderSearch(instance.problem)
     published.consider_published()
     if published.cost is not None:
         yield "published", published.cost.main

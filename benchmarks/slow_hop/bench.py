@@ -21,7 +21,7 @@ from typing import Any
 
 from atoll.plans import schedules
 from atoll.plans.ir import Schedule
-from atoll.plans.schedules import Link, Links, Memory, lower_bound
+from atoll.plans.schedules import Links, Memory, PipelineLink, lower_bound
 from atoll.plans.schedules.problem import Problem
 from atoll.program.sim import Costs, simulate
 from benchmarks.emulated.work import Work
@@ -114,10 +114,10 @@ def _links(measured: Mapping[tuple[int, int], tuple[float, float]], half: int, l
     across = [each for (a, b), each in measured.items() if a // half != b // half]
     seconds = median(train for _, train in across)
     beside = max(0.0, median(alone for alone, _ in across) - seconds)
-    slow = Link(latency + beside, seconds)
+    slow = PipelineLink(latency + beside, seconds)
     ends = ((half - 1, half), (2 * half - 1, 0))
     pairs = {pair: slow for a, b in ends for pair in ((a, b), (b, a))}
-    return Links(pairs, Link(median(near)))
+    return Links(pairs, PipelineLink(median(near)))
 
 
 def _rows(per_rank: Sequence[Sequence[Record]]) -> dict[str, dict[str, Any]]:

@@ -85,7 +85,7 @@ PAGES = (
         {
             "atoll.plans.schedules": [
                 *("build", "CATALOGUE", "Entry", "ClosedForm", "RankForm", "Sizes"),
-                *("Problem", "Memory", "Links", "Link", "lower_bound"),
+                *("Problem", "Memory", "Links", "PipelineLink", "lower_bound"),
             ],
             "atoll.plans.ir": [
                 *("Schedule", "Action", "Op", "Placement"),
@@ -144,8 +144,8 @@ PAGES = (
         {
             "atoll": ["plan", "predict", "Cluster"],
             "atoll.prediction.planner": [
-                *("Goal", "Space", "Search", "Found", "Answer", "Candidate", "Alternative", "Change", "Order"),
-                *("choices", "settings", "EFFORT"),
+                *("Goal", "Space", "PlanSearch", "Found", "Answer", "Candidate", "ChoiceAlternative"),
+                *("Change", "Order", "choices", "settings", "EFFORT"),
             ],
         },
     ),

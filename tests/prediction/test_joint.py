@@ -8,7 +8,7 @@ import pytest
 
 from atoll.base.errors import AtollError, PlanError
 from atoll.plans.ir import Placement
-from atoll.plans.schedules import CATALOGUE, Link, Links, build
+from atoll.plans.schedules import CATALOGUE, Links, PipelineLink, build
 from atoll.plans.stages import BlockWeight, split_blocks
 from atoll.prediction import joint
 from atoll.prediction.joint import Layer, split_and_order
@@ -37,7 +37,7 @@ def stage_costs(layers: list[Layer], way: tuple[int, ...], hop: float | Links = 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_schedule_of_the_catalogue_on_the_even_split_is_better(seed: int) -> None:
     layers = uneven(seed)
-    slow = Links({(1, 2): Link(1.5), (2, 1): Link(1.5)}) if seed == 2 else 0.0
+    slow = Links({(1, 2): PipelineLink(1.5), (2, 1): PipelineLink(1.5)}) if seed == 2 else 0.0
     found = split_and_order(layers, ranks=4, microbatches=10, hop=slow)
     assert sum(found.layers_per_stage) == len(layers)
     assert found.makespan == pytest.approx(simulate(found.schedule, found.costs).makespan)

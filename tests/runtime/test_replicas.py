@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from atoll.base.errors import ReplicaError
-from atoll.runtime.sharding.replicas import Difference, Holding, differences
+from atoll.runtime.sharding.replicas import Disagreement, Replica, differences
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case
 from atoll.testing.tiny import TinyConfig
@@ -89,11 +89,11 @@ def test_copies_of_a_tied_parameter_are_replicas() -> None:
 
 
 def test_a_majority_is_needed_to_say_who_is_wrong() -> None:
-    def held(*values: int) -> list[list[Holding]]:
-        return [[Holding(7, value, unit=1, kind=0)] for value in values]
+    def held(*values: int) -> list[list[Replica]]:
+        return [[Replica(7, value, unit=1, kind=0)] for value in values]
 
     assert differences(held(5, 5, 5)) == []
-    assert differences(held(5, 6, 5)) == [Difference(1, 0, ranks=(1,), others=(0, 2))]
-    assert differences(held(5, 6)) == [Difference(1, 0, ranks=(0, 1), others=())]
-    assert differences(held(5, 5, 6, 7)) == [Difference(1, 0, ranks=(0, 1, 2, 3), others=())]
-    assert differences([[Holding(1, 5, 0, 0)], [Holding(2, 6, 0, 0)]]) == []
+    assert differences(held(5, 6, 5)) == [Disagreement(1, 0, ranks=(1,), others=(0, 2))]
+    assert differences(held(5, 6)) == [Disagreement(1, 0, ranks=(0, 1), others=())]
+    assert differences(held(5, 5, 6, 7)) == [Disagreement(1, 0, ranks=(0, 1, 2, 3), others=())]
+    assert differences([[Replica(1, 5, 0, 0)], [Replica(2, 6, 0, 0)]]) == []

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from atoll.runtime.verdict import LONGEST_SECONDS, SHORTEST_SECONDS, START_SECONDS, State, judge, named, patience
+from atoll.runtime.verdict import LONGEST_SECONDS, SHORTEST_SECONDS, START_SECONDS, RankState, judge, named, patience
 
 NOW, LIMIT = 1000.0, 20.0
 
 
-def state(*peers: int, doing: str = "step 3, F", since: float = 30.0, heard: float = 0.2) -> State:
+def state(*peers: int, doing: str = "step 3, F", since: float = 30.0, heard: float = 0.2) -> RankState:
     """A rank that has waited for `peers`, or been busy, for `since` seconds and was heard `heard` seconds ago."""
-    return State(doing, peers, "here", 1, heard=NOW - heard, since=NOW - since)
+    return RankState(doing, peers, "here", 1, heard=NOW - heard, since=NOW - since)
 
 
-def blamed(*states: State) -> tuple[int, ...]:
+def blamed(*states: RankState) -> tuple[int, ...]:
     found = judge(dict(enumerate(states)), NOW, LIMIT)
     return () if found is None else found.ranks
 
@@ -88,7 +88,7 @@ def test_ranks_that_were_last_heard_in_two_places_are_told_with_them() -> None:
 
 def test_a_rank_that_still_starts_may_be_waited_for_as_long_as_a_start_takes() -> None:
     """Past bug: on a busy machine ranks blamed the one whose process was the last to start."""
-    starts = State("its start", (), "", 0, heard=NOW - 40.0, since=NOW - 40.0)
+    starts = RankState("its start", (), "", 0, heard=NOW - 40.0, since=NOW - 40.0)
     assert judge({0: state(1, since=39.0), 1: starts}, NOW, LIMIT) is None
     late = replace(starts, heard=NOW - START_SECONDS - 1.0)
     found = judge({0: state(1, since=39.0), 1: late}, NOW, LIMIT)
@@ -140,8 +140,8 @@ def test_of_ranks_that_wait_for_all_the_ones_that_are_behind_are_blamed() -> Non
 
 
 def test_a_rank_has_a_minute_at_least_to_start() -> None:
-    starting = State("its start", (), "", 0, heard=NOW - 30.0, since=NOW - 30.0)
-    late = State("its start", (), "", 0, heard=NOW - START_SECONDS - 1.0, since=NOW)
+    starting = RankState("its start", (), "", 0, heard=NOW - 30.0, since=NOW - 30.0)
+    late = RankState("its start", (), "", 0, heard=NOW - START_SECONDS - 1.0, since=NOW)
     assert blamed(state(since=1.0), starting) == ()
     assert blamed(state(since=1.0), late) == (1,)
 

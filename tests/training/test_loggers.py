@@ -18,7 +18,7 @@ from atoll.training.loggers import Logger, check_loggers
 from atoll.training.prediction import predict
 from atoll.training.session import run
 from atoll.training.signals import StopRequest
-from atoll.training.utilisation import Peak, peak_of, utilised_seconds
+from atoll.training.utilisation import Peak, device_peak, utilised_seconds
 from tests.loggers import FakeMlflow, FakeWandb
 from tests.training.test_train import TEXT, settings
 
@@ -101,7 +101,7 @@ def test_a_function_that_fails_is_named() -> None:
     ],
 )
 def test_a_peak_is_known_by_the_devices_own_name(name: str | None, preset: str | None) -> None:
-    found = peak_of(name, "bfloat16")
+    found = device_peak(name, "bfloat16")
     assert (None if found is None else found.source) == (None if preset is None else f"the preset {preset}")
 
 
@@ -110,7 +110,7 @@ def test_mfu_is_that_of_the_prediction() -> None:
     config = from_dict({"train": {"precision": "bf16"}, "data": {"tokenizer": "bytes"}})
     prediction = predict(config, cluster)
     plan: Plan = prediction.plan
-    peak = peak_of("some GPU", "bfloat16", cluster)
+    peak = device_peak("some GPU", "bfloat16", cluster)
     assert peak == Peak(cluster.device.rates["bfloat16"], "the device of run.cluster")
     assert plan.precision.compute == "bfloat16"
     assert utilised_seconds(prediction, peak) / prediction.seconds == pytest.approx(prediction.mfu)

@@ -62,7 +62,7 @@ def command(
         if as_json:
             _echo_json({"answers": [plain.of_answer(each) for each in answers]})
         else:
-            typer.echo("\n\n".join("\n".join(text.answer(each)) for each in answers))
+            typer.echo("\n\n".join("\n".join(text.answer_lines(each)) for each in answers))
         return
     if as_json:
         _echo_json(plain.values(explanation))

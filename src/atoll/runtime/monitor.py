@@ -31,7 +31,7 @@ from typing import Any
 
 from atoll.base.documents import parse_json
 from atoll.runtime.page import View, own_page, read_page, status_of
-from atoll.runtime.verdict import LONGEST_SECONDS, OUTSIDE, SHORTEST_SECONDS, SILENT_SECONDS, State, judge, named
+from atoll.runtime.verdict import LONGEST_SECONDS, OUTSIDE, SHORTEST_SECONDS, SILENT_SECONDS, RankState, judge, named
 
 BEAT_SECONDS = 0.25
 """Seconds between two heartbeats of a rank, in worlds of up to `CROWD` ranks; larger ones send as many in total."""
@@ -104,7 +104,7 @@ class Monitor:
         self._sleep = sleep
         now = clock()
         self._states = {
-            rank: State("its start", waits_for=(), host="", pid=0, heard=now, since=now) for rank in range(world)
+            rank: RankState("its start", waits_for=(), host="", pid=0, heard=now, since=now) for rank in range(world)
         }
         self._marks: dict[int, object] = {}
         self._left: dict[int, float] = {}
@@ -114,7 +114,7 @@ class Monitor:
         self._reports: dict[str, Words] = {}
         self._stacks: dict[int, str] = {}
         self._wanted: set[int] = set()
-        self._unseen: dict[int, State] = {}
+        self._unseen: dict[int, RankState] = {}
         self._seen: dict[int, tuple[str, str]] = {}
         self._views: dict[int, tuple[int, View]] = {}
         self._strangers = 0
@@ -241,7 +241,7 @@ class Monitor:
             "left": sorted(self._left),
         }
 
-    def _unseen_by(self, rank: int) -> dict[int, State]:
+    def _unseen_by(self, rank: int) -> dict[int, RankState]:
         """Return the silent ranks on the machine of `rank` that no rank has inspected."""
         host = self._states[rank].host if rank in self._states else ""
         return {
@@ -268,7 +268,7 @@ class Monitor:
         since = before.since if before is not None and self._marks.get(rank) == mark else now
         self._marks[rank] = mark
         patience = min(LONGEST_SECONDS, max(SHORTEST_SECONDS, float(beat["patience"])))
-        self._states[rank] = State(
+        self._states[rank] = RankState(
             *said,
             host=str(beat["host"]),
             pid=int(beat["pid"]),
@@ -282,7 +282,7 @@ class Monitor:
         self._open_page(rank, self._states[rank])
         self._part(rank, self._states[rank])
 
-    def _open_page(self, rank: int, state: State) -> None:
+    def _open_page(self, rank: int, state: RankState) -> None:
         """Open the page of a process of this machine now: it cannot be opened once the process has ended."""
         known = self._views.get(rank)
         if state.host == process_of_this()[0] and (known is None or known[0] != state.pid):
@@ -306,7 +306,7 @@ class Monitor:
         )
         self.report({"rank": rank, "exit_code": 1, "message": message, "speaker": self._speaker((rank,))})
 
-    def _part(self, rank: int, state: State) -> None:
+    def _part(self, rank: int, state: RankState) -> None:
         """Blame a rank that exited in order, as with `sys.exit` between two steps, while `rank` waits for it."""
         gone = [peer for peer in state.waits_for if state.heard - self._left.get(peer, state.heard) > GONE_SECONDS / 2]
         if gone and state.doing != OUTSIDE:

@@ -52,7 +52,7 @@ SHOWN = 6
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class RankState:
     """The known state of a rank. doing: its position, as in "step 3, 0F1".  waits_for: the ranks that must act before
     it can continue, none for a busy rank.  host, pid: its process.  heard, since: the time of its last heartbeat, and
     the time since which it has reported the same, in seconds of the monitor's clock.
@@ -74,7 +74,7 @@ class State:
     program: int = 0
     at: int = 0
 
-    def order(self, other: State) -> int:
+    def order(self, other: RankState) -> int:
         """Return -1 if this rank is behind another one in the same program, 1 if it is ahead, 0 if this is unknown."""
         return (self.at > other.at) - (self.at < other.at) if self.program == other.program != 0 else 0
 
@@ -94,7 +94,7 @@ def patience(seconds: Sequence[float]) -> float:
     return min(LONGEST_SECONDS, max(SHORTEST_SECONDS, TIMES * max(seconds[-RECENT:])))
 
 
-def judge(states: Mapping[int, State], now: float, limit: float | None) -> Verdict | None:
+def judge(states: Mapping[int, RankState], now: float, limit: float | None) -> Verdict | None:
     """Return a verdict if any rank has been silent, or has waited for others, for longer than `limit` seconds.
 
     limit: None: the longest time limit of any rank's own work.
@@ -137,7 +137,7 @@ def judge(states: Mapping[int, State], now: float, limit: float | None) -> Verdi
         walked.append(at)
 
 
-def _silent(found: Sequence[int], states: Mapping[int, State], now: float) -> Verdict:
+def _silent(found: Sequence[int], states: Mapping[int, RankState], now: float) -> Verdict:
     """Return the verdict on silent ranks, including those that fell silent at the same time."""
     last = max(states[rank].heard for rank in found)
     heard = {rank: state.heard for rank, state in states.items() if rank in found or state.host}
@@ -168,7 +168,7 @@ def silence(rank: int, status: str, doing: str, *, missed: str) -> str:
     return f"rank {rank} {does} in {doing} and {missed}{why}"
 
 
-def _stuck(ranks: Sequence[int], states: Mapping[int, State], now: float) -> Verdict:
+def _stuck(ranks: Sequence[int], states: Mapping[int, RankState], now: float) -> Verdict:
     seconds = now - states[ranks[0]].since
     return Verdict(
         tuple(ranks),
@@ -177,7 +177,7 @@ def _stuck(ranks: Sequence[int], states: Mapping[int, State], now: float) -> Ver
     )
 
 
-def _circle(ranks: Sequence[int], states: Mapping[int, State], now: float) -> Verdict:
+def _circle(ranks: Sequence[int], states: Mapping[int, RankState], now: float) -> Verdict:
     seconds = now - max(states[rank].since for rank in ranks)
     lines = [f"rank {rank} in {states[rank].doing} for {named(states[rank].waits_for)}" for rank in ranks]
     return Verdict(
@@ -187,7 +187,7 @@ def _circle(ranks: Sequence[int], states: Mapping[int, State], now: float) -> Ve
     )
 
 
-def _where(ranks: Sequence[int], states: Mapping[int, State]) -> str:
+def _where(ranks: Sequence[int], states: Mapping[int, RankState]) -> str:
     """Return the positions of ranks; if they differ, by rank."""
     places: dict[str, list[int]] = {}
     for rank in ranks:
@@ -197,7 +197,7 @@ def _where(ranks: Sequence[int], states: Mapping[int, State]) -> str:
     return " and ".join(f"{doing} ({named(found)})" for doing, found in list(places.items())[:SHOWN])
 
 
-def _waiting(blamed: Sequence[int], states: Mapping[int, State], now: float) -> str:
+def _waiting(blamed: Sequence[int], states: Mapping[int, RankState], now: float) -> str:
     found = [(state.since, rank) for rank, state in states.items() if rank not in blamed and set(state.waits_for)]
     if not found:
         return ""

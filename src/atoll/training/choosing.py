@@ -16,7 +16,7 @@ from atoll.base.errors import ConfigError
 from atoll.base.toml import value_to_toml
 from atoll.plans.layouts import Layout
 from atoll.prediction.cost import Cluster, Transformer, Workload
-from atoll.prediction.planner import EFFORT, Answer, Candidate, Goal, Order, Search, Space, settings
+from atoll.prediction.planner import EFFORT, Answer, Candidate, Goal, Order, PlanSearch, Space, settings
 from atoll.runtime.rendezvous import torchrun_environment
 from atoll.training.config import Config, load
 from atoll.training.config.worlds import check_world, fit
@@ -76,7 +76,7 @@ def plan(
                 "a model is planned for a cluster and a goal, as in Goal(global_batch=256, sequence=4096)"
             )
         workload = model.workload if isinstance(model, Transformer) else model
-        return Answer.of(Search(workload, _read(cluster), goal, space or Space(), effort=effort))
+        return Answer.of(PlanSearch(workload, _read(cluster), goal, space or Space(), effort=effort))
     config = model if isinstance(model, Config) else load(model)
     found = question(config, _cluster_of(config) if cluster is None else _read(cluster))
     return Answer.of(replace(found, goal=goal or found.goal, space=space or found.space, effort=effort))
@@ -134,7 +134,7 @@ def fewer_ranks(path: Path, overrides: Sequence[str], ranks: int) -> int | None:
     return None
 
 
-def question(config: Config, cluster: Cluster, *, world: int | None = None) -> Search:
+def question(config: Config, cluster: Cluster, *, world: int | None = None) -> PlanSearch:
     """Return the search for a plan for a config's model, batch and sequence.
 
     If the config sets `parallel.auto`, the keys set beside it are kept, and so are train.microbatch and
@@ -157,7 +157,7 @@ def question(config: Config, cluster: Cluster, *, world: int | None = None) -> S
     space = space_of(config) if config.parallel.auto else Space(precision=(config.train.precision,), codecs=codecs)
     outer = None if config.parallel.outer is None else config.parallel.outer.to_outer(config.parallel.codecs)
     states, whole = states_of(config.train), whole_of(config.train)
-    return Search(workload, cluster, goal, space, on_cpu, states=states, outer=outer, whole=whole)
+    return PlanSearch(workload, cluster, goal, space, on_cpu, states=states, outer=outer, whole=whole)
 
 
 def space_of(config: Config) -> Space:

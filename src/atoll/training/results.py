@@ -37,7 +37,7 @@ from atoll.training.progress import Progress
 from atoll.training.record import Recorder
 from atoll.training.samples import vocabulary_of
 from atoll.training.signals import StopRequest
-from atoll.training.utilisation import Peak, peak_of, utilised_seconds
+from atoll.training.utilisation import Peak, device_peak, utilised_seconds
 
 TRACED_STEP = 3
 """Step of a start whose actions are traced; the first ones are slower."""
@@ -140,7 +140,7 @@ class Results:
         """Return the peak rate of this rank's device."""
         device = self._engine.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-        return peak_of(name, self._engine.plan.precision.compute, self._cluster())
+        return device_peak(name, self._engine.plan.precision.compute, self._cluster())
 
     # ---- between steps
 

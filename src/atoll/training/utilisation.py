@@ -19,7 +19,7 @@ class Peak:
     source: str
 
 
-def peak_of(name: str | None, dtype: str, cluster: Cluster | None = None) -> Peak | None:
+def device_peak(name: str | None, dtype: str, cluster: Cluster | None = None) -> Peak | None:
     """Return the peak of a device; None if unknown, and for CPUs, whose peak depends on too many factors.
 
     name: torch's name of the GPU; None for a CPU.  dtype: torch's name of the compute dtype.  cluster: that of

@@ -9,7 +9,7 @@ import pytest
 from atoll.plans.ir import Placement
 from atoll.plans.schedules.jit import floats, integers
 from atoll.plans.schedules.kernels import NEVER, Rules
-from atoll.plans.schedules.links import Link, Links
+from atoll.plans.schedules.links import Links, PipelineLink
 from atoll.plans.schedules.problem import Problem
 from atoll.plans.schedules.search import Board
 from atoll.program.sim import Costs
@@ -49,8 +49,8 @@ def test_rules_without_limits_order_every_action_and_tell_what_it_takes(kind: st
 
 
 def scaled(links: Links, unit: float) -> Links:
-    def of(link: Link) -> Link:
-        return Link(link.latency * unit, link.seconds * unit, link.name)
+    def of(link: PipelineLink) -> PipelineLink:
+        return PipelineLink(link.latency * unit, link.seconds * unit, link.name)
 
     return Links({pair: of(link) for pair, link in links.each.items()}, of(links.other))
 

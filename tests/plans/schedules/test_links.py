@@ -10,7 +10,7 @@ import pytest
 from atoll.base.errors import ConfigError
 from atoll.plans.ir import Op, Placement, Schedule, lower
 from atoll.plans.ir.placement import Kind
-from atoll.plans.schedules import Link, Links, Memory, Problem, build, exact, lower_bound, search
+from atoll.plans.schedules import Links, Memory, PipelineLink, Problem, build, exact, lower_bound, search
 from atoll.plans.schedules.automatic import find_order
 from atoll.plans.schedules.links import Hops
 from atoll.plans.schedules.memory import peak_of
@@ -30,16 +30,20 @@ def links_of(seed: int, ranks: int) -> Links:
     pairs = [(rank, (rank + step) % ranks) for rank in range(ranks) for step in (1, -1)]
     names = ("", "", "wan", "card")[: 2 + seed % 3]
     each = {
-        pair: Link(chance.uniform(0.0, 0.7), chance.choice([0.0, chance.uniform(0.0, 0.9)]), chance.choice(names))
+        pair: PipelineLink(
+            chance.uniform(0.0, 0.7), chance.choice([0.0, chance.uniform(0.0, 0.9)]), chance.choice(names)
+        )
         for pair in pairs
     }
-    return Links({pair: link for pair, link in each.items() if pair[0] != pair[1]}, Link(chance.uniform(0.0, 0.3)))
+    return Links(
+        {pair: link for pair, link in each.items() if pair[0] != pair[1]}, PipelineLink(chance.uniform(0.0, 0.3))
+    )
 
 
 def test_a_link_carries_one_message_at_a_time() -> None:
     """Two forwards of 1 s, a link of 3 s and a latency of 0.5 s: the second message waits for the first."""
     schedule = typed("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
-    costs = Costs(1, 1, 1, hop=Links({(0, 1): Link(0.5, 3.0)}))
+    costs = Costs(1, 1, 1, hop=Links({(0, 1): PipelineLink(0.5, 3.0)}))
     start = {str(span.action): span.start for span in simulate(schedule, costs).spans}
     assert (start["1F0"], start["1F1"]) == (1 + 3 + 0.5, 1 + 3 + 3 + 0.5)
     assert start["0B0"] == start["1B0"] + 1, "the way back has no link of its own, and takes no time"
@@ -48,7 +52,7 @@ def test_a_link_carries_one_message_at_a_time() -> None:
 def test_who_asks_first_is_carried_first() -> None:
     """Both ranks ask for one link: rank 1 asks at 1.5 s and has it to 3.5 s, though rank 0's message is made later."""
     rows = ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
-    both = Links({(0, 1): Link(0.0, 0.5, "wan"), (1, 0): Link(0.0, 2.0, "wan")})
+    both = Links({(0, 1): PipelineLink(0.0, 0.5, "wan"), (1, 0): PipelineLink(0.0, 2.0, "wan")})
     start = {str(span.action): span.start for span in simulate(typed(*rows), Costs(1, 1, 1, hop=both)).spans}
     assert start["1F0"] == 1.5  # asked at 1
     assert start["1B0"] == 2.5
@@ -125,11 +129,11 @@ def test_a_search_plays_orders_as_the_simulator_does(name: str, seed: int) -> No
 def test_a_number_and_links_of_that_latency_are_the_same() -> None:
     for name in NAMES:
         schedule = build(name, ranks=4, microbatches=8)
-        pairs = {(rank, (rank + step) % 4): Link(0.3) for rank in range(4) for step in (1, -1)}
+        pairs = {(rank, (rank + step) % 4): PipelineLink(0.3) for rank in range(4) for step in (1, -1)}
         number, links = Costs(1, 1.1, 0.7, hop=0.3), Costs(1, 1.1, 0.7, hop=Links(pairs))
         assert simulate(schedule, links).spans == simulate(schedule, number).spans
         assert Hops.of(schedule.placement, 0.3).is_even
-    assert not Hops.of(Placement("line", 3), Links({(0, 1): Link(0.3)})).is_even
+    assert not Hops.of(Placement("line", 3), Links({(0, 1): PipelineLink(0.3)})).is_even
 
 
 def small(seed: int) -> Problem:
@@ -139,7 +143,9 @@ def small(seed: int) -> Problem:
     times = [tuple(chance.choice([0.5, 1.0, 1.5, 2.0]) for _ in range(ranks * chunks)) for _ in range(3)]
     names = ("", "wan") if seed % 2 else ("",)
     each = {
-        (rank, other): Link(chance.choice([0.0, 0.5, 2.0]), chance.choice([0.0, 0.5, 1.5]), chance.choice(names))
+        (rank, other): PipelineLink(
+            chance.choice([0.0, 0.5, 2.0]), chance.choice([0.0, 0.5, 1.5]), chance.choice(names)
+        )
         for rank in range(ranks)
         for other in range(ranks)
         if rank != other
@@ -176,7 +182,7 @@ def test_no_order_is_below_the_bound(seed: int, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_bound_knows_what_a_link_carries() -> None:
     """Eight messages of 3 s each way over one link: F, 48 s, the I of rank 0 and its W."""
-    both = Links({pair: Link(0.0, 3.0, "wan") for pair in ((0, 1), (1, 0))})
+    both = Links({pair: PipelineLink(0.0, 3.0, "wan") for pair in ((0, 1), (1, 0))})
     problem = Problem.of(Placement("line", 2), 8, costs=Costs(1, 1, 1, hop=both))
     assert lower_bound(problem) == pytest.approx(1 + 16 * 3 + 1 + 1)
     found = find_order(problem)
@@ -207,7 +213,7 @@ def test_an_automatic_order_is_never_worse_than_a_closed_form(kind: Kind, chunks
 def test_an_order_made_for_a_slow_link_hides_it() -> None:
     """Two islands of two ranks: the automatic order is a fifth faster than 1F1B, and than ZB-V, in twice 1F1B's
     memory."""
-    slow = Link(2.0, 0.5)
+    slow = PipelineLink(2.0, 0.5)
     costs = Costs(1, 1, 1, hop=Links({(1, 2): slow, (2, 1): slow}))
     fixed = min(simulate(build(name, ranks=4, microbatches=16), costs).makespan for name in ("1f1b", "zb-v"))
     schedule = build("zb-2p", ranks=4, microbatches=16, costs=costs)
@@ -219,10 +225,12 @@ def test_messages_of_a_split_vocabulary_take_the_longest_hop() -> None:
 
     schedule = insert_vocabulary(build("1f1b", ranks=3, microbatches=4))
     number = simulate(schedule, Costs(hop=0.4, look_up=0.1, score=0.2, score_grad=0.1))
-    pairs = {(rank, rank + 1): Link(0.4) for rank in range(2)} | {(rank + 1, rank): Link(0.4) for rank in range(2)}
+    pairs = {(rank, rank + 1): PipelineLink(0.4) for rank in range(2)} | {
+        (rank + 1, rank): PipelineLink(0.4) for rank in range(2)
+    }
     links = Links(pairs)
     assert simulate(schedule, Costs(hop=links, look_up=0.1, score=0.2, score_grad=0.1)).spans == number.spans
-    far = simulate(schedule, Costs(hop=Links(pairs, Link(1.0)), look_up=0.1, score=0.2, score_grad=0.1))
+    far = simulate(schedule, Costs(hop=Links(pairs, PipelineLink(1.0)), look_up=0.1, score=0.2, score_grad=0.1))
     first = next(span.start for span in far.spans if span.action.op is Op.F)
     assert first == pytest.approx(1.1)
 
@@ -247,9 +255,9 @@ def test_links_are_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "links.toml"
     path.write_text(FILE)
     links = Links.read(path)
-    assert links.between(1, 2) == Link(2.0, 0.5, "wan")
-    assert links.between(2, 1) == Link(0.0, 0.5, "wan")
-    assert links.between(0, 1) == Link(0.25)
+    assert links.between(1, 2) == PipelineLink(2.0, 0.5, "wan")
+    assert links.between(2, 1) == PipelineLink(0.0, 0.5, "wan")
+    assert links.between(0, 1) == PipelineLink(0.25)
     hops = Hops.of(Placement("line", 4), links)
     assert (hops.links, hops.is_shared, hops.far) == (1, True, 2.5)
     assert hops.forward[1].link == hops.backward[2].link == 0

@@ -6,16 +6,25 @@ from dataclasses import replace
 
 import pytest
 
-from atoll.prediction.cost import Attention, Clock, Device, Efficiency, Exchange, Pass, Product, collective
+from atoll.prediction.cost import (
+    Device,
+    Efficiency,
+    Exchange,
+    FusedAttention,
+    KernelClock,
+    Pass,
+    Product,
+    collective,
+)
 from atoll.program.sim import Speed
 
 IDEAL = Efficiency(products=1.0, depth=0.0, waves=0.0, attention=1.0, memory=1.0, launch=0.0, dispatch=0.0)
 DEVICE = Device(memory=10**10, bandwidth=1e12, units=100, rates={"bfloat16": 1e14}, efficiency=IDEAL)
 
 
-def clock(**constants: float) -> Clock:
+def clock(**constants: float) -> KernelClock:
     efficiency = IDEAL.model_copy(update=constants)
-    return Clock(DEVICE.model_copy(update={"efficiency": efficiency}), "bfloat16", 2)
+    return KernelClock(DEVICE.model_copy(update={"efficiency": efficiency}), "bfloat16", 2)
 
 
 BIG = Product(4096, 4096, 8192)
@@ -57,8 +66,8 @@ def test_gradients_of_a_product_take_as_many_operations() -> None:
 
 def test_passes_and_attention() -> None:
     assert clock(memory=0.5).of(Pass(1e9)) == pytest.approx(2e-3)
-    assert clock(attention=0.25).of(Attention(1e12, 1e6)) == pytest.approx(4e-2)
-    assert clock(attention=0.25).of(Attention(1e6, 1e9)) == pytest.approx(1e-3)
+    assert clock(attention=0.25).of(FusedAttention(1e12, 1e6)) == pytest.approx(4e-2)
+    assert clock(attention=0.25).of(FusedAttention(1e6, 1e9)) == pytest.approx(1e-3)
 
 
 def test_a_kernel_takes_no_less_than_its_launch_and_a_block_than_the_host() -> None:
@@ -75,5 +84,5 @@ def test_collectives_are_rings() -> None:
     assert collective("reduce-scatter", 8e9, ranks=8, link=link) == pytest.approx(7 * (1e-6 + 1.0))
     assert collective("all-reduce", 8e9, ranks=8, link=link) == pytest.approx(14 * (1e-6 + 1.0))
     assert collective("all-reduce", 8e9, ranks=1, link=link) == 0.0
-    group = Clock(DEVICE, "bfloat16", 2, ranks=8, link=link)
+    group = KernelClock(DEVICE, "bfloat16", 2, ranks=8, link=link)
     assert group.of(Exchange("all-gather", 8e9)) == pytest.approx(7 * (1e-6 + 1.0))

@@ -13,9 +13,9 @@ from atoll.plans.outer import Outer
 from atoll.plans.plan import MeshShape, Plan
 from atoll.prediction.advice import StageSize, advice
 from atoll.prediction.cost import Cluster, Prediction, Transformer, Use
-from atoll.prediction.cost.outer import anchors, elements, in_flight, sent_by
+from atoll.prediction.cost.outer import anchors, elements, outer_bytes_in_flight, outer_bytes_sent
 from atoll.prediction.explain import Explanation
-from atoll.prediction.planner import Goal, Order, Search, Space
+from atoll.prediction.planner import Goal, Order, PlanSearch, Space
 
 MODEL = Transformer.decoder(layers=6, hidden=256, heads=4, kv_heads=4, ffn=688, vocabulary=2048).workload
 OUTER = Outer(16, fragments=0, delay=4)
@@ -47,7 +47,7 @@ def test_traffic_is_that_of_the_formula() -> None:
         assert found.outer is not None
         whole = 2 * (islands - 1) / islands * 4 * MODEL.parameters / intra / OUTER.every
         assert found.outer.nbytes == pytest.approx(whole, rel=1e-3)
-        assert sum(sent_by(found.ranks, 0).values()) == pytest.approx(found.outer.nbytes * OUTER.every)
+        assert sum(outer_bytes_sent(found.ranks, 0).values()) == pytest.approx(found.outer.nbytes * OUTER.every)
 
 
 MASTERS = {
@@ -73,12 +73,12 @@ def test_bytes_are_those_of_the_masters_dtype(name: str, codec: Codec | None) ->
     sent = numel * item if codec is None else numel * codec.item_bytes
     assert found.outer.nbytes * 8 == pytest.approx(sent, rel=1e-3)
     assert found.outer.largest == pytest.approx(sent, rel=1e-3)
-    assert sum(sent_by(found.ranks, 0).values()) == pytest.approx(sent, rel=1e-3)
+    assert sum(outer_bytes_sent(found.ranks, 0).values()) == pytest.approx(sent, rel=1e-3)
     kept = (2 if codec is None else 3) * numel * item  # anchor, momentum, residual
     assert found.ranks.of(0).footprint().optimizer - none.ranks.of(0).footprint().optimizer == kept
     blocks = [-(-size // 2) for sizes in anchors(found.ranks, 0).values() for size in sizes]
     encoded = 0 if codec is None else AT_ONCE * 2 * 2 * codec.nbytes(max(blocks))
-    assert in_flight(found.ranks, 0) == numel * item + encoded
+    assert outer_bytes_in_flight(found.ranks, 0) == numel * item + encoded
 
 
 @pytest.mark.parametrize("name", MASTERS)
@@ -126,7 +126,7 @@ def test_traffic_and_memory_with_a_codec(codec: Codec) -> None:
     assert found.ranks.of(0).footprint().optimizer - plain.ranks.of(0).footprint().optimizer == residual
     assert forgetful.ranks.of(0).footprint().optimizer == plain.ranks.of(0).footprint().optimizer
     encoded = AT_ONCE * 2 * 2 * codec.nbytes(max(blocks))
-    assert in_flight(found.ranks, 0) - in_flight(plain.ranks, 0) == encoded
+    assert outer_bytes_in_flight(found.ranks, 0) - outer_bytes_in_flight(plain.ranks, 0) == encoded
 
 
 def test_nothing_of_a_step_crosses_between_islands() -> None:
@@ -147,7 +147,7 @@ def test_a_fast_link_hides_transfers_and_a_slow_one_does_not() -> None:
     assert not fast.waits
     assert fast.seconds <= fast.worst < 0.05 * alone.played.seconds
     # The link is busy for longer than an interval: then its time is the interval's.
-    nbytes = sum(sent_by(predicted(mesh=mesh).ranks, 0).values())
+    nbytes = sum(outer_bytes_sent(predicted(mesh=mesh).ranks, 0).values())
     assert slow.waits
     assert slow.seconds + alone.played.seconds == pytest.approx(nbytes / 1e5 / OUTER.every, rel=0.1)
 
@@ -168,11 +168,11 @@ def test_anchors_and_what_is_in_flight_are_in_memory() -> None:
     optimizer = [each.ranks.of(0).footprint().optimizer for each in (without, plain, with_momentum)]
     assert optimizer[1] - optimizer[0] == 4 * numel
     assert optimizer[2] - optimizer[1] == 4 * numel
-    assert in_flight(plain.ranks, 0) == 4 * numel
+    assert outer_bytes_in_flight(plain.ranks, 0) == 4 * numel
     delayed = predicted(Outer(8, optimizer="sgd", delay=4), mesh=MeshShape(inter=2))
     assert delayed.peak(0).total - plain.peak(0).total == 4 * numel
     fragments = predicted(Outer(8, optimizer="sgd", delay=1, fragments=8), mesh=MeshShape(inter=2))
-    assert in_flight(fragments.ranks, 0) < numel * 4
+    assert outer_bytes_in_flight(fragments.ranks, 0) < numel * 4
 
 
 def test_the_planner_prices_what_it_does_not_choose() -> None:
@@ -195,9 +195,9 @@ def test_the_planner_prices_what_it_does_not_choose() -> None:
     )
     cluster: Cluster = predicted(mesh=MeshShape(inter=2, intra=2)).given
     slow = cluster.model_copy(update={"network": cluster.network.model_copy(update={"rate": 1e6})})  # type: ignore[union-attr]
-    together, apart = (Search(MODEL, slow, goal, space, outer=outer).run() for outer in (None, OUTER))
+    together, apart = (PlanSearch(MODEL, slow, goal, space, outer=outer).run() for outer in (None, OUTER))
     assert {each.frame.mesh.inter > 1 for each in apart.fitting} == {True}
-    best = Search(MODEL, slow, goal, space, outer=OUTER).predict(apart.fitting[0])
+    best = PlanSearch(MODEL, slow, goal, space, outer=OUTER).predict(apart.fitting[0])
     assert best.plan.outer == OUTER
     assert best.seconds < together.fitting[0].seconds
     assert apart.bound <= best.seconds

@@ -10,7 +10,7 @@ from atoll.base.errors import ConfigError
 from atoll.plans import schedules
 from atoll.plans.layouts import Layout, NewtonSchulz, Precision, Whole
 from atoll.plans.plan import MeshShape, Plan
-from atoll.prediction.cost import Clock, Cluster, Efficiency, Prediction, Product, Transformer, Use
+from atoll.prediction.cost import Cluster, Efficiency, KernelClock, Prediction, Product, Transformer, Use
 from atoll.program import Do
 
 MODEL = Transformer.llama(layers=16, hidden=1024, heads=16, ffn=2816, vocabulary=32000)
@@ -35,7 +35,7 @@ def predicted(
 
 def test_one_rank_takes_its_kernels_and_the_optimizers_bytes() -> None:
     found = predicted(mesh=MeshShape(), on=cluster())
-    clock = Clock(found.cluster.device, "bfloat16", 2)
+    clock = KernelClock(found.cluster.device, "bfloat16", 2)
     works = found.ranks.works
     kernels = sum(clock.seconds((*work.forward, *work.backward, *work.weights)) for work in works)
     update = MODEL.parameters * EFFICIENCY.update / (2.039e12 * EFFICIENCY.memory)
@@ -89,7 +89,7 @@ def test_muon_keeps_one_state_of_matrices_and_multiplies_them(iterations: int) -
         for short, long in map(sorted, MATRICES)
         for sizes in iterations * [(short, long, short), (short, short, short), (short, short, long)]
     ]
-    clock = Clock(muon.device, "bfloat16", 2)
+    clock = KernelClock(muon.device, "bfloat16", 2)
     transforms = {unit: taken for (do, unit), taken in seconds.items() if do is Do.TRANSFORM}
     assert len(transforms) == 16
     assert all(taken == pytest.approx(clock.seconds(products)) for taken in transforms.values())

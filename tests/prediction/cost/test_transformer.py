@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from atoll.base.errors import ConfigError
-from atoll.prediction.cost import Attention, Kernel, Pass, Product, Transformer, Use, Work
+from atoll.prediction.cost import FusedAttention, Kernel, Pass, Product, Transformer, Use, Work
 from atoll.prediction.cost.implementation import DECODER, LLAMA, MEGATRON, Implementation
 from atoll.prediction.cost.kernels import Exchange
 from atoll.prediction.cost.layer import UNALIGNED
@@ -43,7 +43,7 @@ def work(model: Transformer, at: int = 1, **use: object) -> Work:
 
 
 def flops(kernels: Iterable[Kernel]) -> float:
-    return sum(each.flops for each in kernels if isinstance(each, Product | Attention))
+    return sum(each.flops for each in kernels if isinstance(each, Product | FusedAttention))
 
 
 @pytest.mark.parametrize("tensor", [1, 8])

@@ -14,7 +14,7 @@ from atoll.plans.outer import Outer
 from atoll.plans.plan import MeshShape, Plan
 from atoll.prediction.cost import Cluster, Held, Prediction, Transformer, Use
 from atoll.prediction.cost.breakdown import Breakdown
-from atoll.prediction.cost.outer import sent_by
+from atoll.prediction.cost.outer import outer_bytes_sent
 from atoll.prediction.explain import CHOICES, Alternative, Explanation, rebuilt, travel
 from atoll.prediction.explain.alternative import use_of
 from atoll.prediction.explain.choices import FIXED, with_axis
@@ -121,7 +121,7 @@ def test_islands_send_what_their_outer_steps_send_on_average() -> None:
             # A reduce-scatter and an all-gather between two islands, of what each of the 4 ranks of a group stores.
             elements = stored.ranks.of(rank).footprint().optimizer / 12
             assert use.nbytes == pytest.approx((2 if outer.codec else 4) * elements / outer.every, rel=1e-3)
-            units = len(sent_by(prediction.ranks, rank))
+            units = len(outer_bytes_sent(prediction.ranks, rank))
             assert use.times - 1 < units / outer.every <= use.times
             assert use.seconds == prediction.durations.links["inter"].seconds(use.nbytes)
 

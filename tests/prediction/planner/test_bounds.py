@@ -14,7 +14,7 @@ from atoll.plans.layouts import EFFECTIVE, Codec, Codecs
 from atoll.plans.outer import Outer
 from atoll.plans.plan import ORDERS
 from atoll.prediction.cost import Cluster, Link, Transformer
-from atoll.prediction.planner import Goal, Order, Search, Space
+from atoll.prediction.planner import Goal, Order, PlanSearch, Space
 
 ROUNDING = 1 - 1e-9
 
@@ -49,7 +49,7 @@ def cluster_of(draw: random.Random) -> Cluster:
     )
 
 
-def search_of(draw: random.Random) -> Search:
+def search_of(draw: random.Random) -> PlanSearch:
     """A model, a cluster and one value of most choices."""
     model = Transformer.decoder(
         layers=draw.randint(2, 6),
@@ -78,7 +78,7 @@ def search_of(draw: random.Random) -> Search:
     goal = Goal(global_batch=draw.choice([4, 8, 12]), sequence=32, headroom=0.0)
     if outer is not None:
         space = replace(space, codecs=Codecs())
-    return Search(
+    return PlanSearch(
         model.workload,
         cluster_of(draw),
         goal,
@@ -89,7 +89,7 @@ def search_of(draw: random.Random) -> Search:
     )
 
 
-def compared(search: Search, *, most: int) -> tuple[int, list[str]]:
+def compared(search: PlanSearch, *, most: int) -> tuple[int, list[str]]:
     """The number of plans that were compared, at most about `most`, and those that beat a bound."""
     count, better = 0, []
     draw = random.Random(0)

@@ -11,7 +11,7 @@ from atoll.base.errors import UserError
 from atoll.plans.layouts import Layout
 from atoll.plans.plan import MeshShape
 from atoll.prediction.cost import Cluster, Transformer
-from atoll.prediction.planner import Goal, Order, Search, Space, settings
+from atoll.prediction.planner import Goal, Order, PlanSearch, Space, settings
 from atoll.prediction.planner.candidate import Candidate, choices
 from atoll.prediction.planner.space import Frame, Travel
 from atoll.training.config import from_dict
@@ -84,7 +84,7 @@ def test_the_words_for_a_plan() -> None:
 def test_settings_are_a_config_of_the_same_plan(seed: int) -> None:
     draw = random.Random(seed)
     model = Transformer.decoder(**SIZES, vocabulary=IDS, tied=False)
-    search = Search(model.workload, CLUSTER, Goal(global_batch=32, sequence=16), Space())
+    search = PlanSearch(model.workload, CLUSTER, Goal(global_batch=32, sequence=16), Space())
     blocks = len(model.workload.blocks)
     frames = [each for each in search.space.frames(search.goal, CLUSTER, blocks=blocks) if each.mesh.pipeline in (2, 4)]
     for frame in draw.sample(frames, 6):

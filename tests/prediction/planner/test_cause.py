@@ -11,7 +11,7 @@ import atoll
 from atoll.base.errors import ConfigError
 from atoll.plans.outer import Outer
 from atoll.prediction.cost import Cluster, Transformer, Use, Work, Workload
-from atoll.prediction.planner import Goal, Order, Search, Space
+from atoll.prediction.planner import Goal, Order, PlanSearch, Space
 from atoll.prediction.planner.answer import Answer
 
 MODEL = Transformer.llama(layers=2, hidden=64, heads=2, ffn=128, vocabulary=256).workload
@@ -65,6 +65,6 @@ def test_costs_that_are_not_known_are_the_cause() -> None:
 
 def test_outer_steps_need_groups() -> None:
     alone = CLUSTER.model_copy(update={"nodes": 1})
-    search = Search(MODEL, alone, Goal(global_batch=8, sequence=64), Space(pipeline=(4,)), outer=Outer(every=4))
+    search = PlanSearch(MODEL, alone, Goal(global_batch=8, sequence=64), Space(pipeline=(4,)), outer=Outer(every=4))
     with pytest.raises(ConfigError, match=r"no plan for 4 ranks: parallel.outer needs two groups or more"):
         Answer.of(search)

@@ -10,7 +10,7 @@ import pytest
 
 from atoll.plans.layouts import Layout
 from atoll.prediction.cost import Cluster, Transformer
-from atoll.prediction.planner import Answer, Goal, Order, Search, Space, settings
+from atoll.prediction.planner import Answer, Goal, Order, PlanSearch, Space, settings
 from atoll.training.config import from_dict
 
 SIZES = {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 8, "ffn": 1536}
@@ -28,7 +28,7 @@ FOUR_STAGES: dict[str, Any] = {
 
 
 @cache
-def search() -> Search:
+def search() -> PlanSearch:
     """Two nodes of two devices, and a link between them that has to carry for as long as the devices compute."""
     cluster = Cluster.of(
         {
@@ -44,7 +44,7 @@ def search() -> Search:
         }
     )
     model = Transformer.decoder(**SIZES, vocabulary=IDS, tied=False)
-    return Search(model.workload, cluster, Goal(global_batch=16, sequence=256), Space(**FOUR_STAGES))
+    return PlanSearch(model.workload, cluster, Goal(global_batch=16, sequence=256), Space(**FOUR_STAGES))
 
 
 @cache

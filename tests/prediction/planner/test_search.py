@@ -16,7 +16,7 @@ from atoll.plans import schedules
 from atoll.plans.layouts import EFFECTIVE, Layout, Precision
 from atoll.plans.plan import ORDERS, MeshShape, Plan
 from atoll.prediction.cost import Cluster, Prediction, Transformer, Use
-from atoll.prediction.planner import Goal, Order, Search, Space
+from atoll.prediction.planner import Goal, Order, PlanSearch, Space
 from atoll.prediction.planner.answer import Answer
 from atoll.prediction.planner.candidate import Candidate
 from atoll.prediction.planner.search import PLAIN
@@ -121,7 +121,7 @@ def plans_of(goal: Goal, space: dict[str, tuple[Any, ...]], world: int, devices:
                 continue
 
 
-def predictions_of(search: Search, space: dict[str, tuple[Any, ...]]) -> list[tuple[float, int]]:
+def predictions_of(search: PlanSearch, space: dict[str, tuple[Any, ...]]) -> list[tuple[float, int]]:
     """Seconds and bytes of every plan that is not refused."""
     found = []
     cluster, goal = search.cluster, search.goal
@@ -146,7 +146,7 @@ def test_no_plan_is_better_than_the_one_that_is_found(part: int) -> None:
         draw = random.Random(number)
         goal = Goal(global_batch=draw.choice([4, 8, 12]), sequence=32, headroom=0.0)
         space = space_of(draw)
-        roomy = Search(model_of(draw).workload, cluster_of(draw), goal, Space(**space), effort=10**9)
+        roomy = PlanSearch(model_of(draw).workload, cluster_of(draw), goal, Space(**space), effort=10**9)
         every = predictions_of(roomy, space)
         if not every:
             assert not roomy.run().fitting
@@ -183,7 +183,7 @@ def test_plans_that_share_a_bound_do_not_hide_the_fast_ones() -> None:
         }
     )
     space = Space(tensor=(4,), pipeline=(8, 16), recompute=("none",), vocabulary_parallel=(False,))
-    found = Search(model.workload, cluster, Goal(global_batch=1024, sequence=4096), space, effort=200_000).run()
+    found = PlanSearch(model.workload, cluster, Goal(global_batch=1024, sequence=4096), space, effort=200_000).run()
     assert found.fitting[0].seconds < 25
     assert found.predicted <= 5
 
@@ -200,14 +200,14 @@ def test_no_plan_splits_heads_of_keys_and_values() -> None:
     )
     few = {"pipeline": (1,), "layouts": (Layout("NNN"),), "recompute": ("none",), "microbatch": (1,)}
     goal = Goal(global_batch=8, sequence=64)
-    found = Search(model.workload, cluster, goal, Space(tensor=(1, 2, 4, 8), **few)).run()
+    found = PlanSearch(model.workload, cluster, goal, Space(tensor=(1, 2, 4, 8), **few)).run()
     assert {each.frame.mesh.tensor for each in found.fitting} <= {1, 2}
     words = "no plan for 8 ranks: tensor = 4 ranks cannot split 2 key and value heads evenly; use tensor = 1 or 2"
     with pytest.raises(ConfigError, match=words):
-        Answer.of(Search(model.workload, cluster, goal, Space(tensor=(4,), **few)))
+        Answer.of(PlanSearch(model.workload, cluster, goal, Space(tensor=(4,), **few)))
 
 
-def narrow(*, memory: int = 2**34, rate: float = 6e7) -> Search:
+def narrow(*, memory: int = 2**34, rate: float = 6e7) -> PlanSearch:
     """A pipeline of four ranks on two nodes, with a link between them that takes as long as the devices compute."""
     cluster = Cluster.of(
         {
@@ -219,7 +219,7 @@ def narrow(*, memory: int = 2**34, rate: float = 6e7) -> Search:
     )
     model = Transformer.decoder(**SIZES, vocabulary=IDS, tied=False)
     space = Space(**FOUR_STAGES, schedules=(Order("1f1b"),))
-    return Search(model.workload, cluster, Goal(global_batch=6, sequence=256, headroom=0.0), space)
+    return PlanSearch(model.workload, cluster, Goal(global_batch=6, sequence=256, headroom=0.0), space)
 
 
 def test_an_order_is_searched_again_with_less_memory_until_its_prediction_fits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.base.errors import RunError
-from atoll.prediction.cost import Clock, Device, Efficiency, Product, collective
+from atoll.prediction.cost import Device, Efficiency, KernelClock, Product, collective
 from atoll.program.sim import Speed
 from atoll.runtime.measuring.fits import fit_depth, fit_line, goodput_of, rate_of
 
@@ -50,7 +50,7 @@ def device(units: int, **reached: float) -> Device:
 
 @pytest.mark.parametrize("units", [1, 132])
 def test_depth_and_rate_of_the_clocks_own_seconds(units: int) -> None:
-    clock = Clock(device(units, depth=75.0, launch=0.0), "float32", 4)
+    clock = KernelClock(device(units, depth=75.0, launch=0.0), "float32", 4)
     timings = {inner: clock.of(Product(4096, inner, 4096)) for inner in (128, 512, 4096)}
     depth = fit_depth(timings)
     assert depth == pytest.approx(75.0)

@@ -16,7 +16,7 @@ from atoll.base.errors import ConfigError
 from atoll.plans import schedules
 from atoll.plans.layouts import Layout
 from atoll.plans.plan import MeshShape, Plan
-from atoll.prediction.cost import Attention, Kernel, Pass, Product, Ranks, Use, Work, Workload
+from atoll.prediction.cost import FusedAttention, Kernel, Pass, Product, Ranks, Use, Work, Workload
 from atoll.runtime.assemble.describe import describe_rank
 from atoll.runtime.models import Adapter, Decoder, DecoderConfig, adapter_for, count, transformer_of
 from atoll.runtime.models.operations import kernel_of
@@ -69,7 +69,7 @@ def use_of(**options: Any) -> Use:
 
 
 def flops(kernels: Iterable[Kernel]) -> float:
-    return sum(each.flops for each in kernels if isinstance(each, Product | Attention))
+    return sum(each.flops for each in kernels if isinstance(each, Product | FusedAttention))
 
 
 # ---- against real runs

@@ -3,7 +3,7 @@
 from atoll.plans.schedules.bounds import lower_bound
 from atoll.plans.schedules.catalogue import CATALOGUE, Entry, build
 from atoll.plans.schedules.closed_form import ClosedForm, RankForm, Sizes
-from atoll.plans.schedules.links import Link, Links
+from atoll.plans.schedules.links import Links, PipelineLink
 from atoll.plans.schedules.memory import Memory
 from atoll.plans.schedules.problem import Problem
 
@@ -11,9 +11,9 @@ __all__ = [
     "CATALOGUE",
     "ClosedForm",
     "Entry",
-    "Link",
     "Links",
     "Memory",
+    "PipelineLink",
     "Problem",
     "RankForm",
     "Sizes",

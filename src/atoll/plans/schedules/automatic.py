@@ -24,7 +24,7 @@ from atoll.plans.schedules.timing import StageCosts
 from atoll.plans.schedules.zero_bubble_v import fixed_zero_bubble_v
 
 if TYPE_CHECKING:
-    from atoll.plans.schedules.search import Search
+    from atoll.plans.schedules.search import OrderSearch
 
 
 def automatic(
@@ -175,11 +175,11 @@ def _search(
     return find_order(problem).schedule(name)
 
 
-def find_order(problem: Problem) -> Search:
+def find_order(problem: Problem) -> OrderSearch:
     """Search for an order: see the note above."""
     from atoll.plans.schedules import portfolio
-    from atoll.plans.schedules.search import Search
+    from atoll.plans.schedules.search import OrderSearch
 
-    search = Search(problem)
+    search = OrderSearch(problem)
     portfolio.run(search)
     return search

@@ -37,7 +37,7 @@ Pair = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class PipelineLink:
     """The time of a message: see the note above. Times in seconds, or any one unit.
 
     Raises ConfigError for a time that is negative, infinite or not a number.
@@ -62,13 +62,13 @@ class Link:
 class Links:
     """The link of each pair of pipeline ranks; `other` is that of pairs that are not in `each`, one per pair."""
 
-    each: Mapping[Pair, Link] = field(default_factory=dict)
-    other: Link = Link()
+    each: Mapping[Pair, PipelineLink] = field(default_factory=dict)
+    other: PipelineLink = PipelineLink()
 
     @staticmethod
     def of(hop: float | Links) -> Links:
         """Return the links unchanged, or those of a number: the latency of every pair."""
-        return hop if isinstance(hop, Links) else Links(other=Link(float(hop)))
+        return hop if isinstance(hop, Links) else Links(other=PipelineLink(float(hop)))
 
     @staticmethod
     def read(path: str | Path) -> Links:
@@ -80,7 +80,7 @@ class Links:
         problems: list[str] = []
         rows = tables.pop("link", [])
         other = _link(tables, "the file", problems)
-        each: dict[Pair, Link] = {}
+        each: dict[Pair, PipelineLink] = {}
         for number, row in enumerate(rows if isinstance(rows, list) else []):
             where = f"link {number + 1}"
             pair = row.pop("ranks", None)
@@ -94,7 +94,7 @@ class Links:
             raise ConfigError(f"{path}: " + "; ".join(problems))
         return Links(each, other)
 
-    def between(self, sender: int, receiver: int) -> Link:
+    def between(self, sender: int, receiver: int) -> PipelineLink:
         """Return the link from one rank to another."""
         return self.each.get((sender, receiver), self.other)
 
@@ -111,7 +111,7 @@ def _is_rank(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _link(table: Mapping[str, Any], where: str, problems: list[str]) -> Link:
+def _link(table: Mapping[str, Any], where: str, problems: list[str]) -> PipelineLink:
     """Return a table's link. Its problems are added to the list."""
     unknown = [key for key in table if key not in _KEYS]
     if unknown:
@@ -122,12 +122,12 @@ def _link(table: Mapping[str, Any], where: str, problems: list[str]) -> Link:
     wrong += [] if isinstance(name, str) else ["name"]
     if wrong:
         problems.append(f"{where}: {', '.join(wrong)} is not what it should be: two numbers and a text")
-        return Link()
+        return PipelineLink()
     try:
-        return Link(float(times["latency"]), float(times["seconds"]), name)
+        return PipelineLink(float(times["latency"]), float(times["seconds"]), name)
     except ConfigError as error:
         problems.append(f"{where}: {error}")
-        return Link()
+        return PipelineLink()
 
 
 @dataclass(frozen=True, slots=True)

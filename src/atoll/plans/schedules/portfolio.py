@@ -24,8 +24,8 @@ from atoll.plans.schedules.search import (
     TRIES,
     Board,
     Cost,
-    Search,
-    Settings,
+    OrderSearch,
+    SearchRules,
     keys_from,
     round_trips,
     shortened,
@@ -61,7 +61,7 @@ FEWEST_SHAKEN = 500
 nothing."""
 
 
-def run(search: Search) -> None:
+def run(search: OrderSearch) -> None:
     """Try all candidates, until the bound is reached or the effort is spent."""
     fixed = tuple(fixed_orders(search.problem))
     for schedule in fixed:
@@ -115,16 +115,16 @@ def one_at_a_time(problem: Problem) -> Schedule:
     return Schedule("one at a time", placement, problem.microbatches, tuple(map(tuple, rows)))
 
 
-def consider_patterns(search: Search) -> None:
+def consider_patterns(search: OrderSearch) -> None:
     """Try V-Half and V-Min on a V, units on a loop: the list schedules of the catalogue."""
     problem, board = search.problem, search.board
     ranks, chunks = problem.placement.ranks, problem.placement.chunks
     no_wait, wait = (0,) * ranks, (4,) * ranks
-    plain = Settings((FREE,) * ranks, no_wait, no_wait, reserve=0.0)
+    plain = SearchRules((FREE,) * ranks, no_wait, no_wait, reserve=0.0)
     if problem.placement.kind == "v":
         trial = Board(replace(problem, microbatches=min(problem.microbatches, TRIAL_ROUNDS * ranks)))
         for slots, keep in ((half_slots, (ranks + 2) // 2), (min_slots, (ranks + 4) // 3)):
-            scored: list[tuple[Cost, int, Settings]] = []
+            scored: list[tuple[Cost, int, SearchRules]] = []
             keys = [pattern_keys(trial, slots)]
             for look_ahead in LOOK_AHEADS:
                 for patience in (no_wait, wait):
@@ -148,7 +148,7 @@ def consider_patterns(search: Search) -> None:
                         search.consider("unit")
 
 
-def consider_repeated(search: Search) -> None:
+def consider_repeated(search: OrderSearch) -> None:
     """Try patterns of many periods on a shortened step, and the best ones on the whole."""
     problem = search.problem
     board = Board(shortened(problem))
@@ -156,7 +156,7 @@ def consider_repeated(search: Search) -> None:
     unlimited, none = (FREE,) * ranks, (0,) * ranks
     shortest = max(problem.placement.chunks * (row[0] + row[1] + row[2]) for row in problem.timing.takes)
     longest = max(max(row) for row in problem.timing.takes)
-    scored: list[tuple[Cost, int, float, int, Settings]] = []
+    scored: list[tuple[Cost, int, float, int, SearchRules]] = []
     board_keys, whole_keys = zeros(2 * board.places), zeros(2 * search.board.places)
     budget, seen = EFFORT // 4, set()
     for step in range(PERIODS):
@@ -170,7 +170,7 @@ def consider_repeated(search: Search) -> None:
             seen.add(fingerprint)
             for look_ahead in (0.0, longest, math.inf):
                 for patience in (0, 2, 4):
-                    settings = Settings(unlimited, (patience,) * ranks, none, 0, look_ahead)
+                    settings = SearchRules(unlimited, (patience,) * ranks, none, 0, look_ahead)
                     cost = board.list_by(settings, [board_keys])
                     if cost is not None:
                         scored.append((cost, len(scored), period, mode, settings))
@@ -269,7 +269,7 @@ def key_families(board: Board, fixed: Schedule) -> list[Floats]:
     return families
 
 
-def grid(problem: Problem, families: int) -> Iterator[Settings]:
+def grid(problem: Problem, families: int) -> Iterator[SearchRules]:
     """Yield the settings from which the hill climb may start."""
     ranks, chunks = problem.placement.ranks, problem.placement.chunks
     most = [problem.forwards_that_fit(rank) for rank in range(ranks)]
@@ -285,15 +285,15 @@ def grid(problem: Problem, families: int) -> Iterator[Settings]:
         for patience in (0, 2, 4):
             for restraint in (0, 2):
                 for keys in range(families):
-                    yield Settings(capped, (patience,) * ranks, (restraint,) * ranks, keys)
+                    yield SearchRules(capped, (patience,) * ranks, (restraint,) * ranks, keys)
 
 
-def consider_lists(search: Search, fixed: Schedule) -> None:
+def consider_lists(search: OrderSearch, fixed: Schedule) -> None:
     """Try the grid on a shortened step, climb from its best settings, and try those on the whole step."""
     board = Board(shortened(search.problem))
     is_short = board.cells < search.board.cells
     families = key_families(board, next(fixed_orders(board.problem)) if is_short else fixed)
-    scored: list[tuple[Cost, int, Settings]] = []
+    scored: list[tuple[Cost, int, SearchRules]] = []
     budget = EFFORT // 4
     for serial, settings in enumerate(grid(search.problem, len(families))):
         if board.spent > budget and scored:
@@ -311,7 +311,7 @@ def consider_lists(search: Search, fixed: Schedule) -> None:
             search.consider("listed")
 
 
-def climb(board: Board, families: list[Floats], start: Settings, cost: Cost, budget: int) -> Settings:
+def climb(board: Board, families: list[Floats], start: SearchRules, cost: Cost, budget: int) -> SearchRules:
     """Change one parameter of some ranks at a time as long as that helps: of all, of the first or last, of one."""
     board.spent = 0
     best, trials, is_better = start, 0, True
@@ -327,7 +327,7 @@ def climb(board: Board, families: list[Floats], start: Settings, cost: Cost, bud
     return best
 
 
-def neighbours(settings: Settings, ranks: int) -> Iterator[Settings]:
+def neighbours(settings: SearchRules, ranks: int) -> Iterator[SearchRules]:
     """Yield settings that differ in one parameter of a run of ranks."""
     runs = [range(ranks)]
     runs += [range(rank + 1) for rank in range(ranks - 1)] + [range(rank, ranks) for rank in range(1, ranks)]
@@ -343,7 +343,7 @@ def _shifted(values: tuple[int, ...], run_of: range, shift: int, least: int) -> 
     return tuple(max(least, value + shift) if rank in run_of else value for rank, value in enumerate(values))
 
 
-def relist(search: Search) -> None:
+def relist(search: OrderSearch) -> None:
     """List with the best order's own times as urgencies: W are placed again, and actions may overtake a little or
     freely."""
     board = search.board
@@ -358,14 +358,14 @@ def relist(search: Search) -> None:
         for look_ahead in (0.0, 0.5 * longest, 2.0 * longest, math.inf):
             for patience in (0, 1, 2, 4):
                 for restraint in (0, 2):
-                    settings = Settings(free, (patience,) * ranks, (restraint,) * ranks, 0, look_ahead)
+                    settings = SearchRules(free, (patience,) * ranks, (restraint,) * ranks, 0, look_ahead)
                     if board.spent < EFFORT and board.list_by(settings, keys) is not None:
                         search.consider("listed")
         if search.cost == before or search.is_done:
             return
 
 
-def shaken(search: Search) -> None:
+def shaken(search: OrderSearch) -> None:
     """List with the best order's own times as urgencies, changed one by one. Its effort is separate."""
     board = search.board
     ranks = board.model.ranks
@@ -382,10 +382,10 @@ def shaken(search: Search) -> None:
         kernels.play(board.model, board.order, board.length, board.played)
         keys = keys_from(board)
         look_ahead = longest if serial % 2 else math.inf
-        scored: list[tuple[Cost, int, Settings]] = []
+        scored: list[tuple[Cost, int, SearchRules]] = []
         for patience in (0, 2, 4):
             for restraint in (0, 2):
-                settings = Settings((FREE,) * ranks, (patience,) * ranks, (restraint,) * ranks, 0, look_ahead)
+                settings = SearchRules((FREE,) * ranks, (patience,) * ranks, (restraint,) * ranks, 0, look_ahead)
                 cost = board.list_by(settings, [keys])
                 if cost is not None:
                     scored.append((cost, len(scored), settings))

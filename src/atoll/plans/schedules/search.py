@@ -43,7 +43,7 @@ class Cost(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Settings:
+class SearchRules:
     """Rules of list scheduling as integers per rank: see kernels.Rules. Waits are in quarters of a W or F."""
 
     flight: tuple[int, ...]
@@ -156,7 +156,7 @@ class Board:
             rows.append(tuple(row))
         return tuple(rows)
 
-    def rules_of(self, settings: Settings, keys: Sequence[Floats]) -> Rules:
+    def rules_of(self, settings: SearchRules, keys: Sequence[Floats]) -> Rules:
         """Return the settings as times."""
         takes = self.problem.timing.takes
         quarters = zip(settings.patience, settings.restraint, takes, strict=True)
@@ -171,7 +171,7 @@ class Board:
             settings.reserve,
         )
 
-    def list_by(self, settings: Settings, keys: Sequence[Floats]) -> Cost | None:
+    def list_by(self, settings: SearchRules, keys: Sequence[Floats]) -> Cost | None:
         """Create an order by rules; return None if it deadlocks."""
         return self.list(self.rules_of(settings, keys))
 
@@ -183,7 +183,7 @@ class Board:
         return self.of(self.cost)
 
 
-class Search:
+class OrderSearch:
     """One search. After calls of `consider`, `found` is the best order."""
 
     def __init__(self, problem: Problem) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from atoll.prediction.cost.breakdown import Breakdown, break_down
     from atoll.prediction.cost.cluster import Cluster, Device, Efficiency, Link, Node, presets
     from atoll.prediction.cost.implementation import Implementation
-    from atoll.prediction.cost.kernels import Attention, Clock, Exchange, Kernel, Pass, Product, collective
+    from atoll.prediction.cost.kernels import Exchange, FusedAttention, Kernel, KernelClock, Pass, Product, collective
     from atoll.prediction.cost.prediction import Prediction
     from atoll.prediction.cost.ranks import Ranks
     from atoll.prediction.cost.transformer import Transformer
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from atoll.program.memory import Held
 
 _HOMES = {
-    "Attention": "atoll.prediction.cost.kernels",
     "Breakdown": "atoll.prediction.cost.breakdown",
-    "Clock": "atoll.prediction.cost.kernels",
     "Cluster": "atoll.prediction.cost.cluster",
     "Device": "atoll.prediction.cost.cluster",
     "Efficiency": "atoll.prediction.cost.cluster",
     "Exchange": "atoll.prediction.cost.kernels",
+    "FusedAttention": "atoll.prediction.cost.kernels",
     "Held": "atoll.program.memory",
     "Implementation": "atoll.prediction.cost.implementation",
     "Kernel": "atoll.prediction.cost.kernels",
+    "KernelClock": "atoll.prediction.cost.kernels",
     "Link": "atoll.prediction.cost.cluster",
     "Node": "atoll.prediction.cost.cluster",
     "Pass": "atoll.prediction.cost.kernels",
@@ -49,16 +49,16 @@ _HOMES = {
 """Module in which each name is defined."""
 
 __all__ = [
-    "Attention",
     "Breakdown",
-    "Clock",
     "Cluster",
     "Device",
     "Efficiency",
     "Exchange",
+    "FusedAttention",
     "Held",
     "Implementation",
     "Kernel",
+    "KernelClock",
     "Link",
     "Node",
     "Pass",

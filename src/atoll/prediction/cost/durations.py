@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from atoll.plans.layouts import ITEM_BYTES, Stored
-from atoll.plans.schedules import Link, Links
+from atoll.plans.schedules import Links, PipelineLink
 from atoll.prediction.cost.cluster import Cluster
-from atoll.prediction.cost.kernels import Clock, Exchange, Product
+from atoll.prediction.cost.kernels import Exchange, KernelClock, Product
 from atoll.prediction.cost.ranks import Ranks
 from atoll.prediction.cost.work import Work
 from atoll.program import Do, Operation, Sliced
@@ -61,11 +61,11 @@ class Durations:
         near = {(rank, other): hops[NEAR] for rank in ranks for other in self.near(rank)} if NEAR in hops else {}
         return Links(near, hops["pp"])
 
-    def _hop(self, speed: Speed) -> Link:
+    def _hop(self, speed: Speed) -> PipelineLink:
         seconds = speed.seconds(self.ranks.message_bytes)
         if speed.burst:
-            return Link(speed.latency + max(0.0, seconds - speed.burst / speed.rate))
-        return Link(speed.latency, seconds)
+            return PipelineLink(speed.latency + max(0.0, seconds - speed.burst / speed.rate))
+        return PipelineLink(speed.latency, seconds)
 
     def rates_of(
         self,
@@ -137,7 +137,7 @@ class Durations:
         sharding = self.ranks.plan.sharding(self.ranks.place(rank))
         is_known = sharding.transformed in self.cluster.device.rates
         dtype = sharding.transformed if is_known else self.ranks.use.compute
-        clock = Clock(self.cluster.device, dtype, ITEM_BYTES[dtype])
+        clock = KernelClock(self.cluster.device, dtype, ITEM_BYTES[dtype])
         for unit, each in self.ranks.of(rank).units.items():
             kernels = [
                 Product(*sizes)
@@ -150,11 +150,11 @@ class Durations:
         return found
 
     @cached_property
-    def clock(self) -> Clock:
+    def clock(self) -> KernelClock:
         """Clock of the device, which gives the seconds of kernels."""
         tensor = self.ranks.plan.mesh.tensor
         link = {"link": self.cluster.along(self.ranks.plan.mesh, "tp")} if tensor > 1 else {}
-        return Clock(self.cluster.device, self.ranks.use.compute, self.ranks.use.item, tensor, **link)
+        return KernelClock(self.cluster.device, self.ranks.use.compute, self.ranks.use.item, tensor, **link)
 
     def _by_instruction(self, rank: int, of_work: Callable[[Work], Parts]) -> dict[tuple[Operation, int], float]:
         """Return the seconds of a rank's blocks and slices, given F, I and W of each, by instruction."""

@@ -77,7 +77,7 @@ class Embedding:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class HeadBlock:
     """The last norm or a transform, the logits and the loss."""
 
     name: str

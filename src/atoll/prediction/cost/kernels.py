@@ -57,7 +57,7 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class FusedAttention:
     """Fused attention: its operations, and the bytes that it reads and writes."""
 
     flops: float
@@ -80,7 +80,7 @@ class Exchange:
     nbytes: float
 
 
-Kernel = Product | Attention | Pass | Exchange
+Kernel = Product | FusedAttention | Pass | Exchange
 
 
 def launches(kernel: Kernel) -> int:
@@ -89,7 +89,7 @@ def launches(kernel: Kernel) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class KernelClock:
     """Computes the duration of kernels on a device, in a dtype, with a tensor-parallel group.
 
     item: bytes of an element.  ranks: of the group, which communicates over `link`.
@@ -116,7 +116,7 @@ class Clock:
         match kernel:
             case Product():
                 own = max(self._arithmetic(kernel), self._memory(kernel.moved(self.item)))
-            case Attention():
+            case FusedAttention():
                 own = max(
                     kernel.flops / (self.device.rate(self.dtype) * efficiency.attention), self._memory(kernel.nbytes)
                 )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from atoll.base.errors import ConfigError
 from atoll.prediction.cost.ends import without
-from atoll.prediction.cost.kernels import Attention, Exchange, Kernel, Pass, Product
+from atoll.prediction.cost.kernels import Exchange, FusedAttention, Kernel, Pass, Product
 from atoll.prediction.cost.work import Saved, Use, Work
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class TransformerLayer:
             width = (2 * s.queries + 2 * s.keys) // self._inside(use)
             share = 0.5 if s.causal else 1.0
             flops = 4.0 * share * heads * length * length * s.head_width
-            yield Attention(flops, i * use.tokens * width)
+            yield FusedAttention(flops, i * use.tokens * width)
             return
         scores = heads * length * length
         is_taken = s.implementation.runtime != "megatron" or s.head_width * i % ALIGNED == 0
@@ -250,8 +250,8 @@ class TransformerLayer:
         s, i = self.sizes, use.item
         for kernel in self._scores(use):
             match kernel:
-                case Attention():
-                    yield Attention(FLASH_BACKWARD * kernel.flops, 2.0 * kernel.nbytes)
+                case FusedAttention():
+                    yield FusedAttention(FLASH_BACKWARD * kernel.flops, 2.0 * kernel.nbytes)
                 case Product():
                     yield kernel.swapped
                     yield kernel.learnt

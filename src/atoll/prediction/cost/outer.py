@@ -66,7 +66,7 @@ def units_of(ranks: Ranks) -> int:
     return len(ranks.shape.units)
 
 
-def sent_by(ranks: Ranks, rank: int) -> dict[int, float]:
+def outer_bytes_sent(ranks: Ranks, rank: int) -> dict[int, float]:
     """Return the bytes that a pipeline rank sends for each unit's outer gradient."""
     plan, outer = ranks.plan, ranks.plan.outer
     if outer is None:
@@ -78,7 +78,7 @@ def sent_by(ranks: Ranks, rank: int) -> dict[int, float]:
     }
 
 
-def in_flight(ranks: Ranks, rank: int) -> int:
+def outer_bytes_in_flight(ranks: Ranks, rank: int) -> int:
     """Return the most bytes of outer gradients that a pipeline rank has in flight at once, with the encoded blocks that
     are sent and received."""
     plan, outer = ranks.plan, ranks.plan.outer
@@ -99,7 +99,7 @@ def cost_of(ranks: Ranks, outer: Outer, *, step: float, link: Speed, memory: flo
     """
     count, item = units_of(ranks), ITEM_BYTES[ranks.plan.precision.master]
     every = range(ranks.plan.mesh.pipeline)
-    sent = [_by_fragment(outer, sent_by(ranks, rank), count) for rank in every]
+    sent = [_by_fragment(outer, outer_bytes_sent(ranks, rank), count) for rank in every]
     own = [_by_fragment(outer, elements(ranks, rank), count) for rank in every]
     passes = TOUCHED * item / memory
     added = _simulate(outer, count, step, [_Line(link, sizes).ready for sizes in sent], own, passes)

@@ -15,7 +15,7 @@ from atoll.prediction.cost.activations import with_activations
 from atoll.prediction.cost.breakdown import Breakdown, break_down
 from atoll.prediction.cost.cluster import Cluster, Device
 from atoll.prediction.cost.durations import Durations
-from atoll.prediction.cost.outer import OuterCost, cost_of, in_flight
+from atoll.prediction.cost.outer import OuterCost, cost_of, outer_bytes_in_flight
 from atoll.prediction.cost.ranks import Ranks
 from atoll.prediction.cost.work import Use, Workload
 from atoll.program.memory import Held, held_in
@@ -146,7 +146,7 @@ class Prediction:
         """Return the memory of a pipeline rank between steps."""
         shape, context = self.ranks.of(rank), 0 if self.cluster is None else self.cluster.device.context
         state = shape.footprint().at_rest(self.plan.layout)
-        outgoing = in_flight(self.ranks, rank)
+        outgoing = outer_bytes_in_flight(self.ranks, rank)
         return Held(state.parameters, state.gradients, state.optimizer, buffers=outgoing, context=context)
 
     def peak(self, rank: int) -> Held:

@@ -13,7 +13,7 @@ from atoll.plans.ir.residency import Slices as SliceBytes
 from atoll.plans.ir.residency import slices_freed
 from atoll.plans.layouts import ITEM_BYTES, Box
 from atoll.plans.plan import Plan
-from atoll.prediction.cost.work import Use, Vocabulary, Work
+from atoll.prediction.cost.work import Use, VocabularyRows, Work
 from atoll.program import EMBEDDING, HEAD, Do, Operation, Sliced
 
 At = tuple[Operation, int]
@@ -75,7 +75,7 @@ class Slices:
 class VocabularySlices(Slices):
     """Slices of a split vocabulary. The largest one represents all of them, except in `elements`."""
 
-    vocabulary: Vocabulary
+    vocabulary: VocabularyRows
 
     def __post_init__(self) -> None:
         mesh, rows = self.plan.mesh, self.vocabulary.rows

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from atoll.prediction.cost.ends import Embedding, Head
+from atoll.prediction.cost.ends import Embedding, HeadBlock
 from atoll.prediction.cost.implementation import DECODER, DECODER_ON_CPU, MEGATRON, Implementation
 from atoll.prediction.cost.layer import TransformerLayer
 from atoll.prediction.cost.vocabulary import EmbeddingSlice, HeadSlice, LookedUp, Scored
-from atoll.prediction.cost.work import BlockOf, Vocabulary, Workload
+from atoll.prediction.cost.work import BlockOf, VocabularyRows, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,14 +131,14 @@ class Transformer:
     def workload(self) -> Workload:
         """Return the workload: embedding, layers, head."""
         shared = self.vocabulary * self.hidden if self.tied else 0
-        whole = self._around_layers(Embedding("embedding", self), Head("head", self), self.vocabulary)
+        whole = self._around_layers(Embedding("embedding", self), HeadBlock("head", self), self.vocabulary)
         return replace(whole, shared=shared, split=self.split)
 
     def split(self, ranks: int) -> Workload:
         """Return the same with a vocabulary whose rows are split over so many pipeline ranks."""
         rest = self._around_layers(LookedUp("embedding", self, ranks), Scored("head", self, ranks), 0)
         slices = EmbeddingSlice("embedding's rows", self, ranks), HeadSlice("head's rows", self, ranks)
-        return replace(rest, vocabulary=Vocabulary(self.vocabulary, *slices, is_tied=self.tied))
+        return replace(rest, vocabulary=VocabularyRows(self.vocabulary, *slices, is_tied=self.tied))
 
     def _around_layers(self, first: BlockOf, last: BlockOf, rows: int) -> Workload:
         """Return the workload of layers between two ends. rows: of the head that its block multiplies by."""

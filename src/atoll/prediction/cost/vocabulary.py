@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from atoll.prediction.cost.ends import Embedding, Head
+from atoll.prediction.cost.ends import Embedding, HeadBlock
 from atoll.prediction.cost.kernels import Exchange, Kernel, Pass, Product
 from atoll.prediction.cost.work import Saved, Use, Work
 
@@ -47,7 +47,7 @@ class Scored(_Part):
 
     def work(self, use: Use) -> Work:
         """See `Work`."""
-        before = Head(self.name, self.sizes).without_logits(use)
+        before = HeadBlock(self.name, self.sizes).without_logits(use)
         i, precise, hidden = use.item, _precise(use), use.tokens * self.sizes.hidden
         # Each answer is cast, then scaled and added to the gradient; rows of labels are subtracted once.
         each = (i + precise) * (precise > i) + 3 * precise

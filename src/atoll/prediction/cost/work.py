@@ -120,7 +120,7 @@ class BlockOf(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class VocabularyRows:
     """Rows of embedding and head, if they are split over the ranks of a pipeline and belong to no block.
 
     rows: of each table, one for each id.  embedding, head: the largest slice of each. Their F and W are L and G, and S
@@ -152,7 +152,7 @@ class Workload:
     trains_shared: bool = True
     joined: frozenset[int] = frozenset()
     costs: tuple[float, ...] = ()
-    vocabulary: Vocabulary | None = None
+    vocabulary: VocabularyRows | None = None
     split: Callable[[int], Workload] | None = field(default=None, compare=False)
 
     @property

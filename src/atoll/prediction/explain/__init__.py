@@ -4,7 +4,7 @@ from atoll.prediction.explain.alternative import Alternative
 from atoll.prediction.explain.choices import CHOICES, Choice, rebuilt
 from atoll.prediction.explain.explanation import Explanation, LayoutRow, Measured, Resource
 from atoll.prediction.explain.holdings import Holding, InFlight, State
-from atoll.prediction.explain.links import LinkUse, Travel, travel
+from atoll.prediction.explain.links import DataTraffic, LinkUse, travel
 from atoll.prediction.explain.questions import QUESTIONS, Answer, ask, listed
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Alternative",
     "Answer",
     "Choice",
+    "DataTraffic",
     "Explanation",
     "Holding",
     "InFlight",
@@ -21,7 +22,6 @@ __all__ = [
     "Measured",
     "Resource",
     "State",
-    "Travel",
     "ask",
     "listed",
     "rebuilt",

@@ -17,7 +17,7 @@ from atoll.prediction.cost.breakdown import busiest_rank
 from atoll.prediction.explain.alternative import Alternative, attempt, fullest_rank, predicted
 from atoll.prediction.explain.choices import CHOICES, rebuilt
 from atoll.prediction.explain.holdings import Holding, holding
-from atoll.prediction.explain.links import LinkUse, Travel, link_uses, travel
+from atoll.prediction.explain.links import DataTraffic, LinkUse, link_uses, travel
 
 FASTER = 1.1
 """Factor by which a resource is made faster to find the bottleneck."""
@@ -56,7 +56,7 @@ class LayoutRow:
     """One of the effective layouts in place of the plan's. travel: None if the layout is refused."""
 
     alternative: Alternative
-    travel: Travel | None
+    travel: DataTraffic | None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from atoll.prediction.cost import Prediction
-from atoll.prediction.cost.outer import sent_by
+from atoll.prediction.cost.outer import outer_bytes_sent
 from atoll.program import way_of
 
 GATHERS, REDUCTIONS, RETURNS, MESSAGES = "gathers", "reductions", "updated parameters", "messages"
@@ -50,7 +50,7 @@ def link_uses(prediction: Prediction, rank: int) -> tuple[LinkUse, ...]:
             sent[axis, _KINDS.get(do.carries, MESSAGES)] += nbytes
     links = prediction.durations.links
     if prediction.plan.outer is not None:
-        outgoing = sent_by(prediction.ranks, rank)
+        outgoing = outer_bytes_sent(prediction.ranks, rank)
         times["inter", OUTER] = -(-len(outgoing) // prediction.plan.outer.every)
         sent["inter", OUTER] = sum(outgoing.values()) / prediction.plan.outer.every
     return tuple(
@@ -61,7 +61,7 @@ def link_uses(prediction: Prediction, rank: int) -> tuple[LinkUse, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Travel:
+class DataTraffic:
     """Data-parallel traffic of the rank that sends most, and its waits.
 
     inter, intra: bytes per step.  seconds: busy time of the slower of both links.  waited: time that nothing hides.
@@ -78,7 +78,7 @@ class Travel:
         return 1.0 - min(1.0, self.waited / self.seconds) if self.seconds else 1.0
 
 
-def travel(prediction: Prediction) -> Travel:
+def travel(prediction: Prediction) -> DataTraffic:
     """Return the data-parallel traffic of the pipeline rank whose links are busy longest."""
     found = []
     for rank, parts in enumerate(prediction.breakdown):
@@ -87,5 +87,5 @@ def travel(prediction: Prediction) -> Travel:
         for use in uses:
             sent[use.axis] += use.nbytes
             busy[use.axis] += use.seconds
-        found.append(Travel(sent["inter"], sent["intra"], max(busy.values()), parts.gathers + parts.reductions))
+        found.append(DataTraffic(sent["inter"], sent["intra"], max(busy.values()), parts.gathers + parts.reductions))
     return max(found, key=lambda each: (each.seconds, each.inter + each.intra))

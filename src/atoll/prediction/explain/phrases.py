@@ -42,7 +42,7 @@ def mesh(shape: MeshShape) -> str:
     return "1 rank" if shape.world == 1 else f"{shape.world} ranks: {sizes}"
 
 
-def plan(prediction: Prediction) -> str:
+def plan_line(prediction: Prediction) -> str:
     """Return the choices of a plan in one line."""
     own = prediction.plan
     recompute = "" if own.recompute == "none" else f", recompute {own.recompute}"

@@ -31,7 +31,7 @@ def describe(explanation: Explanation) -> Iterator[str]:
         )
 
 
-def answer(found: Answer) -> Iterator[str]:
+def answer_lines(found: Answer) -> Iterator[str]:
     """Yield a question, its answer, and a table of the alternatives."""
     yield found.question
     for sentence in found.sentences:
@@ -46,7 +46,7 @@ def answer(found: Answer) -> Iterator[str]:
 def _plan(explanation: Explanation) -> Iterator[str]:
     prediction = explanation.prediction
     yield f"{prediction.workload.name} on {phrases.mesh(explanation.plan.mesh)}"
-    yield phrases.plan(prediction)
+    yield phrases.plan_line(prediction)
     yield (
         f"A step takes {format_seconds(prediction.seconds)}: "
         f"{format_rate(prediction.tokens_a_second, 'tokens')}, MFU {phrases.percent(prediction.mfu)}."

@@ -1,20 +1,20 @@
 """Choose a plan for a workload on a cluster, and explain it."""
 
-from atoll.prediction.planner.answer import Alternative, Answer, Change
+from atoll.prediction.planner.answer import Answer, Change, ChoiceAlternative
 from atoll.prediction.planner.candidate import Candidate, choices, settings
-from atoll.prediction.planner.search import EFFORT, Found, Search
+from atoll.prediction.planner.search import EFFORT, Found, PlanSearch
 from atoll.prediction.planner.space import Goal, Order, Space
 
 __all__ = [
     "EFFORT",
-    "Alternative",
     "Answer",
     "Candidate",
     "Change",
+    "ChoiceAlternative",
     "Found",
     "Goal",
     "Order",
-    "Search",
+    "PlanSearch",
     "Space",
     "choices",
     "settings",

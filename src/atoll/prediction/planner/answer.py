@@ -11,7 +11,7 @@ from atoll.base.errors import ConfigError
 from atoll.prediction.cost import Cluster, Prediction
 from atoll.prediction.planner import text
 from atoll.prediction.planner.candidate import Candidate, choices
-from atoll.prediction.planner.search import Found, Search
+from atoll.prediction.planner.search import Found, PlanSearch
 from atoll.prediction.planner.simpler import simplest_first
 from atoll.prediction.planner.space import world_of
 
@@ -30,7 +30,7 @@ EASIER = 8
 """Factor by which the effort is smaller for other conditions."""
 
 
-class Alternative(NamedTuple):
+class ChoiceAlternative(NamedTuple):
     """The fastest plan found with another value of one choice. seconds: None if no plan was found that fits."""
 
     choice: str
@@ -56,11 +56,11 @@ class Change(NamedTuple):
 class Answer:
     """The fastest plan found, and the reasons. `print` shows the output of `atoll plan`."""
 
-    search: Search
+    search: PlanSearch
     found: Found
 
     @staticmethod
-    def of(search: Search) -> Answer:
+    def of(search: PlanSearch) -> Answer:
         """Search for a plan. Raises ConfigError if the goal and the cluster do not match, and if no plan fits."""
         found = Answer(search, search.with_made(search.run()))
         _ = found.best
@@ -116,7 +116,7 @@ class Answer:
         return tuple(chosen[1:])
 
     @cached_property
-    def alternatives(self) -> tuple[Alternative, ...]:
+    def alternatives(self) -> tuple[ChoiceAlternative, ...]:
         """For each choice, the cost of another value, with all other choices free."""
         own = choices(self.best)
         found = []
@@ -125,7 +125,7 @@ class Answer:
             fitting = (each for _, each in zip(range(TRIED), others, strict=False) if self._fits(each))
             other = next(fitting, None)
             made = None if other is None else choices(other)[name]
-            found.append(Alternative(name, value, made, None if other is None else other.seconds))
+            found.append(ChoiceAlternative(name, value, made, None if other is None else other.seconds))
         return tuple(found)
 
     @cached_property
@@ -154,7 +154,7 @@ class Answer:
             found.append(self._changed("half the global batch", replace(search, goal=goal), is_same=False))
         return tuple(found)
 
-    def _changed(self, what: str, search: Search, *, is_same: bool = True) -> Change:
+    def _changed(self, what: str, search: PlanSearch, *, is_same: bool = True) -> Change:
         """Return the effect of a change. is_same: whether the plan is also valid for the changed goal."""
         easier = replace(search, effort=search.effort // EASIER)
         fitting = easier.run().fitting
@@ -162,7 +162,7 @@ class Answer:
         best = min((*filter(None, known), *fitting[:1]), key=lambda each: each.seconds, default=None)
         return Change(what, None if known[0] is None else known[0].seconds, best)
 
-    def _again(self, candidate: Candidate, search: Search) -> Candidate | None:
+    def _again(self, candidate: Candidate, search: PlanSearch) -> Candidate | None:
         """Return the prediction of a plan on the changed cluster; None if it does not fit."""
         known = self.prediction if candidate is self.best else self.search.predict(candidate)
         prediction = known.on(search.cluster)
@@ -195,7 +195,7 @@ def _smaller(cluster: Cluster, share: float) -> Cluster:
     return cluster.model_copy(update={"device": device})
 
 
-def _doubled(search: Search) -> Mapping[str, Any]:
+def _doubled(search: PlanSearch) -> Mapping[str, Any]:
     """Return cluster and goal with twice the ranks, and the same work."""
     goal, cluster = search.goal, search.cluster
     ranks = None if goal.ranks is None else 2 * goal.ranks

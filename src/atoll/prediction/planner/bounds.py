@@ -306,7 +306,7 @@ class Skeleton:
                 gathered, reduced = (
                     {
                         axis: link.seconds(
-                            count * _item(axis, codec, dtype) * _along(axis, moves) * part_of(axis, mesh)
+                            count * _item(axis, codec, dtype) * _along(axis, moves) * sent_share(axis, mesh)
                         )
                         for axis, link in self._links(mesh).items()
                     }
@@ -344,8 +344,8 @@ class Skeleton:
                 spared = links[axis].burst / links[axis].rate
                 moved = gathered * _along(axis, GATHER_PARAMETER[p]), reduced * _along(axis, REDUCE_GRADIENT[g])
                 sent = compute * moved[0] + reduce * moved[1]
-                once[rank, axis] = links[axis].seconds(synced * part_of(axis, mesh))
-                each[rank, axis] = links[axis].seconds(sent * part_of(axis, mesh)) - spared
+                once[rank, axis] = links[axis].seconds(synced * sent_share(axis, mesh))
+                each[rank, axis] = links[axis].seconds(sent * sent_share(axis, mesh)) - spared
         return once, each
 
     def _links(self, mesh: MeshShape) -> dict[str, Speed]:
@@ -431,7 +431,7 @@ def data_links(cluster: Cluster, mesh: MeshShape, *, has_islands: bool = False) 
     return {axis: cluster.along(mesh, axis) for axis in axes if mesh.sizes[axis] > 1}
 
 
-def part_of(axis: str, mesh: MeshShape) -> float:
+def sent_share(axis: str, mesh: MeshShape) -> float:
     """Return the share of a buffer that a rank sends in one transfer along an axis."""
     return 1.0 - 1.0 / mesh.intra if axis == "intra" else (1.0 - 1.0 / mesh.inter) / mesh.intra
 

@@ -32,7 +32,7 @@ from atoll.plans.layouts import ITEM_BYTES, Layout, Precision, Whole
 from atoll.plans.outer import Outer
 from atoll.plans.plan import MeshShape, Plan
 from atoll.prediction.cost import Cluster, Prediction, Use, Workload
-from atoll.prediction.planner.bounds import Least, Skeleton, data_links, part_of
+from atoll.prediction.planner.bounds import Least, Skeleton, data_links, sent_share
 from atoll.prediction.planner.candidate import Candidate
 from atoll.prediction.planner.space import Frame, Goal, Order, Space, Travel
 
@@ -113,7 +113,7 @@ class _Node(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Search:
+class PlanSearch:
     """The plans of a workload on a cluster.
 
     space: the choices; all of them if not given.  reads_in_place: whether the ranks of a group read each other's
@@ -380,7 +380,7 @@ class Search:
         item = ITEM_BYTES[precision.reduce] + ITEM_BYTES[precision.compute]
         sent = item * total.trained / mesh.pipeline
         links = data_links(self.cluster, mesh, has_islands=self.outer is not None)
-        moves = (link.seconds(sent * part_of(axis, mesh)) for axis, link in links.items())
+        moves = (link.seconds(sent * sent_share(axis, mesh)) for axis, link in links.items())
         exposed = max(0.0, max(moves, default=0.0) - total.seconds / mesh.pipeline)
         return Least(max(mean, most) * microbatches, nbytes, likely + exposed)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.prediction.cost import Attention, Kernel, Pass, Product
+from atoll.prediction.cost import FusedAttention, Kernel, Pass, Product
 from atoll.prediction.cost.layer import FLASH_BACKWARD
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -55,17 +55,17 @@ def kernel_of(operation: Any, arguments: Sequence[Any], output: Any) -> Kernel |
     return Pass(float(sum(moved(tensor) for tensor in (*read, *made))))
 
 
-def attention_of(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Attention:
+def attention_of(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> FusedAttention:
     """Return fused attention of [batch, heads, length, width] queries, keys and values."""
     *pairs, length, width = query.shape
     flops = 2.0 * math.prod(pairs) * length * key.shape[-2] * (width + value.shape[-1])
     out = math.prod(pairs) * length * value.shape[-1] * query.element_size()
-    return Attention(flops * (0.5 if is_causal else 1.0), float(out + sum(map(moved, (query, key, value)))))
+    return FusedAttention(flops * (0.5 if is_causal else 1.0), float(out + sum(map(moved, (query, key, value)))))
 
 
-def backward_of(forward: Attention) -> Attention:
+def backward_of(forward: FusedAttention) -> FusedAttention:
     """Return the backward of fused attention."""
-    return Attention(FLASH_BACKWARD * forward.flops, 2.0 * forward.nbytes)
+    return FusedAttention(FLASH_BACKWARD * forward.flops, 2.0 * forward.nbytes)
 
 
 def _grouped(left: Tensor, right: Tensor, output: Tensor) -> Product:

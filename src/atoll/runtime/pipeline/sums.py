@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from atoll.runtime.sharding.unit import Unit, UnitSpec
-from atoll.runtime.transport import Channel, Exchange, Later, Tag, Transport
+from atoll.runtime.transport import Channel, DirectSum, Later, Tag, Transport
 
 SUMS_HEAD = 4
 """Sums that come before those of the units: loss, idle share, counts that losses gave, and how many did."""
@@ -131,7 +131,7 @@ class RankSums:
     def begin_total(self, sums: StepSums) -> Later:
         """Start the sum over stages; the ranks of one stage already have the same values."""
         if self._transport.place.mesh.pipeline == 1:
-            return Exchange([sums.values], [])  # a stage's ranks are all ranks
+            return DirectSum([sums.values], [])  # a stage's ranks are all ranks
         # The ranks of a stage have equal sums since SUMS, so one of them speaks; the same bits arrive everywhere.
         said = sums.values if self._transport.speaks else torch.zeros_like(sums.values)
         return self._transport.total_together_later(said)

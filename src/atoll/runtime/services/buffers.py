@@ -12,7 +12,7 @@ from atoll.base.digests import digest
 from atoll.base.errors import PlanError
 from atoll.runtime.assemble.rank import Rank
 from atoll.runtime.models.buffers import buffers_outside, first_names, persistent_buffers
-from atoll.runtime.sharding.replicas import Holding, differences, digest_of, share, short
+from atoll.runtime.sharding.replicas import Replica, differences, digest_of, share, short
 from atoll.runtime.verdict import SHOWN
 
 
@@ -50,7 +50,7 @@ class Buffers:
             changed = [name for name in after if before.get(name) != after[name]]
             everywhere = buffers_outside(self._adapter)
             own = [
-                Holding(short(digest(self._firsts.get(name, name).encode())), short(after[name]), 0, kind=0)
+                Replica(short(digest(self._firsts.get(name, name).encode())), short(after[name]), 0, kind=0)
                 for name in after
                 if name in changed or name in everywhere
             ]

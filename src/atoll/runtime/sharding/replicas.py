@@ -33,7 +33,7 @@ _DIGITS = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class Replica:
     """One replicated value on one rank. key: equal on all ranks that replicate it.  value: digest of its bytes.
 
     unit: its place in the model.  kind: its place in `KINDS`.
@@ -46,7 +46,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class Disagreement:
     """Ranks that hold something else than most. others: those that agree; where no value has a majority, all do not."""
 
     unit: int
@@ -65,7 +65,7 @@ class Difference:
 
 def holdings(
     units: Iterable[Unit], states: Mapping[str, Mapping[str, Any]], place: Place, outer: OuterSteps | None = None
-) -> Iterator[Holding]:
+) -> Iterator[Replica]:
     """Yield this rank's holdings. states: optimizer states by parameter name and key.  outer: outer steps, whose
     anchors are the same on all islands; all else is an island's own."""
     tp, island = place.tp, -1 if outer is None else place.inter
@@ -75,7 +75,7 @@ def holdings(
         segment, kind = segments[at, part], KINDS.index("anchors")
         held = segment.flat.range(Level.G)
         common = at, part, kind, held.start, held.stop, _position(segment, tp)
-        yield Holding(short(digest(repr(common).encode())), short(digest_of(tensors)), at, kind=kind)
+        yield Replica(short(digest(repr(common).encode())), short(digest_of(tensors)), at, kind=kind)
     for unit in units:
         for part, segment in enumerate(unit.segments):
             layout, shards = segment.flat.layout, segment.shards
@@ -87,7 +87,7 @@ def holdings(
                 if tensors:
                     held = segment.flat.range(level)
                     key = unit.spec.index, part, kind, held.start, held.stop, _position(segment, tp), island
-                    yield Holding(
+                    yield Replica(
                         short(digest(repr(key).encode())), short(digest_of(tensors)), unit.spec.index, kind=kind
                     )
 
@@ -115,7 +115,7 @@ def short(hexadecimal: str) -> int:
     return int(hexadecimal[:_DIGITS], 16)
 
 
-def share(own: Sequence[Holding], transport: Transport) -> list[list[Holding]]:
+def share(own: Sequence[Replica], transport: Transport) -> list[list[Replica]]:
     """Return the holdings of every rank. All ranks must call it."""
     world, rank = transport.place.mesh.world, transport.place.rank
     counts = torch.zeros(world, dtype=torch.float64)
@@ -126,12 +126,12 @@ def share(own: Sequence[Holding], transport: Transport) -> list[list[Holding]]:
         table[rank, at] = torch.tensor([each.key, each.value, each.unit, each.kind], dtype=torch.float64)
     rows = transport.total(table.reshape(-1)).reshape(table.shape).tolist()
     return [
-        [Holding(*map(int, row)) for row in held[: int(count)]]
+        [Replica(*map(int, row)) for row in held[: int(count)]]
         for held, count in zip(rows, counts.tolist(), strict=True)
     ]
 
 
-def differences(held: Sequence[Sequence[Holding]]) -> list[Difference]:
+def differences(held: Sequence[Sequence[Replica]]) -> list[Disagreement]:
     """Return the differences between ranks, in the model's order. held: by rank."""
     values: dict[tuple[int, int, int], dict[int, int]] = {}
     for rank, found in enumerate(held):
@@ -144,5 +144,5 @@ def differences(held: Sequence[Sequence[Holding]]) -> list[Difference]:
             continue
         most = common if 2 * count > len(by_rank) else None
         others = tuple(rank for rank, value in by_rank.items() if value == most)
-        differing.append(Difference(unit, kind, tuple(rank for rank in by_rank if rank not in others), others=others))
+        differing.append(Disagreement(unit, kind, tuple(rank for rank in by_rank if rank not in others), others=others))
     return differing

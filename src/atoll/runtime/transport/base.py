@@ -202,7 +202,7 @@ class Later(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class DirectSum:
     """A sum for which every rank sends its part to all others: one message's latency, added in the same order by all.
 
     parts: the part of each rank, in order; this rank's own is there already.
@@ -402,14 +402,14 @@ class Transport(ABC):
         name = f"{'_'.join(axes)}_{next(_MESHES)}"
         return DeviceMesh.from_group(found, self.device.type, mesh_dim_names=(name,))
 
-    def exchange(self, values: torch.Tensor, ranks: Sequence[int], tag: Tag) -> Exchange:
+    def exchange(self, values: torch.Tensor, ranks: Sequence[int], tag: Tag) -> DirectSum:
         """Start to sum a tensor over `ranks`."""
         own = self.place.rank
         parts = [values.clone() if rank == own else torch.empty_like(values) for rank in ranks]
         others = [(part, rank) for part, rank in zip(parts, ranks, strict=True) if rank != own]
         messages = [self.receive(part, rank, tag) for part, rank in others]
         messages += [self.send(parts[ranks.index(own)], rank, tag) for _, rank in others]
-        return Exchange(parts, messages)
+        return DirectSum(parts, messages)
 
     def barrier(self) -> None:
         """Wait for every rank."""

@@ -9,10 +9,10 @@ from contextlib import suppress
 import torch
 
 from atoll.runtime.transport import shared_memory
-from atoll.runtime.transport.base import Channel, Exchange, GroupMemory, Peers, Tag
+from atoll.runtime.transport.base import Channel, DirectSum, GroupMemory, Peers, Tag
 from atoll.runtime.transport.shared_memory import HEADERS, Arena, SharedMemory
 
-Exchanging = Callable[[torch.Tensor, Sequence[int], Tag], Exchange]
+Exchanging = Callable[[torch.Tensor, Sequence[int], Tag], DirectSum]
 """`Transport.exchange`."""
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from atoll.prediction.cost import Exchange, Prediction
 from atoll.prediction.cost.kernels import Kernel
-from atoll.prediction.cost.outer import sent_by
+from atoll.prediction.cost.outer import outer_bytes_sent
 from atoll.program import Do
 from atoll.program.traffic import way_of
 
@@ -58,7 +58,7 @@ def _sent(prediction: Prediction, rank: int) -> dict[tuple[str, str], float]:
     tensor = prediction.plan.mesh.tensor
     total: defaultdict[tuple[str, str], float] = defaultdict(float)
     if prediction.plan.outer is not None:
-        total["inter", "outer"] = sum(sent_by(ranks, rank).values()) / prediction.plan.outer.every
+        total["inter", "outer"] = sum(outer_bytes_sent(ranks, rank).values()) / prediction.plan.outer.every
     for instruction in program.instructions:
         do, action, of, _ = instruction
         for axis, count in way_of(instruction, program.shape):
