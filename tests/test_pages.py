@@ -33,7 +33,7 @@ from atoll.base.errors import UserError
 from atoll.cli.main import app
 from atoll.plans.schedules import Links
 from atoll.prediction.cost import Cluster
-from atoll.runtime.same import difference
+from atoll.runtime.same import describe_differences
 from atoll.testing import progress
 from atoll.training.config import from_dict, load
 from benchmarks import claims
@@ -573,7 +573,7 @@ def says_who_is_late(block: Block, desk: Path) -> None:
 
 def says_what_is_unlike(block: Block, desk: Path) -> None:
     versions = [{"atoll": "0.1.0" if rank < 4 else "0.2.0"} for rank in range(8)]
-    assert block.text == f"error: {difference(versions, advice='')}\n"
+    assert block.text == f"error: {describe_differences(versions, advice='')}\n"
 
 
 SAID_BY_RANKS = "docs/training.md: step"

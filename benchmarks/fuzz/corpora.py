@@ -15,7 +15,7 @@ from pyarrow import parquet  # a reader loads it once it is needed: an input tak
 
 from atoll.base.errors import DataError
 from atoll.training.data.bad_records import BadRecords
-from atoll.training.data.blocks import MANIFEST as BLOCKS_MANIFEST
+from atoll.training.data.blocks import CORPUS_MANIFEST as BLOCKS_MANIFEST
 from atoll.training.data.blocks import Blocks
 from atoll.training.data.conversations import conversations
 from atoll.training.data.corpus import documents, find_source

@@ -27,7 +27,7 @@ import xxhash
 
 from atoll.base import digests
 from atoll.base.errors import UnverifiedWarning
-from atoll.runtime.checkpoint import Piece, load, save, saving
+from atoll.runtime.checkpoint import Piece, load_pieces, save, saving
 from atoll.runtime.checkpoint import manifest as manifests
 from benchmarks.integrity.mutations import MUTATIONS, Cache, Checkpoints, Outcome, damage, without_digests
 from benchmarks.islands import tables
@@ -161,7 +161,7 @@ def _load(target: Path, pieces: Sequence[Piece], seconds: dict[str, list[float]]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UnverifiedWarning)
             begun = time.perf_counter()
-            load(target, pieces)
+            load_pieces(target, pieces)
             took = time.perf_counter() - begun
     finally:
         manifests.digest = digests.digest

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from atoll.base.errors import AtollError, DataError, UnverifiedWarning
-from atoll.runtime.checkpoint import Archive, Piece, load, save, step_folder
+from atoll.runtime.checkpoint import Archive, Piece, load_pieces, save, step_folder
 from atoll.training.config import Config, from_dict
 from atoll.training.data import prepare
 from atoll.training.resumed import resumed_state
@@ -65,7 +65,7 @@ class Checkpoints:
         """Read the newer one as a run does. Raises what that raises."""
         found = {name: torch.full_like(value, -7.0) for name, value in _values(0).items()}
         resumed_state(self.config, Archive(self.folder), None, run="a" * 32)
-        state = load(self.folder, _pieces(found))
+        state = load_pieces(self.folder, _pieces(found))
         values = _values(STEPS[1])
         return state == self.expected and all(torch.equal(found[name], values[name]) for name in values)
 

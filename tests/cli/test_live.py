@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from atoll.base.errors import RunError
 from atoll.cli.live import serve
 from atoll.cli.main import app
-from atoll.testing.progress import Progress, finish, join, run
+from atoll.testing.progress import Activity, finish, join_thread, run
 from atoll.training.sheet import RunReader
 from benchmarks.browser import browser, found
 from tests.cli.test_report import run_folder, step
@@ -37,7 +37,7 @@ def served(tmp_path: Path) -> Iterator[ThreadingHTTPServer]:
     thread.start()
     yield server
     server.shutdown()
-    join(thread)
+    join_thread(thread)
     server.server_close()
 
 
@@ -98,7 +98,7 @@ def test_a_folder_without_a_run_waits(tmp_path: Path) -> None:
         first = ask(server, "/report")
         assert "waiting: " in first.text
         run_folder(tmp_path / "later")
-        progress = Progress()
+        progress = Activity()
         while (second := ask(server, "/report", If_None_Match=first.getheader("ETag") or "")).status == 304:
             progress.check()
             time.sleep(0.02)
@@ -106,7 +106,7 @@ def test_a_folder_without_a_run_waits(tmp_path: Path) -> None:
         assert 'id="timeline"' in second.text
     finally:
         server.shutdown()
-        join(thread)
+        join_thread(thread)
         server.server_close()
 
 

@@ -17,7 +17,7 @@ import torch
 
 from atoll.plans.layouts import NO_CODECS
 from atoll.program.operation import OPERATIONS
-from atoll.runtime.lanes import Job, Lane
+from atoll.runtime.lanes import Job, JobLane
 from atoll.runtime.pipeline.executor import Executor
 from atoll.testing import run_ranks
 from atoll.testing.parity import (
@@ -103,9 +103,9 @@ def train_late(case: Case, late: str) -> History:
 
 @contextmanager
 def _late_lanes(device: str) -> Iterator[None]:
-    do = Lane.do
+    do = JobLane.do
 
-    def slow(lane: Lane, work: Callable[[], None], *, unit: int, after: Job | None = None) -> None:
+    def slow(lane: JobLane, work: Callable[[], None], *, unit: int, after: Job | None = None) -> None:
         def slowly() -> None:
             _wait(device)
             work()
@@ -113,7 +113,7 @@ def _late_lanes(device: str) -> Iterator[None]:
 
         do(lane, slowly, unit=unit, after=after)
 
-    with patch.object(Lane, "do", slow):
+    with patch.object(JobLane, "do", slow):
         yield
 
 

@@ -9,7 +9,7 @@ import pytest
 from atoll.base.errors import ConfigError, ScheduleError
 from atoll.plans import schedules
 from atoll.plans.ir import Op, Schedule, insert_vocabulary, lower
-from atoll.program import Do, Ending, Program, Programs, lower_row, named
+from atoll.program import Do, Ending, Program, Programs, lower_row, operation_of
 from atoll.program.sim import Costs, Rates, Speed, play_programs, simulate
 from tests.program.shapes import RETURNED, shapes_of
 
@@ -125,7 +125,7 @@ def finish(end: Ending, **compute: float) -> float:
     latency in the pipeline."""
     schedule = schedules.build("1f1b", ranks=2, microbatches=1)
     own = rates(schedule, links={"pp": Speed(latency=0.1), "inter": Speed(rate=RETURNED)})
-    spent = {(named(name), -1): value for name, value in compute.items()}
+    spent = {(operation_of(name), -1): value for name, value in compute.items()}
     return simulate(
         programs(schedule, end, blocks=1, rests=True), Rates({**own.compute, **spent}, links=own.links)
     ).finish

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from atoll.base.errors import CheckpointError, RankError
-from atoll.runtime.checkpoint import Background, Piece, background, folders, is_complete, load, verify
+from atoll.runtime.checkpoint import Background, Piece, background, folders, is_complete, load_pieces, verify
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, History, reference, whole_parameters, worst_difference
 from atoll.testing.tiny import TinyConfig
@@ -150,7 +150,7 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.Mon
     assert most == [1]
     for step in range(3):
         found = piece(math.nan)
-        load(tmp_path / f"step-{step}", [found])
+        load_pieces(tmp_path / f"step-{step}", [found])
         assert found.tensor.eq(step).all()
 
 

@@ -43,13 +43,13 @@ from atoll.runtime.checkpoint import (
     folders,
     is_complete,
     latest,
-    load,
+    load_pieces,
     prune,
     read_state,
     save,
     step_folder,
 )
-from atoll.runtime.checkpoint.meeting import listing
+from atoll.runtime.checkpoint.meeting import list_problems
 from atoll.runtime.checkpoint.opcodes import LARGEST_TUPLE, check_opcodes
 from atoll.runtime.checkpoint.saving import without_crc32
 from atoll.runtime.checkpoint.verify import verify
@@ -125,7 +125,7 @@ def test_any_cut_is_read_by_any_other(data: st.DataObject) -> None:
     found = blank(tensors)
     with tempfile.TemporaryDirectory() as root:
         save(Path(root) / "c", pieces_of(tensors, data.draw(cuts)), {})
-        load(Path(root) / "c", pieces_of(found, data.draw(cuts)))
+        load_pieces(Path(root) / "c", pieces_of(found, data.draw(cuts)))
     assert_equal(found, tensors)
 
 
@@ -137,7 +137,7 @@ def test_a_rank_gets_its_own_range_alone(start: int, length: int) -> None:
         folder = Path(root) / "c"
         save(folder, pieces_of(example(), [4, 20]), {})
         held = torch.full((35,), -7.0)
-        load(folder, [Piece(WEIGHT, (5, 7), start, stop, held[start:stop])], strict=False)
+        load_pieces(folder, [Piece(WEIGHT, (5, 7), start, stop, held[start:stop])], strict=False)
     expected = torch.full((35,), -7.0)
     expected[start:stop] = example()[WEIGHT].view(-1)[start:stop]
     assert torch.equal(held, expected)
@@ -146,12 +146,12 @@ def test_a_rank_gets_its_own_range_alone(start: int, length: int) -> None:
 def test_state_comes_back_as_it_was(tmp_path: Path) -> None:
     state = {"step": 3, "data": {"position": 12}, "schedule": [0.1, 1e-9], "groups": [{"names": ["a"], "lr": None}]}
     save(tmp_path / "c", [], state)
-    assert load(tmp_path / "c", []) == state == read_state(tmp_path / "c")
+    assert load_pieces(tmp_path / "c", []) == state == read_state(tmp_path / "c")
 
 
 def test_values_are_cast_to_the_dtype_of_the_piece(saved: Path) -> None:
     found = blank(example(), torch.bfloat16)
-    load(saved, pieces_of(found, [9]))
+    load_pieces(saved, pieces_of(found, [9]))
     assert_equal(found, {path: tensor.bfloat16() for path, tensor in example().items()})
 
 
@@ -159,7 +159,7 @@ def test_a_parameter_that_requires_grad_is_saved_and_filled(tmp_path: Path) -> N
     source = torch.nn.Parameter(torch.arange(6.0))
     target = torch.nn.Parameter(torch.zeros(6))
     save(tmp_path / "c", [Piece(("model", "w"), (2, 3), 0, 6, source)], {})
-    load(tmp_path / "c", [Piece(("model", "w"), (2, 3), 0, 6, target)])
+    load_pieces(tmp_path / "c", [Piece(("model", "w"), (2, 3), 0, 6, target)])
     assert torch.equal(source.detach(), target.detach())
 
 
@@ -172,7 +172,7 @@ def test_a_range_offered_twice_is_written_once(tmp_path: Path) -> None:
 
 def load_all(folder: Path) -> dict[Path_, torch.Tensor]:
     found = blank(example())
-    load(folder, pieces_of(found))
+    load_pieces(folder, pieces_of(found))
     return found
 
 
@@ -249,7 +249,7 @@ def test_a_process_killed_while_writing_leaves_the_old_checkpoint(saved: Path) -
     assert latest(saved.parent) == saved
     assert_equal(load_all(saved), example())
     with pytest.raises(CheckpointError, match="not a complete checkpoint"):
-        load(leftover, [])
+        load_pieces(leftover, [])
 
     save(step_folder(saved.parent, 200), pieces_of(example()), {})
     assert not leftover.exists()
@@ -374,7 +374,7 @@ def test_latest_passes_over_an_incomplete_folder(saved: Path, lost: str) -> None
     (newer / lost).unlink()
     assert latest(saved.parent) == saved
     with pytest.raises(CheckpointError, match=r"interrupted"):
-        load(newer, pieces_of(blank(example())))
+        load_pieces(newer, pieces_of(blank(example())))
 
 
 # Refusals
@@ -384,7 +384,7 @@ def test_everything_that_differs_is_named_and_nothing_is_touched(saved: Path) ->
     found = blank({WEIGHT: example()[WEIGHT], ("model", "more"): torch.zeros(2), STEP: torch.zeros(4)})
     before = {path: tensor.clone() for path, tensor in found.items()}
     with pytest.raises(CheckpointError) as error:
-        load(saved, pieces_of(found))
+        load_pieces(saved, pieces_of(found))
     text = str(error.value)
     assert str(saved) in text
     assert "4 problems" in text
@@ -398,19 +398,19 @@ def test_everything_that_differs_is_named_and_nothing_is_touched(saved: Path) ->
 def test_a_long_list_of_differences_is_cut(tmp_path: Path) -> None:
     save(tmp_path / "c", pieces_of({("model", f"w{number}"): torch.zeros(1) for number in range(20)}), {})
     with pytest.raises(CheckpointError, match="20 problems") as error:
-        load(tmp_path / "c", [])
+        load_pieces(tmp_path / "c", [])
     assert "and 12 more" in str(error.value)
 
 
 def test_not_strict_allows_what_nobody_asks_for_but_not_what_is_missing(saved: Path) -> None:
-    load(saved, pieces_of({WEIGHT: torch.zeros(5, 7)}), strict=False)
+    load_pieces(saved, pieces_of({WEIGHT: torch.zeros(5, 7)}), strict=False)
     with pytest.raises(CheckpointError, match=r"it lacks 'model\.more'"):
-        load(saved, pieces_of({("model", "more"): torch.zeros(1)}), strict=False)
+        load_pieces(saved, pieces_of({("model", "more"): torch.zeros(1)}), strict=False)
 
 
 def test_whole_numbers_are_not_made_from_floats(saved: Path) -> None:
     with pytest.raises(CheckpointError, match=r"is torch.float32 there and torch.int64 here"):
-        load(saved, pieces_of({WEIGHT: torch.zeros(5, 7, dtype=torch.int64)}), strict=False)
+        load_pieces(saved, pieces_of({WEIGHT: torch.zeros(5, 7, dtype=torch.int64)}), strict=False)
 
 
 def whole(path: Path_ = WEIGHT, shape: tuple[int, ...] = (6,), dtype: torch.dtype = torch.float32) -> Piece:
@@ -458,13 +458,13 @@ def test_state_must_be_json(tmp_path: Path, value: Any) -> None:
 
 def test_no_checkpoint_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint at"):
-        load(tmp_path / "none", [])
+        load_pieces(tmp_path / "none", [])
 
 
 def test_a_state_of_another_version_is_refused(unsealed: Path) -> None:
     (unsealed / "state.json").write_text(json.dumps({"version": 99, "state": {}}))
     with pytest.raises(CheckpointError, match="version 99"):
-        load(unsealed, pieces_of(blank(example())))
+        load_pieces(unsealed, pieces_of(blank(example())))
 
 
 @pytest.mark.parametrize("length", [0, 200, 3000])
@@ -472,14 +472,14 @@ def test_a_cut_off_file_is_named(unsealed: Path, length: int) -> None:
     file = next(unsealed.glob("*.distcp"))
     os.truncate(file, length)
     with pytest.raises(CheckpointError, match=file.name):
-        load(unsealed, pieces_of(blank(example())))
+        load_pieces(unsealed, pieces_of(blank(example())))
 
 
 def test_an_interruption_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(folder: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(folders, "prepare", interrupt)
+    monkeypatch.setattr(folders, "prepare_folder", interrupt)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path / "one", pieces_of(example()), {})
 
@@ -499,7 +499,7 @@ def test_a_flipped_byte_of_a_box_is_found_by_who_reads_it_alone(saved: Path) -> 
     at = file.read_bytes().index(example()[MOMENT].numpy().tobytes()[14 * 8 : 21 * 8])
     flip(file, at)
     other = blank({WEIGHT: example()[WEIGHT]})
-    load(saved, pieces_of(other), strict=False)
+    load_pieces(saved, pieces_of(other), strict=False)
     assert_equal(other, {WEIGHT: example()[WEIGHT]})
     with pytest.raises(DamageError, match=rf"{file.name}, \d+ bytes from \d+: the digest does not match"):
         load_all(saved)
@@ -647,7 +647,7 @@ def test_metadata_that_would_run_code_is_refused(unsealed: Path, tmp_path: Path)
     trap = tmp_path / "sprung"
     (unsealed / ".metadata").write_bytes(pickle.dumps(Trap(trap)))
     with pytest.raises(CheckpointError, match=r"names _?io\.open, which no checkpoint needs"):
-        load(unsealed, pieces_of(blank(example())))
+        load_pieces(unsealed, pieces_of(blank(example())))
     assert not trap.exists()
     pickle.loads((unsealed / ".metadata").read_bytes()).close()
     assert trap.exists()  # the trap works on whoever unpickles it
@@ -658,7 +658,7 @@ def test_a_trap_deep_inside_honest_metadata_is_refused(unsealed: Path, tmp_path:
     metadata.planner_data["model.layers.0.bias"] = Trap(tmp_path / "sprung")
     (unsealed / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"io\.open"):
-        load(unsealed, pieces_of(blank(example())))
+        load_pieces(unsealed, pieces_of(blank(example())))
     assert not (tmp_path / "sprung").exists()
 
 
@@ -669,7 +669,7 @@ def test_files_outside_the_folder_are_refused(unsealed: Path, file: str) -> None
         info.relative_path = file
     (unsealed / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match="not a plain name of a file in the folder"):
-        load(unsealed, pieces_of(blank(example())))
+        load_pieces(unsealed, pieces_of(blank(example())))
 
 
 @pytest.mark.parametrize(
@@ -687,7 +687,7 @@ def test_metadata_that_does_not_add_up_is_refused(unsealed: Path, change: Any, m
     change(metadata.state_dict_metadata[".".join(WEIGHT)])
     (unsealed / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=message):
-        load(unsealed, pieces_of(blank(example())))
+        load_pieces(unsealed, pieces_of(blank(example())))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32, torch.bool])
@@ -713,7 +713,7 @@ def test_a_box_of_another_dtype_than_its_tensor_is_refused(unsealed: Path, dtype
         wanted[WEIGHT] = torch.zeros(wanted[WEIGHT].shape, dtype=dtype)  # else the kinds differ, which is found before
     words = rf"has {torch.float32 if there else dtype} .* where the metadata says {dtype if there else torch.float32}"
     with pytest.raises(DamageError, match=words):
-        load(unsealed, pieces_of(wanted), strict=False)
+        load_pieces(unsealed, pieces_of(wanted), strict=False)
 
 
 def test_pickled_objects_are_refused(tmp_path: Path) -> None:
@@ -721,7 +721,7 @@ def test_pickled_objects_are_refused(tmp_path: Path) -> None:
         dcp.save({"model": {"w": torch.zeros(2)}, "when": Path("x")}, checkpoint_id=tmp_path / "c", no_dist=True)
     (tmp_path / "c" / "state.json").write_text('{"version": 1, "state": {}}')
     with pytest.raises(CheckpointError, match="'when' is a pickled object"):
-        load(tmp_path / "c", pieces_of({("model", "w"): torch.zeros(2)}))
+        load_pieces(tmp_path / "c", pieces_of({("model", "w"): torch.zeros(2)}))
 
 
 def test_a_trap_in_place_of_a_tensor_is_refused(unsealed: Path, tmp_path: Path) -> None:
@@ -733,7 +733,7 @@ def test_a_trap_in_place_of_a_tensor_is_refused(unsealed: Path, tmp_path: Path) 
     (unsealed / "trap.distcp").write_bytes(content.getvalue())
     (unsealed / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"trap\.distcp"):
-        load(unsealed, pieces_of(blank(example())))
+        load_pieces(unsealed, pieces_of(blank(example())))
     assert not (tmp_path / "sprung").exists()
 
 
@@ -753,7 +753,7 @@ def test_a_changed_byte_of_metadata_gives_the_values_or_a_checkpoint_error(at: i
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UnverifiedWarning)
             try:
-                load(folder, pieces_of(found))
+                load_pieces(folder, pieces_of(found))
             except CheckpointError:
                 return
     assert_equal(found, tensors)
@@ -814,7 +814,7 @@ def _on_four_ranks(rank: int, root: Path) -> dict[str, Any]:
     save(folder, share(rank, example(), [2, 5, 8, 21]) + pieces_of(big()), {"step": 1, "rank": rank})
 
     found = blank(example())
-    state = load(folder, share(rank, found, [1, 3, 30]) + pieces_of(blank(big())))
+    state = load_pieces(folder, share(rank, found, [1, 3, 30]) + pieces_of(blank(big())))
     mine = share(rank, example(), [1, 3, 30])
     held = share(rank, found, [1, 3, 30])
     right = all(torch.equal(one.tensor, other.tensor) for one, other in zip(mine, held, strict=True))
@@ -828,8 +828,8 @@ def _on_four_ranks(rank: int, root: Path) -> dict[str, Any]:
         "right": right,
         "broken": error_of(lambda: save(folder, [gone], {"step": 2})),
         "gap": error_of(lambda: save(folder, [gap] if rank != 1 else [], {"step": 2})),
-        "missing": error_of(lambda: load(folder, whole_file + (pieces_of(nothing) if rank in (1, 3) else []))),
-        "none": error_of(lambda: load(root / "none", [])),
+        "missing": error_of(lambda: load_pieces(folder, whole_file + (pieces_of(nothing) if rank in (1, 3) else []))),
+        "none": error_of(lambda: load_pieces(root / "none", [])),
     }
 
 
@@ -857,7 +857,7 @@ def test_four_ranks(tmp_path: Path) -> None:
     assert "'model.missing-3'" in results[0]["missing"][1]
     assert "no checkpoint at" in results[0]["none"][1]
     found = blank(example() | big())
-    assert load(folder, pieces_of(found, [17])) == {"step": 1, "rank": 0}
+    assert load_pieces(folder, pieces_of(found, [17])) == {"step": 1, "rank": 0}
     assert_equal(found, example() | big())
 
 
@@ -872,7 +872,7 @@ def _on_two_ranks(rank: int, root: Path) -> dict[str, Any]:
         (root / "columns" / "state.json").write_text('{"version": 1, "state": {}}')
     dist.barrier()
     found = blank({WEIGHT: example()[WEIGHT]})
-    load(root / "columns", pieces_of(found, [16])[rank : rank + 1])
+    load_pieces(root / "columns", pieces_of(found, [16])[rank : rank + 1])
     start, stop = (0, 16) if rank == 0 else (16, 35)
     right = torch.equal(found[WEIGHT].view(-1)[start:stop], example()[WEIGHT].view(-1)[start:stop])
 
@@ -915,9 +915,9 @@ def test_private_names_are_there_in_the_supported_torch(saved: Path) -> None:
 
 
 def test_one_problem_is_said_in_place_and_several_are_listed() -> None:
-    assert listing(["a is missing"]) == "a is missing"
-    assert listing(["a", "b"]) == "2 problems\n  a\n  b"
-    assert listing(["a", "b", "c"], limit=2) == "3 problems\n  a\n  b\n  and 1 more"
+    assert list_problems(["a is missing"]) == "a is missing"
+    assert list_problems(["a", "b"]) == "2 problems\n  a\n  b"
+    assert list_problems(["a", "b", "c"], limit=2) == "3 problems\n  a\n  b\n  and 1 more"
 
 
 def test_an_empty_range_says_something_of_a_tensor_without_elements_alone() -> None:

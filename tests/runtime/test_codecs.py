@@ -20,7 +20,7 @@ from atoll.program.traffic import sent_by
 from atoll.runtime.checkpoint import folders
 from atoll.runtime.sharding.shards import ParameterShards
 from atoll.testing import run_ranks
-from atoll.testing.buffers import buffers_of
+from atoll.testing.buffers import rank_buffers
 from atoll.testing.parity import (
     Case,
     History,
@@ -326,7 +326,7 @@ def train_and_skip(case: Case) -> History:
     engine.bad_steps.policy = Policy.parse("skip")
     found = list(results(case, engine))
     assert [each.skipped for each in found] == [step == 1 for step in range(case.steps)]
-    history = History(parameters=whole_parameters(engine), buffers=tuple(buffers_of(case.model, engine)))
+    history = History(parameters=whole_parameters(engine), buffers=tuple(rank_buffers(case.model, engine)))
     engine.close()
     return history
 

@@ -35,7 +35,7 @@ from atoll.runtime.verdict import SILENT_SECONDS
 from atoll.testing import run_ranks
 from atoll.testing.clock import Clock
 from atoll.testing.parity import Case
-from atoll.testing.progress import Progress, finish, join, run, wait_until
+from atoll.testing.progress import Activity, finish, join_thread, run, wait_until
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -445,7 +445,7 @@ def test_frames_of_a_thread_that_runs_are_read_beside_it() -> None:
         names = [[name for _, _, name in frames_of(thread.ident or 0)] for _ in range(300)]
     finally:
         is_over.set()
-        join(thread)
+        join_thread(thread)
     assert all("run" in found for found in names), "the frames of another thread, or a part of them"
     assert any(found.count("recur") > 10 for found in names)
     assert not frames_of(thread.ident or 0), "it has ended"
@@ -480,7 +480,7 @@ def test_no_thread_runs_while_its_stack_is_read() -> None:
     thread.start()
     try:
         # Beside other work a second holds fewer readings: what counts is that the rare way is among them.
-        progress, ends, ways = Progress(most=300.0), time.thread_time() + 2.0, set()
+        progress, ends, ways = Activity(most=300.0), time.thread_time() + 2.0, set()
         while time.thread_time() < ends or ("yields", "begins", "run") not in ways:
             stack = tuple(name for _, _, name in frames_of(thread.ident or 0))
             ways.add(stack[: stack.index("run") + 1] if "run" in stack else stack)
@@ -488,7 +488,7 @@ def test_no_thread_runs_while_its_stack_is_read() -> None:
     finally:
         sys.setswitchinterval(interval)
         is_over.set()
-        join(thread)
+        join_thread(thread)
     called = {"yields": {"begins", "run"}, "begins": {"run"}, "recur": {"recur", "run"}}
     wrong = [
         way for way in ways for name, by in zip(way, [*way[1:], ""], strict=True) if by not in called.get(name, {by})

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from atoll.runtime.page import AT, LINE_BYTES, Page, View, read_page, status_of
+from atoll.runtime.page import AT, TEXT_BYTES, Page, View, read_page, status_of
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_words_that_are_too_long_are_cut(page: Page) -> None:
     assert read(page) == "x" * 256
     page.use(page.add(["y" * 1000, "z"]), 2, 1)
     page.numbers[AT] = 0
-    assert read(page) == f"step 1, {'y' * LINE_BYTES}"
+    assert read(page) == f"step 1, {'y' * TEXT_BYTES}"
     page.numbers[AT] = 1
     assert read(page) == "step 1, z"
 

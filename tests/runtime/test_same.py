@@ -14,7 +14,7 @@ import torch.distributed as dist
 from atoll.base.errors import ConfigError
 from atoll.runtime import same
 from atoll.runtime.engine import Engine
-from atoll.runtime.same import difference
+from atoll.runtime.same import describe_differences
 from atoll.testing.parity import Case
 from atoll.testing.pool import run_ranks
 from atoll.testing.tiny import TinyConfig
@@ -33,12 +33,12 @@ FOUR = [{"atoll": "0.1.0", "atoll's source": "#1", "train.lr =": "0.1"}] * 4
     ],
 )
 def test_who_has_what_is_named(last: dict[str, str], words: str) -> None:
-    said = difference([*FOUR, {**FOUR[0], **last}], advice="start alike")
+    said = describe_differences([*FOUR, {**FOUR[0], **last}], advice="start alike")
     assert said.startswith(f"the ranks are not the same: {words}")
 
 
 def test_several_differences_are_listed_and_not_all() -> None:
-    said = difference(
+    said = describe_differences(
         [{f"key{at}": "1" for at in range(9)}, {f"key{at}": "2" for at in range(9)}], advice="start alike"
     )
     assert said.splitlines()[:2] == ["the ranks are not the same:", "  key0 1 on rank 0, 2 on rank 1"]
@@ -46,14 +46,14 @@ def test_several_differences_are_listed_and_not_all() -> None:
 
 
 def test_the_same_is_nothing_to_speak_of() -> None:
-    assert difference(FOUR, advice="") == ""
+    assert describe_differences(FOUR, advice="") == ""
 
 
 def test_a_package_that_a_rank_has_not_loaded_is_no_difference() -> None:
     """Past bug: a process that had run other code before had loaded transformers, the one beside it had not."""
     loaded = {**FOUR[0], "transformers": "5.0.0"}
-    assert difference([*FOUR, loaded], advice="") == ""
-    said = difference([*FOUR, loaded, {**loaded, "transformers": "5.1.0"}], advice="")
+    assert describe_differences([*FOUR, loaded], advice="") == ""
+    said = describe_differences([*FOUR, loaded, {**loaded, "transformers": "5.1.0"}], advice="")
     assert said.startswith("the ranks are not the same: transformers 5.0.0 on rank 4, 5.1.0 on rank 5; install")
 
 

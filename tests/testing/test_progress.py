@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from atoll.testing.clock import Clock
-from atoll.testing.progress import Progress, StallError, finish, join, kill_all, run, wait_until
+from atoll.testing.progress import Activity, StallError, finish, join_thread, kill_all, run, wait_until
 
 WORKS = "import sys; print('begun', flush=True)\nwhile True: pass"
 WAITS = "import signal; print('begun', flush=True)\nsignal.pause()"
@@ -37,7 +37,7 @@ def child(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 def test_a_process_that_works_is_waited_for() -> None:
     clock = Clock()
     with child(WORKS) as process:
-        progress = Progress(process.pid, patience=1.0, clock=clock)
+        progress = Activity(process.pid, patience=1.0, clock=clock)
         for _ in range(5):
             # However long it takes on this machine until it has used three hundredths of a second.
             before = seconds_of(process.pid)
@@ -49,7 +49,7 @@ def test_a_process_that_works_is_waited_for() -> None:
 def test_so_is_one_whose_child_works() -> None:
     clock = Clock()
     with child(STARTS, WORKS) as process:
-        progress = Progress(process.pid, patience=1.0, clock=clock)
+        progress = Activity(process.pid, patience=1.0, clock=clock)
         (worker,) = children_of(process.pid)
         before = seconds_of(worker)
         wait_until(lambda: seconds_of(worker) > before + 0.05, process)
@@ -67,7 +67,7 @@ def test_so_is_one_that_would_work_if_others_did_not() -> None:
         os.sched_setaffinity(other.pid, core)
         os.sched_setaffinity(process.pid, core)
         os.setpriority(os.PRIO_PROCESS, process.pid, 19)
-        progress = Progress(process.pid, patience=60.0, clock=clock)
+        progress = Activity(process.pid, patience=60.0, clock=clock)
         before = sum(waited_and_worked(process.pid))
         wait_until(lambda: sum(waited_and_worked(process.pid)) > before + 3.0)
         clock.advance(100.0)
@@ -77,7 +77,7 @@ def test_so_is_one_that_would_work_if_others_did_not() -> None:
 def test_a_process_that_waits_is_given_up() -> None:
     clock = Clock()
     with child(WAITS) as process:
-        progress = Progress(process.pid, patience=60.0, clock=clock)
+        progress = Activity(process.pid, patience=60.0, clock=clock)
         clock.advance(59.0)
         assert progress.verdict() is None
         clock.advance(2.0)
@@ -87,7 +87,7 @@ def test_a_process_that_waits_is_given_up() -> None:
 def test_a_process_that_spins_is_given_up_for_the_processor_time_that_it_used() -> None:
     clock = Clock()
     with child(WORKS) as process:
-        progress = Progress(process.pid, patience=60.0, most=0.2, clock=clock)
+        progress = Activity(process.pid, patience=60.0, most=0.2, clock=clock)
         before = seconds_of(process.pid)
         wait_until(lambda: seconds_of(process.pid) > before + 0.5, process)
         clock.advance(1.0)
@@ -97,7 +97,7 @@ def test_a_process_that_spins_is_given_up_for_the_processor_time_that_it_used() 
 def test_a_file_that_grows_is_progress(tmp_path: Path) -> None:
     clock, metrics = Clock(), tmp_path / "metrics.jsonl"
     with child(WAITS) as process:
-        progress = Progress(process.pid, files=[metrics], patience=60.0, clock=clock)
+        progress = Activity(process.pid, files=[metrics], patience=60.0, clock=clock)
         for step in range(3):
             clock.advance(100.0)
             metrics.write_text("line\n" * (step + 1))
@@ -109,7 +109,7 @@ def test_a_file_that_grows_is_progress(tmp_path: Path) -> None:
 def test_whoever_waits_is_no_progress() -> None:
     """A condition that computes would keep this process waiting forever."""
     clock = Clock()
-    progress = Progress(patience=10.0, clock=clock)
+    progress = Activity(patience=10.0, clock=clock)
     until = time.thread_time() + 1.0
     while time.thread_time() < until:
         pass
@@ -125,7 +125,7 @@ def test_a_thread_of_this_process_is_progress() -> None:
         while not is_over.is_set():
             pass
 
-    progress, thread = Progress(patience=1.0, clock=clock), threading.Thread(target=spin)
+    progress, thread = Activity(patience=1.0, clock=clock), threading.Thread(target=spin)
     thread.start()
     try:
         before = time.process_time() - time.thread_time()
@@ -134,7 +134,7 @@ def test_a_thread_of_this_process_is_progress() -> None:
         assert progress.verdict() is None
     finally:
         is_over.set()
-        join(thread)
+        join_thread(thread)
 
 
 def test_a_run_returns_what_it_wrote() -> None:

@@ -14,9 +14,9 @@ import tokenizers
 
 from atoll.base.errors import ConfigError, DataError
 from atoll.plans.plan import MeshShape
-from atoll.training.chat import Template
+from atoll.training.chat import FileTemplate
 from atoll.training.config.load import from_dict
-from atoll.training.data import IGNORED_LABEL, Batch, Supply
+from atoll.training.data import IGNORED_LABEL, Supply, TokenBatch
 from atoll.training.data.conversations import Rendered, conversation_of
 from atoll.training.data.tokenizer import FileTokenizer, train_bpe
 from atoll.training.samples import Samples, prepare_corpus
@@ -89,7 +89,7 @@ class Folder:
     path: Path
     tokens: tokenizers.Tokenizer
 
-    def template(self, text: str, *, where: str = "config", answers_only: bool = True) -> Template:
+    def template(self, text: str, *, where: str = "config", answers_only: bool = True) -> FileTemplate:
         own = None
         for name in ("tokenizer_config.json", "chat_template.jinja"):
             (self.path / name).unlink(missing_ok=True)
@@ -101,9 +101,9 @@ class Folder:
         else:
             own = self.path / "own.jinja"
             own.write_text(text)
-        return Template(self.path / "tokenizer.json", own, answers_only=answers_only)
+        return FileTemplate(self.path / "tokenizer.json", own, answers_only=answers_only)
 
-    def answers(self, template: Template, record: dict[str, Any] | list[dict[str, Any]]) -> list[tuple[str, str]]:
+    def answers(self, template: FileTemplate, record: dict[str, Any] | list[dict[str, Any]]) -> list[tuple[str, str]]:
         """The text of each sample of a record, and that of its labels."""
         return [(self.text(each.ids), self.text(each.ids[each.is_answer])) for each in rendered(template, record)]
 
@@ -111,14 +111,14 @@ class Folder:
         return str(self.tokens.decode([int(each) for each in ids], skip_special_tokens=False))
 
 
-def rendered(template: Template, record: dict[str, Any] | list[dict[str, Any]]) -> list[Rendered]:
+def rendered(template: FileTemplate, record: dict[str, Any] | list[dict[str, Any]]) -> list[Rendered]:
     given = record if isinstance(record, dict) else {"messages": record}
     return template.render(
         conversation_of(given, "a, line 1", reads=lambda has_tools: template.reads(has_tools=has_tools))
     )
 
 
-def only(template: Template, record: dict[str, Any] | list[dict[str, Any]]) -> Rendered:
+def only(template: FileTemplate, record: dict[str, Any] | list[dict[str, Any]]) -> Rendered:
     (found,) = rendered(template, record)
     return found
 
@@ -408,7 +408,7 @@ def test_a_template_of_ones_own_replaces_the_tokenizers(folder: Folder) -> None:
     folder.template(RAISES)
     own = folder.path / "own.jinja"
     own.write_text(PLAIN)
-    found = only(Template(folder.path / "tokenizer.json", own, answers_only=True), CHAT)
+    found = only(FileTemplate(folder.path / "tokenizer.json", own, answers_only=True), CHAT)
     assert folder.text(found.ids[found.is_answer]) == ANSWERS
 
 
@@ -443,7 +443,7 @@ def test_a_tokenizer_without_a_template_says_what_to_do(folder: Folder, content:
     if content is not None:
         (folder.path / "tokenizer_config.json").write_text(content)
     with pytest.raises(DataError, match=r"no chat template: .* set data\.chat_template to a file with one"):
-        Template(folder.path / "tokenizer.json", None, answers_only=True)
+        FileTemplate(folder.path / "tokenizer.json", None, answers_only=True)
 
 
 def test_a_template_that_is_no_template_is_named(folder: Folder) -> None:
@@ -458,12 +458,12 @@ def test_a_template_that_is_no_template_is_named(folder: Folder) -> None:
 def test_a_config_that_cannot_be_read_is_named(folder: Folder, content: str) -> None:
     (folder.path / "tokenizer_config.json").write_text(content)
     with pytest.raises((DataError, ValueError), match=r"tokenizer|template"):
-        rendered(Template(folder.path / "tokenizer.json", None, answers_only=True), CHAT)
+        rendered(FileTemplate(folder.path / "tokenizer.json", None, answers_only=True), CHAT)
 
 
 def test_a_template_file_that_is_not_there_is_named(folder: Folder) -> None:
     with pytest.raises(DataError, match=r"data\.chat_template: .*none\.jinja cannot be read"):
-        Template(folder.path / "tokenizer.json", folder.path / "none.jinja", answers_only=True)
+        FileTemplate(folder.path / "tokenizer.json", folder.path / "none.jinja", answers_only=True)
 
 
 # ---- samples
@@ -518,7 +518,7 @@ def test_samples_are_the_same_on_any_ranks_and_have_answers_as_labels(
     assert is_same([next(iter(rank.validation()))[1] for rank in ranks], validation[0])
 
 
-def is_same(shares: list[Batch], whole: Batch) -> bool:
+def is_same(shares: list[TokenBatch], whole: TokenBatch) -> bool:
     return all(np.array_equal(np.concatenate([share[name] for share in shares]), whole[name]) for name in whole)
 
 
@@ -526,7 +526,7 @@ def test_a_cache_is_read_again_without_the_template_being_rendered(folder: Folde
     folder.template(PLAIN)
     config = from_dict(settings(folder, some_records(30)))
     first: Supply = prepare_corpus(config)
-    monkeypatch.setattr(Template, "render", None)
+    monkeypatch.setattr(FileTemplate, "render", None)
     assert prepare_corpus(config).fingerprint == first.fingerprint
 
 

@@ -8,7 +8,7 @@ import pytest
 from atoll.plans.plan import MeshShape
 from atoll.training.config import Config
 from atoll.training.config.load import from_dict
-from atoll.training.data import IGNORED_LABEL, Batch, Supply
+from atoll.training.data import IGNORED_LABEL, Supply, TokenBatch
 from atoll.training.samples import Samples, prepare_corpus
 
 BATCH = 12
@@ -38,11 +38,11 @@ def samples(job: tuple[Config, Supply], mesh: MeshShape) -> list[Samples]:
     return [Samples(*job, mesh.place(rank)) for rank in range(mesh.world)]
 
 
-def together(shares: list[Batch]) -> Batch:
+def together(shares: list[TokenBatch]) -> TokenBatch:
     return {name: np.concatenate([share[name] for share in shares]) for name in shares[0]}
 
 
-def is_same(one: Batch, other: Batch) -> bool:
+def is_same(one: TokenBatch, other: TokenBatch) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 

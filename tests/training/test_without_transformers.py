@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from atoll.runtime.models.sizes import DEFAULTS, SIZES, known_config, transformer_of
+from atoll.runtime.models.sizes import FAMILY_DEFAULTS, SIZES, known_config, transformer_of
 from atoll.training import prediction
 from atoll.training.config import Config
 from atoll.training.prediction import expected_vocabulary, workload_of
@@ -36,7 +36,7 @@ def values_of(family: str) -> dict[str, Any]:
 def test_what_a_config_does_not_say_is_as_transformers_has_it(family: str) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(family, **values_of(family))
-    assert {key: getattr(config, key) for key in DEFAULTS[family]} == DEFAULTS[family]
+    assert {key: getattr(config, key) for key in FAMILY_DEFAULTS[family]} == FAMILY_DEFAULTS[family]
     known, own = (transformer_of(each) for each in (known_config(family, values_of(family)), config))
     assert known.width in (None, own.width)  # by default that of the hidden size over the heads
     assert replace(known, width=own.width) == own

@@ -14,7 +14,7 @@ from atoll.cli.arguments import read_cluster
 if TYPE_CHECKING:
     from atoll.prediction.cost import Prediction
     from atoll.prediction.cost.comparison import Difference
-    from atoll.training.measurements import Run
+    from atoll.training.measurements import RunRecords
 
 SHOWN = 10
 """Number of differences that are printed."""
@@ -24,7 +24,7 @@ SHOWN = 10
 class Compared:
     """A run beside its prediction. differences: of its timed step, the largest first; () if it has none."""
 
-    run: Run
+    run: RunRecords
     prediction: Prediction
     differences: tuple[Difference, ...]
 
@@ -91,7 +91,7 @@ def side_by_side(paths: Sequence[Path]) -> Iterator[str]:
         yield f"{key:24}{''.join(f'{each.get(key)!s:>{width}}' for each in settings)}"
 
 
-def _figures(run: Run) -> dict[str, Any]:
+def _figures(run: RunRecords) -> dict[str, Any]:
     """Return the measured figures of a run; None for those that it has not recorded."""
     from statistics import median
 
@@ -135,7 +135,7 @@ def _flat(table: dict[str, Any], above: str = "") -> dict[str, Any]:
 # ---- JSON
 
 
-def _values(run: Run, prediction: Prediction, differences: tuple[Difference, ...]) -> dict[str, Any]:
+def _values(run: RunRecords, prediction: Prediction, differences: tuple[Difference, ...]) -> dict[str, Any]:
     from atoll.prediction.cost.comparison import by_part
     from atoll.prediction.cost.summary import bytes_of
 
@@ -180,7 +180,7 @@ def _values(run: Run, prediction: Prediction, differences: tuple[Difference, ...
 # ---- text
 
 
-def _describe(run: Run, prediction: Prediction, differences: tuple[Difference, ...]) -> Iterator[str]:
+def _describe(run: RunRecords, prediction: Prediction, differences: tuple[Difference, ...]) -> Iterator[str]:
     if not run.timed:
         yield "the run did not reach its last step, whose instructions are timed: there is nothing else to compare"
         return
@@ -198,7 +198,7 @@ def _describe(run: Run, prediction: Prediction, differences: tuple[Difference, .
         yield f"rank {rank}: {format_bytes(held.allocated)} predicted, {format_bytes(peak)} measured ({parts})"
 
 
-def _parts(run: Run, prediction: Prediction, differences: tuple[Difference, ...]) -> Iterator[str]:
+def _parts(run: RunRecords, prediction: Prediction, differences: tuple[Difference, ...]) -> Iterator[str]:
     """Yield the breakdown of the timed step on each pipeline rank, and the time between its instructions."""
     from atoll.prediction.cost.breakdown import PARTS
     from atoll.prediction.cost.comparison import by_part
@@ -213,12 +213,12 @@ def _parts(run: Run, prediction: Prediction, differences: tuple[Difference, ...]
             yield f"{name:28}{cells}"
 
 
-def _title(run: Run) -> str:
+def _title(run: RunRecords) -> str:
     of = "memory of the process, with interpreter and libraries" if run.memory == "resident" else "tensors"
     return f"bytes at the peak: predicted of tensors, measured of {of}"
 
 
-def _name(run: Run, each: Difference) -> str:
+def _name(run: RunRecords, each: Difference) -> str:
     """Return an instruction with the name of its block."""
     if each.do.is_of_block:
         return f"{each.do} {run.blocks[each.of]}"

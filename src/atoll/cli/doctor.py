@@ -140,9 +140,9 @@ def command(
         fit(calibrate, output, cluster, constants, as_json=as_json)
         return
     if measure is not None:
-        from atoll.runtime.measuring.process import Request, run
+        from atoll.runtime.measuring.process import MeasureRequest, run
 
-        code = run(Request(measure, ranks, cards, seconds, as_json))
+        code = run(MeasureRequest(measure, ranks, cards, seconds, as_json))
         if code:
             raise typer.Exit(code)
         return

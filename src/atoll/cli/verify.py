@@ -88,9 +88,9 @@ def _findings(path: Path) -> Iterator[Finding]:
 
 
 def _cache(path: Path) -> Finding:
-    from atoll.training.data.store import verify
+    from atoll.training.data.store import verify_cache
 
     try:
-        return Finding(str(path), "cache", bytes=verify(path))
+        return Finding(str(path), "cache", bytes=verify_cache(path))
     except DataError as error:
         return Finding(str(path), "cache", problems=(str(error),))

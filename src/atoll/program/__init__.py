@@ -11,7 +11,7 @@ from atoll.program.instruction import Instruction
 from atoll.program.laws import check_program
 from atoll.program.lower import lower_row
 from atoll.program.memory import Bytes, Held, WorkingMemory, needed_in_a_step, peaks, working_memory
-from atoll.program.operation import OPERATIONS, PHASES, Lane, Operation, Partners, Phase, named
+from atoll.program.operation import OPERATIONS, PHASES, Lane, Operation, Partners, Phase, operation_of
 from atoll.program.parts import Part, parts_of
 from atoll.program.program import Program, Programs
 from atoll.program.rank import ModelShape, Using, by_index, groups_of, unit_shape, using
@@ -51,8 +51,8 @@ __all__ = [
     "groups_of",
     "lower_row",
     "makes",
-    "named",
     "needed_in_a_step",
+    "operation_of",
     "parts_of",
     "peaks",
     "sent_by",

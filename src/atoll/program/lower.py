@@ -24,7 +24,7 @@ from atoll.plans.plan import Ending
 from atoll.program.end import insert_end
 from atoll.program.fold import makes, reads
 from atoll.program.instruction import Instruction
-from atoll.program.operation import OPERATIONS, PHASES, Phase, Scope, named
+from atoll.program.operation import OPERATIONS, PHASES, Phase, Scope, operation_of
 from atoll.program.program import Program
 from atoll.program.shape import RankShape
 from atoll.program.table import Do
@@ -94,7 +94,7 @@ def cut_into_blocks(row: Sequence[Action], shape: RankShape) -> Steps:
                 steps.append(Instruction(Do.SEND_B, action))
             steps += _weights(action, shape)
         elif action.op is not Op.SEND_B or (action.stage, action.microbatch) not in sent:
-            steps.append(Instruction(named(action.op.name), action))
+            steps.append(Instruction(operation_of(action.op.name), action))
     return steps
 
 

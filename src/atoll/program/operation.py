@@ -262,7 +262,7 @@ class Operation:
 
     def __reduce__(self) -> tuple[Callable[[str], Operation], tuple[str]]:
         """In another process it is the row of that name."""
-        return named, (self.name,)
+        return operation_of, (self.name,)
 
     @property
     def is_of_block(self) -> bool:
@@ -297,7 +297,7 @@ def facts() -> tuple[Fact, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def named(name: str) -> Operation:
+def operation_of(name: str) -> Operation:
     """Return the row of an instruction. Raises ConfigError for a name that none has."""
     found = OPERATIONS.get(name)
     if found is None:

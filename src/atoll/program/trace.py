@@ -27,7 +27,7 @@ REDUCE_LANE = "reduce"
 STEP_LANE = "step"
 
 
-def lane_of(op: Op) -> str:
+def action_lane(op: Op) -> str:
     """Return the lane of a rank on which actions of `op` are shown."""
     if op.is_compute:
         return COMPUTE_LANE

@@ -28,7 +28,7 @@ from atoll.runtime.assemble.rank import EngineOptions, Rank, assemble, lower_pro
 from atoll.runtime.assemble.stored import stored_now
 from atoll.runtime.batches import BatchShare, Labels
 from atoll.runtime.checkpoint import Archive, Background, Piece, Told, is_complete
-from atoll.runtime.lanes import Kind, Lane
+from atoll.runtime.lanes import JobLane, Kind
 from atoll.runtime.launch import share_cores
 from atoll.runtime.models import Batch, Loss
 from atoll.runtime.models.batch import IGNORED_LABEL
@@ -140,7 +140,7 @@ class Engine:
             keep_freed_memory()
         self.transport = connect(self.place, self.device, has_islands=plan.outer is not None)
         self._agreement = Agreement(self.transport)
-        self._lanes: dict[Kind, Lane] = {}
+        self._lanes: dict[Kind, JobLane] = {}
         # Context of the loss of logits that are split over a tensor-parallel group, forward and backward.
         self._split_loss: Callable[[], AbstractContextManager[None]] = (
             loss_parallel if plan.mesh.tensor > 1 else nullcontext

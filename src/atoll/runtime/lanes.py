@@ -69,7 +69,7 @@ class Job(Protocol):
         """Wait for the job; on CUDA, work launched afterwards waits for it. Raises its error."""
 
 
-class Lane(ABC):
+class JobLane(ABC):
     """Runs jobs concurrently with the computation.
 
     clock: of the program that runs, if any.
@@ -113,7 +113,7 @@ class _Done:
         return
 
 
-class Inline(Lane):
+class Inline(JobLane):
     """Runs the work immediately. Used if there are no other ranks."""
 
     def _begin(self, work: Callable[[], None]) -> Job:
@@ -171,7 +171,7 @@ class _ThreadJob:
 # as soon as it has submitted it.
 
 
-class Threads(Lane):
+class Threads(JobLane):
     """`AT_ONCE` threads, started with the first job. They are daemons, so that a thread that waits for a failed rank
     does not keep the process alive."""
 
@@ -240,7 +240,7 @@ class _StreamJob:
 #              compute stream, and whatever that stream does with it next is launched behind W
 
 
-class Stream(Lane):
+class Stream(JobLane):
     """A CUDA stream. The host launches a job's work when the job is submitted: see [Note: streams and memory]."""
 
     def __init__(self, kind: Kind, device: torch.device) -> None:
@@ -324,7 +324,7 @@ class StreamThreads(Threads):
         return _StreamThreadJob(work, self._device, self._own)
 
 
-def lanes_of(device: torch.device, *, alone: bool, waits_on_host: bool) -> dict[Kind, Lane]:
+def lanes_of(device: torch.device, *, alone: bool, waits_on_host: bool) -> dict[Kind, JobLane]:
     """Return a lane for each kind of job; `alone` if no other rank shares this rank's parameters.
 
     waits_on_host: whether jobs return when they have finished, instead of when they have been launched.
@@ -335,7 +335,7 @@ def lanes_of(device: torch.device, *, alone: bool, waits_on_host: bool) -> dict[
     return {kind: lane_of(kind, device, waits_on_host=waits_on_host) for kind in KINDS}
 
 
-def lane_of(kind: Kind, device: torch.device, *, waits_on_host: bool) -> Lane:
+def lane_of(kind: Kind, device: torch.device, *, waits_on_host: bool) -> JobLane:
     """A lane of several ranks; `waits_on_host` as `lanes_of` has it. A CUDA device has an index."""
     if device.type != "cuda":
         return Threads(kind)

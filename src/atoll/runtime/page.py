@@ -18,7 +18,7 @@ AT, STEP, TABLE, COUNT, LENGTH = range(5)
 """Integers of a page: the instruction, -1 between programs; the step, 0 for none; the offset of the lines, and their
 number; bytes of the section's text."""
 WORDS, WORDS_BYTES = 64, 256
-LINE_BYTES = 128
+TEXT_BYTES = 128
 NAME = "atoll-page"
 
 
@@ -48,8 +48,8 @@ class Page:
         """Write the lines of a program. Return their offset."""
         start = self._end
         if self.descriptor >= 0:
-            os.pwrite(self.descriptor, b"".join(line.encode()[:LINE_BYTES].ljust(LINE_BYTES) for line in lines), start)
-            self._end += LINE_BYTES * len(lines)
+            os.pwrite(self.descriptor, b"".join(line.encode()[:TEXT_BYTES].ljust(TEXT_BYTES) for line in lines), start)
+            self._end += TEXT_BYTES * len(lines)
         return start
 
     def use(self, start: int, count: int, step: int) -> None:
@@ -91,7 +91,7 @@ class View:
                 return ""
             at, step, table, count, length = memoryview(head).cast("q")[: LENGTH + 1]
             if 0 <= at < count:
-                line = os.pread(self._file, LINE_BYTES, table + at * LINE_BYTES)
+                line = os.pread(self._file, TEXT_BYTES, table + at * TEXT_BYTES)
                 return f"{row_of(step)}, {line.decode(errors='replace').rstrip()}"
             return head[WORDS : WORDS + max(0, min(length, WORDS_BYTES))].decode(errors="replace")
         except (OSError, OverflowError):

@@ -60,13 +60,13 @@ def check_same(store: Store, rank: int, world: int, facts: Mapping[str, str], *,
     store.set(f"{key}/{rank}", json.dumps(shown))
     if rank == 0:
         said = [parse_json(store.get(f"{key}/{other}")) for other in range(world)]
-        store.set(f"{key}/found", json.dumps(difference(said, advice=advice)))
+        store.set(f"{key}/found", json.dumps(describe_differences(said, advice=advice)))
     found = parse_json(store.get(f"{key}/found"))
     if found:
         raise ConfigError(str(found))
 
 
-def difference(said: Sequence[Mapping[str, str]], *, advice: str) -> str:
+def describe_differences(said: Sequence[Mapping[str, str]], *, advice: str) -> str:
     """Return the differences between ranks, or an empty text. If the software differs, omit the others.
 
     A package that a rank has not loaded is not a difference: a rank loads only what it needs.

@@ -31,7 +31,7 @@ class _Use:
     phase: Phase
 
 
-def buffers_of(recipe: Recipe, engine: Engine) -> Iterator[Buffer]:
+def rank_buffers(recipe: Recipe, engine: Engine) -> Iterator[Buffer]:
     """Yield the buffers of a rank. One that its tensor-parallel group has several times is the first rank's."""
     with torch.device("meta"):
         firsts = tied(recipe.build())

@@ -27,7 +27,7 @@ from atoll.runtime.sharding.muon import Muon
 from atoll.runtime.sharding.optimizer import decay_matrices
 from atoll.runtime.sharding.tensors import whole_output
 from atoll.runtime.transport import GlooTransport
-from atoll.testing.buffers import buffers_of
+from atoll.testing.buffers import rank_buffers
 from atoll.testing.coded import Kind, Setting
 from atoll.testing.pool import run_ranks
 from atoll.testing.reference import (
@@ -238,7 +238,7 @@ def _train_with_units(case: Case, first: int = 0) -> tuple[History, tuple[tuple[
         with engine.full_parameters() as masters:
             history.masters = {name: value.clone() for name, value in masters.items()}
     if case.codecs or case.encodes_outer:
-        history.buffers = tuple(buffers_of(case.model, engine))
+        history.buffers = tuple(rank_buffers(case.model, engine))
     units = units_of(engine)
     engine.close()
     return history, units

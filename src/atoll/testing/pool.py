@@ -52,9 +52,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from atoll.base.errors import RankError
 from atoll.runtime.rendezvous import LOOPBACK, host_store
 from atoll.runtime.template import Fork, Template
-from atoll.testing.progress import LOOK_SECONDS, Progress
+from atoll.testing.progress import LOOK_SECONDS, Activity
 from atoll.testing.template import start_process, start_template
-from atoll.testing.worker import Case, Failure, Filter, Report, Success, threads
+from atoll.testing.worker import CaseReport, Failure, Filter, RankCase, Success, threads
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -145,21 +145,21 @@ class RankPool:
 
         new = [_start_worker(sees_gpus=self._sees_gpus) for _ in range(ranks - len(self._workers))]
         self._workers += new
-        progress = Progress(*(worker.process.pid for worker in new), patience=_START_SECONDS)
+        progress = Activity(*(worker.process.pid for worker in new), patience=_START_SECONDS)
         for worker in new:
             while not (is_heard := worker.connection.poll(LOOK_SECONDS)) and progress.verdict() is None:
                 pass
             if not is_heard or worker.receive() is None:
                 raise RuntimeError(f"a process of the pool did not start; it wrote:\n{worker.written()}")
 
-    def _play(self, payload: bytes, ranks: int, *, timeout: float) -> list[tuple[int, Report]]:
+    def _play(self, payload: bytes, ranks: int, *, timeout: float) -> list[tuple[int, CaseReport]]:
         """Return the reports of all ranks in the order of arrival; fewer if some were stuck after a failure."""
         self._cases += 1
         workers = self._workers[:ranks]
         for rank, worker in enumerate(workers):
             worker.begin_case()
             worker.connection.send(
-                Case(
+                RankCase(
                     rank=rank,
                     ranks=ranks,
                     port=self._store_port(),
@@ -179,10 +179,10 @@ class RankPool:
             self.close()
         return reports
 
-    def _collect(self, workers: list[_Worker], *, timeout: float) -> list[tuple[int, Report]]:
-        reports: list[tuple[int, Report]] = []
+    def _collect(self, workers: list[_Worker], *, timeout: float) -> list[tuple[int, CaseReport]]:
+        reports: list[tuple[int, CaseReport]] = []
         pending = {worker.connection: rank for rank, worker in enumerate(workers)}
-        progress = Progress(*(worker.process.pid for worker in workers), patience=timeout, most=SPINS * timeout)
+        progress = Activity(*(worker.process.pid for worker in workers), patience=timeout, most=SPINS * timeout)
         verdict: str | None = None
         deadline: float | None = None
 
@@ -216,7 +216,7 @@ class RankPool:
     def _leave(self, workers: list[_Worker]) -> bool:
         """Make all ranks leave the group together, so that no late message meets a closed connection."""
         self._release(workers)
-        progress = Progress(*(worker.process.pid for worker in workers), patience=LEFT_SECONDS)
+        progress = Activity(*(worker.process.pid for worker in workers), patience=LEFT_SECONDS)
         for worker in workers:
             while not worker.connection.poll(LOOK_SECONDS):
                 if progress.verdict() is not None:
@@ -288,7 +288,7 @@ class _Worker:
         """Return the stacks of all threads of the process."""
         before = self.log.stat().st_size
         self.process.send_signal(signal.SIGUSR1)
-        progress, seen = Progress(self.process.pid, patience=STACK_SECONDS), before
+        progress, seen = Activity(self.process.pid, patience=STACK_SECONDS), before
         while seen == before and progress.verdict() is None:
             time.sleep(0.01)
             seen = self.log.stat().st_size

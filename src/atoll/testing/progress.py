@@ -51,7 +51,7 @@ class StallError(RuntimeError):
     """Nothing has moved for too long, or a process has ended that a condition needed."""
 
 
-class Progress:
+class Activity:
     """Whether processes, their descendants and files move. processes: their numbers; without one, this process.
 
     patience: seconds without progress.  most: seconds of processor time, of all of them together.
@@ -159,7 +159,7 @@ def finish(
 
     Raises StallError with its output. It and its descendants are killed then.
     """
-    progress = Progress(process.pid, files=files, patience=patience)
+    progress = Activity(process.pid, files=files, patience=patience)
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.communicate(timeout=min(LOOK_SECONDS, patience / 10))
@@ -180,7 +180,7 @@ def wait_until(
 
     Raises StallError if it does not, and if `process` ends while the condition does not hold, with its output.
     """
-    progress = Progress(*([process.pid] if process is not None else []), files=files, patience=patience)
+    progress = Activity(*([process.pid] if process is not None else []), files=files, patience=patience)
     while not condition():
         if process is not None and process.poll() is not None and not condition():
             words = "\n".join(_text(each) for each in process.communicate() if each)
@@ -191,7 +191,7 @@ def wait_until(
         time.sleep(_POLL_SECONDS)
 
 
-def join(thread: threading.Thread, *, patience: float = PATIENCE) -> None:
+def join_thread(thread: threading.Thread, *, patience: float = PATIENCE) -> None:
     """Wait for the end of a thread, as long as this process makes progress."""
     wait_until(lambda: not thread.is_alive(), patience=patience)
 

@@ -582,7 +582,7 @@ def _reset(module: nn.Module) -> None:
 # ---- dropout
 
 
-def block_seed(seed: int, step: int, microbatch: int, block: int) -> int:
+def reference_seed(seed: int, step: int, microbatch: int, block: int) -> int:
     """Return the upper 63 bits of the 8-byte BLAKE2b of "seed:step:microbatch:block", little-endian."""
     text = ":".join(map(str, (seed, step, microbatch, block)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") // 2
@@ -625,7 +625,7 @@ class Seeding:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if not self._inside:
             block = self._order.setdefault(module, len(self._order))
-            _seed(block_seed(self._seed, *self._moment, block))
+            _seed(reference_seed(self._seed, *self._moment, block))
         self._inside.append(module)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -39,7 +39,7 @@ class Filter:
 
 
 @dataclass(frozen=True)
-class Case:
+class RankCase:
     """Input of a rank for one case. main: the parent's script, if the case uses its definitions."""
 
     rank: int
@@ -83,7 +83,7 @@ class Failure:
             return None
 
 
-Report = Success | Failure
+CaseReport = Success | Failure
 
 
 def main(descriptor: int) -> None:
@@ -105,7 +105,7 @@ def main(descriptor: int) -> None:
         connection.send("left")
 
 
-def _run(case: Case) -> Report:
+def _run(case: RankCase) -> CaseReport:
     try:
         _prepare(case)
         if case.main is not None:
@@ -117,7 +117,7 @@ def _run(case: Case) -> Report:
         return Failure(traceback.format_exc(), _pickled(error))
 
 
-def _prepare(case: Case) -> None:
+def _prepare(case: RankCase) -> None:
     """Reset the process's state, so that every case begins equally."""
     import torch
 
@@ -145,7 +145,7 @@ def _take_main(path: str) -> None:
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
 
 
-def _join_group(case: Case) -> None:
+def _join_group(case: RankCase) -> None:
     from torch import distributed
 
     store = distributed.TCPStore(LOOPBACK, case.port, is_master=False, timeout=GROUP_LIMIT)

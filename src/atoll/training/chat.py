@@ -60,7 +60,7 @@ class _Part:
     answers: list[_Answer]
 
 
-def chat_template(config: Config) -> Template | None:
+def chat_template(config: Config) -> FileTemplate | None:
     """Return the template for data.format = "chat". Raises DataError if the tokenizer has none."""
     if config.data.format != "chat":
         return None
@@ -72,10 +72,10 @@ def chat_template(config: Config) -> Template | None:
             "is no such folder or tokenizer.json; give those of a model"
         )
     own = config.data.chat_template
-    return Template(file, None if own is None else Path(own).expanduser(), answers_only=config.data.answers_only)
+    return FileTemplate(file, None if own is None else Path(own).expanduser(), answers_only=config.data.answers_only)
 
 
-class Template:
+class FileTemplate:
     """The chat template of the tokenizer in `file`, or that in the file `own`.
 
     answers_only: whether only labels of answers count.

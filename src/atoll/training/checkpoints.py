@@ -14,7 +14,7 @@ from atoll.base.digests import digest
 from atoll.base.errors import CheckpointError, DamageError, UnverifiedWarning
 from atoll.runtime import checkpoint
 from atoll.runtime.checkpoint.manifest import Manifest
-from atoll.runtime.checkpoint.meeting import listing
+from atoll.runtime.checkpoint.meeting import list_problems
 from atoll.runtime.engine import Engine
 from atoll.training.config import Config
 from atoll.training.data import Supply
@@ -87,7 +87,7 @@ class RunCheckpoints:
                     "use --overwrite"
                 )
             return True
-        words = listing([str(error) for _, error in damaged])
+        words = list_problems([str(error) for _, error in damaged])
         raise CheckpointError(
             f"no checkpoint in {self._folder.checkpoints} is whole: {words}\n"
             "restore one from a copy, or begin again with --overwrite"

@@ -23,7 +23,7 @@ from atoll.plans.layouts import Box
 from atoll.runtime import checkpoint
 from atoll.runtime.assemble.ties import untie_as_stored
 from atoll.runtime.checkpoint import Piece
-from atoll.runtime.checkpoint.meeting import listing
+from atoll.runtime.checkpoint.meeting import list_problems
 from atoll.runtime.models import adapter_for, initial_values, shared_parameters
 from atoll.runtime.models.buffers import kept_in_fp32, persistent_buffers
 from atoll.runtime.models.conversion import plain_name, saved, saved_together
@@ -285,7 +285,7 @@ def _read(
         shape = tuple(stored[key].size)
         found[name] = torch.empty(shape, dtype=dtypes.get(name, stored[key].properties.dtype))
         pieces.append(Piece(tuple(_path(key)), shape, 0, stop=found[name].numel(), tensor=found[name].view(-1)))
-    checkpoint.load(source, pieces, strict=False)
+    checkpoint.load_pieces(source, pieces, strict=False)
     return found
 
 
@@ -340,7 +340,7 @@ def _adapters_in(source: Path, model: Any, shared: Mapping[str, str]) -> dict[st
         if name in found and found[name].shape != values[PREFIX + own].shape
     ]
     if problems:
-        raise CheckpointError(f"{file} is of another model: {listing(problems)}")
+        raise CheckpointError(f"{file} is of another model: {list_problems(problems)}")
     return {shared.get(own, own): found[name] for name, own in names.items()}
 
 

@@ -26,7 +26,7 @@ from atoll.base.errors import ConfigError, UserError
 from atoll.prediction.cost import Cluster, Prediction
 from atoll.prediction.cost.calibration import Step
 from atoll.prediction.cost.comparison import Taken, Timed
-from atoll.program import named
+from atoll.program import operation_of
 from atoll.training.config import Config, from_dict, load
 from atoll.training.folder import RunFolder, typical_seconds
 from atoll.training.optimizers import planned
@@ -85,7 +85,7 @@ class _Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunRecords:
     """The records of a run.
 
     blocks: their names.
@@ -117,7 +117,7 @@ class Started(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """A timed step, see `Run`."""
+    """A timed step, see `RunRecords`."""
 
     seconds: float
     timed: tuple[Timed, ...]
@@ -125,7 +125,7 @@ class Timing(NamedTuple):
     memory: str
 
 
-def read_run(root: Path) -> Run:
+def read_run(root: Path) -> RunRecords:
     """Return the records of the last start of a run in a folder. Raises ConfigError if they are missing or damaged."""
     folder = RunFolder(root)
     config = load(folder.config)
@@ -137,10 +137,10 @@ def read_run(root: Path) -> Run:
     known = started.world, started.vocabulary, started.reads_in_place, started.device
     measured = _Measured(str(root), config, seconds, *known, cluster)
     if not folder.timing.is_file():
-        return Run(folder, measured, started.blocks)
+        return RunRecords(folder, measured, started.blocks)
     timing = read_timing(folder.timing)
     found = timing.seconds, timing.timed, timing.peaks, timing.memory
-    return Run(folder, measured, started.blocks, *found)
+    return RunRecords(folder, measured, started.blocks, *found)
 
 
 def read_started(path: Path) -> Started:
@@ -268,7 +268,7 @@ def _read_row(row: Any, folder: Path, number: int) -> _Measured:
 
 def _timed(rank: Mapping[str, Any]) -> Timed:
     return {
-        (named(string(each["do"])), count(each["of"], least=-1)): Taken(
+        (operation_of(string(each["do"])), count(each["of"], least=-1)): Taken(
             count(each["times"]), finite(each["seconds"]), finite(each["shortest"])
         )
         for each in rank["instructions"]

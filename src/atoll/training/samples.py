@@ -11,7 +11,7 @@ from atoll.plans.plan import Place
 from atoll.runtime.places import cache_folder
 from atoll.training.chat import chat_template
 from atoll.training.config import Config
-from atoll.training.data import Batch, Name, Supply, hide, prepare_supply, preview_supply
+from atoll.training.data import Name, Supply, TokenBatch, hide, prepare_supply, preview_supply
 
 
 def prepare_corpus(config: Config, *, say: Callable[[str], None] | None = None) -> Supply:
@@ -95,11 +95,11 @@ class Samples:
         self._eval_batches = config.train.eval_batches
         share = self._batch // place.mesh.data
         self._share = slice(place.data * share, (place.data + 1) * share)
-        self._next: Batch | None = None
+        self._next: TokenBatch | None = None
         self._train = config.train
         self._mask = mask_of(corpus)
 
-    def take(self) -> Batch:
+    def take(self) -> TokenBatch:
         """Return the share of the next step: consecutive microbatches."""
         taken = self.peek()
         self._next = None
@@ -118,7 +118,7 @@ class Samples:
         """Return the number of passes over the corpus before `position`."""
         return self._corpus.epoch(position)
 
-    def peek(self) -> Batch:
+    def peek(self) -> TokenBatch:
         """Return the next result of `take`."""
         if self._next is None:
             begin = self.position + self._share.start
@@ -126,7 +126,7 @@ class Samples:
             self._next = self._objective(taken, begin)
         return self._next
 
-    def _objective(self, taken: Batch, position: int) -> Batch:
+    def _objective(self, taken: TokenBatch, position: int) -> TokenBatch:
         """Return the batch with the labels of the objective, for samples from `position` on."""
         if self._train.objective == "causal":
             return taken
@@ -150,7 +150,7 @@ class Samples:
             notes.append(f"epochs that the run's {self._train.steps} steps take: {words} (data.weights)")
         return notes
 
-    def validation(self) -> Iterator[tuple[str, Batch]]:
+    def validation(self) -> Iterator[tuple[str, TokenBatch]]:
         """Yield the shares of the first eval_batches batches of the validation split, each with a step's size and from
         one source, with its name."""
         for at, (source, each) in enumerate(self._corpus.validation(self._batch, limit=self._eval_batches)):

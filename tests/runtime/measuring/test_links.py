@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from atoll.base.errors import RunError
-from atoll.runtime.measuring.links import GROWTH, Wire, _Ranks
+from atoll.runtime.measuring.links import GROWTH, MeasuredLink, _Ranks
 
 
 def test_a_block_of_calls_takes_the_time_between_its_barrier_and_its_end() -> None:
@@ -35,7 +35,7 @@ def test_messages_lost_in_noise_are_measured_again_for_longer(monkeypatch: pytes
     transport: Any = SimpleNamespace(device=torch.device("cpu"))
     monkeypatch.setattr(_Ranks, "_seconds", seconds)
     wire = _Ranks(transport, 0.01).exchange_messages(None)
-    assert wire == Wire(pytest.approx(1e-5), pytest.approx(1e9))
+    assert wire == MeasuredLink(pytest.approx(1e-5), pytest.approx(1e9))
     assert list(dict.fromkeys(budgets)) == pytest.approx([0.01, 0.04, 0.16])
 
     monkeypatch.setattr(_Ranks, "_seconds", lambda *_, **__: 1e-3)

@@ -8,19 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from atoll.training.data import IGNORED_LABEL, Batch, hide
+from atoll.training.data import IGNORED_LABEL, TokenBatch, hide
 
 TOKEN = 1000
 """What hides: the ids below it are tokens."""
 
 
-def one_text(samples: int, length: int = 400) -> Batch:
+def one_text(samples: int, length: int = 400) -> TokenBatch:
     """The same tokens in every sample, so that only positions can tell them apart."""
     ids = np.tile(np.arange(length) % 7, (samples, 1))
     return {"input_ids": ids, "labels": np.roll(ids, -1, axis=1)}
 
 
-def chosen(hidden: Batch) -> NDArray[np.bool_]:
+def chosen(hidden: TokenBatch) -> NDArray[np.bool_]:
     """Which positions are to be predicted, [samples, length]."""
     mask: NDArray[np.bool_] = hidden["labels"] != IGNORED_LABEL
     return mask

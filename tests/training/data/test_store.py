@@ -18,7 +18,7 @@ from atoll.testing.progress import finish
 from atoll.training.data import Corpus, batch, expected_ids, prepare, preview
 from atoll.training.data.blocks import BLOCK_BYTES
 from atoll.training.data.split import hold_back, split
-from atoll.training.data.store import verify
+from atoll.training.data.store import verify_cache
 
 
 def _folder(tmp_path: Path, documents: int = 40) -> Path:
@@ -298,7 +298,7 @@ def test_a_block_that_a_run_found_damaged_is_made_anew_by_the_next(tmp_path: Pat
     _prepare(folder, tmp_path, tokenizer="bytes", report=lines.append)
     assert "does not match" in lines[0]
     assert file.read_bytes() == content
-    assert verify(file.parent) > 0
+    assert verify_cache(file.parent) > 0
 
 
 def _preview(folder: Path, tmp_path: Path) -> object:
@@ -332,7 +332,7 @@ def test_a_flipped_byte_is_found_where_it_is_read_and_nowhere_else(tmp_path: Pat
     with pytest.raises(DataError, match="does not match"):
         np.asarray(train)
     with pytest.raises(DataError, match="does not match"):
-        verify(_cache(tmp_path))
+        verify_cache(_cache(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["about.json", "tokenizer.json", "manifest.json", "validation.npy", "train.npy"])
@@ -340,12 +340,12 @@ def test_any_byte_of_a_cache_is_checked(tmp_path: Path, name: str) -> None:
     folder = _folder(tmp_path)
     _prepare(folder, tmp_path)
     file = _cache(tmp_path) / name
-    read = verify(file.parent)
+    read = verify_cache(file.parent)
     assert read == sum(path.stat().st_size for path in file.parent.iterdir() if path.name != "manifest.json")
     for at in range(0, file.stat().st_size, max(1, file.stat().st_size // 9)):
         _flip(file, at)
         with pytest.raises(DataError, match="this cached corpus is damaged"):
-            verify(file.parent)
+            verify_cache(file.parent)
         _flip(file, at)
 
 
@@ -357,7 +357,7 @@ def test_arrays_in_each_others_place_are_damage(tmp_path: Path) -> None:
     held.rename(train)
     (tmp_path / "kept").rename(held)
     with pytest.raises(DataError, match="damaged"):
-        verify(held.parent)
+        verify_cache(held.parent)
 
 
 def test_a_cache_from_before_there_were_digests_gets_them_once_it_is_verified(tmp_path: Path) -> None:
@@ -375,7 +375,7 @@ def test_a_cache_from_before_there_were_digests_gets_them_once_it_is_verified(tm
     manifest.unlink()
     _flip(manifest.with_name("train.npy"), 300)
     with pytest.raises(DataError, match="its content has the fingerprint"):
-        verify(manifest.parent)
+        verify_cache(manifest.parent)
     assert not manifest.exists()
     assert _prepare(folder, tmp_path).fingerprint == first.fingerprint
     assert manifest.read_bytes() == made

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from atoll.base.errors import DataError
-from atoll.training.data import Batch, Supply, documents, find_source, prepare_supply, stream
+from atoll.training.data import Supply, TokenBatch, documents, find_source, prepare_supply, stream
 from atoll.training.data.shards import cut, identity_of
 from atoll.training.data.stream import KEPT, Stream
 
@@ -37,7 +37,7 @@ def supply(source: Path, tmp_path: Path, **options: Any) -> Supply:
     return prepare_supply([str(source)], **{"cache": tmp_path / "cache", **recipe})
 
 
-def is_same(one: Batch, other: Batch) -> bool:
+def is_same(one: TokenBatch, other: TokenBatch) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 

@@ -16,7 +16,7 @@ from tokenizers import processors
 
 from atoll.base.errors import DataError
 from atoll.training.data import IGNORED_LABEL, ByteTokenizer, FileTokenizer, Packing, Tokenizer, prepare, rows_of
-from atoll.training.data.store import verify
+from atoll.training.data.store import verify_cache
 from atoll.training.data.tokenizer import END_OF_TEXT, bpe_size, sample, train_bpe
 
 TEXTS = ["def answer(question):\n    return 42\n", "the cat sat on the mat, the cat sat\n" * 20]
@@ -256,7 +256,7 @@ def test_a_cache_knows_the_roles_and_others_are_of_another(tmp_path: Path) -> No
             found = corpus.tokenizer
             assert (found.end_of_text, found.mask) == (wanted.end_of_text, wanted.mask)
             assert (found.stops, list(found.closing)) == (wanted.stops, list(wanted.closing))
-        verify(corpus.folder)
+        verify_cache(corpus.folder)
         prints.add(corpus.fingerprint)
     assert len(prints) == 3
 

@@ -13,7 +13,7 @@ from atoll.base.errors import ConfigError
 from atoll.base.toml import to_toml
 from atoll.runtime.pipeline.step_end import LossScaler
 from atoll.training.config import from_dict, load
-from atoll.training.settings.convert import GROWTH, OPEN, SYSTEMS, convert
+from atoll.training.settings.convert import GROWTH, OPEN, SYSTEM_RULES, convert
 
 DEEPSPEED = {
     "train_batch_size": 64,
@@ -580,9 +580,9 @@ def changes_of(
     ]
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", SYSTEM_RULES)
 def test_every_rule_carries_values_that_are_not_the_default(system: str, tmp_path: Path) -> None:
-    assert RULES[system].keys() == SYSTEMS[system].keys()
+    assert RULES[system].keys() == SYSTEM_RULES[system].keys()
     for path, cases in RULES[system].items():
         for value, expected, *beside in cases:
             changed, left = changes_of({path: value}, system, tmp_path / "run.toml", beside=dict(*beside))
@@ -599,7 +599,7 @@ def test_settings_that_change_what_others_mean(
 
 def test_nothing_is_left_out_without_a_word() -> None:
     """A setting that no table has is said to be left, whichever system's it is."""
-    for system in SYSTEMS:
+    for system in SYSTEM_RULES:
         found = convert({"never_heard_of": {"it": 3}, "gradient_accumulation_fusion": True}, system)
         given = [line for line in found.left if "(absent, and " not in line]
         assert [line.partition(" = ")[0] for line in given] == [
@@ -616,7 +616,7 @@ def test_counts_that_are_none_are_left() -> None:
 
 
 def test_values_of_another_type_are_said() -> None:
-    for system, rules in SYSTEMS.items():
+    for system, rules in SYSTEM_RULES.items():
         for path in rules:
             table: Any = [1]
             for part in reversed(path.split(".")):
@@ -746,7 +746,7 @@ def test_muon_is_carried_over_and_its_options_are_not() -> None:
     assert [line.partition(" = ")[0] for line in found.left] == ["optimizer.type", "optimizer.params.momentum"]
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", SYSTEM_RULES)
 def test_every_key_that_decides_what_is_trained_is_converted_or_named(system: str) -> None:
     found = convert({}, system)
     known = {f"{section}.{key}" for section, keys in found.tables.items() for key in keys}

@@ -26,9 +26,9 @@ from atoll.plans.ir.action import Action, Op
 from atoll.plans.ir.placement import Placement
 from atoll.program import Instruction, Operation, Partners, Phase, Program, Programs, way_of
 from atoll.program.fold import Key, Resolved
-from atoll.program.operation import OPERATIONS, Fact, Lane, Side, named
+from atoll.program.operation import OPERATIONS, Fact, Lane, Side, operation_of
 from atoll.program.parts import parts_of
-from atoll.program.trace import Span, Trace, lane_of
+from atoll.program.trace import Span, Trace, action_lane
 
 PIPELINE = "pp"
 """The axis of messages between stages."""
@@ -97,7 +97,7 @@ class Rates:
         for name in ("compute", "messages"):
             given = getattr(self, name)
             if any(isinstance(do, str) for do, _ in given):
-                rows = {(named(do) if isinstance(do, str) else do, of): value for (do, of), value in given.items()}
+                rows = {(operation_of(do) if isinstance(do, str) else do, of): cost for (do, of), cost in given.items()}
                 object.__setattr__(self, name, rows)
 
     def link(self, axis: str) -> Speed:
@@ -161,7 +161,7 @@ class PlayedPrograms:
         for rank, (program, timing) in enumerate(zip(self.programs.ranks, self.timings, strict=True)):
             for part in parts_of(program.instructions):
                 start = timing.ends[part.start - 1] if part.start else timing.begin
-                yield Span(rank, lane_of(part.action.op), part.action, start, timing.ends[part.stop - 1])
+                yield Span(rank, action_lane(part.action.op), part.action, start, timing.ends[part.stop - 1])
 
 
 def play_programs(programs: Programs, rates: Sequence[Rates] | Rates, *, steps: int = 1) -> PlayedPrograms:
@@ -461,7 +461,7 @@ class _Rank:
             at = link.carry(self._free.setdefault(axis, [0.0]), at, seconds) + link.latency
         op = _SHOWN_AS.get(step.do.carries)
         if way and op is not None:
-            self.travelled.append(Span(self.number, lane_of(op), Action(step.action.stage, op), begun, at))
+            self.travelled.append(Span(self.number, action_lane(op), Action(step.action.stage, op), begun, at))
         return at
 
     def _copied(self, step: Instruction) -> float:

@@ -44,7 +44,7 @@ from atoll.plans.ir.table import (
 from atoll.plans.schedules.links import Hop, Hops, Links
 from atoll.plans.schedules.memory import Memory, Occupancy, RankMemory, levels_of
 from atoll.plans.schedules.problem import TOLERANCE
-from atoll.program.trace import MemorySample, Span, Trace, lane_of
+from atoll.program.trace import MemorySample, Span, Trace, action_lane
 
 _Cost = float | Sequence[float]
 """One number for all ranks, or one per rank. F, I and W also one per stage: then of that stage, not of a rank's
@@ -150,7 +150,7 @@ def simulate(schedule: Schedule, costs: Costs, memory: Memory | None = None) -> 
         ranks = schedule.ranks  # stage r is the first of rank r, and as long as its others
         start, end = _play(table, duration[:ranks], release[:ranks], hops.far)
         there = [time + hops.far for time in end] if memory is not None else []
-    lanes = [lane_of(op) for op in Op]
+    lanes = [action_lane(op) for op in Op]
     row = zip(table.rank, [lanes[code] for code in table.code], table.cells, start, end, strict=True)
     with _paused_collector():
         spans = tuple(map(_as_span, row))

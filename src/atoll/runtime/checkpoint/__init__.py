@@ -30,23 +30,23 @@ from atoll.runtime.checkpoint.folders import (
     set_aside,
     step_folder,
 )
-from atoll.runtime.checkpoint.loading import load
+from atoll.runtime.checkpoint.loading import load_pieces
 from atoll.runtime.checkpoint.pieces import Piece
 from atoll.runtime.checkpoint.saving import save
-from atoll.runtime.checkpoint.verify import Verdict, verify
+from atoll.runtime.checkpoint.verify import Verification, verify
 
 __all__ = [
     "Archive",
     "Background",
     "Piece",
     "Told",
-    "Verdict",
+    "Verification",
     "candidates",
     "find",
     "is_complete",
     "is_one",
     "latest",
-    "load",
+    "load_pieces",
     "prune",
     "read_state",
     "recover",

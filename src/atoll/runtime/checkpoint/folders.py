@@ -168,7 +168,7 @@ def saving_folder(folder: Path) -> Path:
     return folder.with_name(_SAVING + folder.name)
 
 
-def prepare(folder: Path) -> None:
+def prepare_folder(folder: Path) -> None:
     """Remove the files of interrupted saves beside `folder` and create its saving folder.
 
     Raises CheckpointError if something other than a checkpoint has that name, because a save would replace it.

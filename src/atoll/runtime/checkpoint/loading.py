@@ -20,12 +20,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from atoll.base.errors import CheckpointError, DamageError, UnverifiedWarning
 from atoll.plans.layouts.flat import Shape
 from atoll.runtime.checkpoint.archive import Archive
-from atoll.runtime.checkpoint.meeting import Meeting, listing
+from atoll.runtime.checkpoint.meeting import Meeting, list_problems
 from atoll.runtime.checkpoint.metadata import Stored
 from atoll.runtime.checkpoint.pieces import Piece
 
 
-def load(
+def load_pieces(
     folder: Path,
     pieces: Sequence[Piece],
     *,
@@ -113,7 +113,7 @@ class _Reader:
         required = {n: t for n, t in self._tensors.items() if not n.startswith(optional)}
         problems = _problems(requests, self._tensors, required if strict else {})
         if problems:
-            raise CheckpointError(f"it is of another model: {listing(problems)}")
+            raise CheckpointError(f"it is of another model: {list_problems(problems)}")
         return [self.archive.state] * len(asked)
 
     def read(self) -> None:

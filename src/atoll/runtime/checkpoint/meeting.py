@@ -134,10 +134,10 @@ def _raise(lost: str, failures: dict[int, Failure]) -> NoReturn:
         if kind == BROKEN:
             raise RankError(f"{lost}: rank {rank} failed: {text}", rank=rank)
     texts = list(dict.fromkeys(text for _, (_, text) in sorted(failures.items())))
-    raise (DamageError if kinds == {DAMAGED} else CheckpointError)(f"{lost}: {listing(texts)}")
+    raise (DamageError if kinds == {DAMAGED} else CheckpointError)(f"{lost}: {list_problems(texts)}")
 
 
-def listing(problems: Sequence[str], limit: int = 8) -> str:
+def list_problems(problems: Sequence[str], limit: int = 8) -> str:
     """Return the first problems, one per line if there are several, and the number of further ones."""
     if len(problems) == 1:
         return problems[0]

@@ -32,7 +32,7 @@ from atoll.base.errors import CheckpointError
 from atoll.plans.layouts.flat import Box
 from atoll.runtime.checkpoint import folders
 from atoll.runtime.checkpoint.manifest import Manifest, Range
-from atoll.runtime.checkpoint.meeting import Meeting, listing
+from atoll.runtime.checkpoint.meeting import Meeting, list_problems
 from atoll.runtime.checkpoint.pieces import Claim, Piece
 
 
@@ -143,12 +143,12 @@ class Saving:
             for rank, share in enumerate(shares)
         ]
         self._encoded = folders.encode_state(self._state)
-        folders.prepare(self.folder)
+        folders.prepare_folder(self.folder)
         return shares
 
     def _prepare(self) -> None:
         if self._meeting.rank == 0:
-            folders.prepare(self.folder)
+            folders.prepare_folder(self.folder)
 
     def _end(self, written: list[Any]) -> list[None]:
         writer = _Writer(self.folder)
@@ -233,7 +233,7 @@ def _shares(offers: Sequence[Sequence[Claim]]) -> tuple[list[list[tuple[int, int
             by_name.setdefault(claim.name, {}).setdefault(claim, []).append(rank)
     problems = [problem for claims in by_name.values() for problem in _problems(list(claims))]
     if problems:
-        raise CheckpointError(listing(problems))
+        raise CheckpointError(list_problems(problems))
     owner = _owners({claim: ranks for claims in by_name.values() for claim, ranks in claims.items()}, len(offers))
     numbers = [{claim: number for number, claim in enumerate(claims)} for claims in offers]
     shares: list[list[tuple[int, int]]] = [[] for _ in offers]

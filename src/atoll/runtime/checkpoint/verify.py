@@ -13,7 +13,7 @@ from atoll.runtime.checkpoint.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Verification:
     """Result of verifying a checkpoint.
 
     nbytes: number of verified bytes.  has_digests: False for a checkpoint of an older version, of which only sizes are
@@ -27,7 +27,7 @@ class Verdict:
     problems: tuple[str, ...]
 
 
-def verify(folder: Path) -> Verdict:
+def verify(folder: Path) -> Verification:
     """Compare every byte of a checkpoint with its digests. Reports all problems, not only the first.
 
     Raises CheckpointError if there is no checkpoint.
@@ -36,12 +36,12 @@ def verify(folder: Path) -> Verdict:
         opened = Archive(folder)
         contents = opened.contents
     except DamageError as error:
-        return Verdict(folder, 0, has_digests=True, identity={}, problems=(str(error),))
+        return Verification(folder, 0, has_digests=True, identity={}, problems=(str(error),))
     if opened.manifest is None:
         sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
         ends = [(stored.file, stored.offset + stored.length) for stored in contents.stored.values()]
         lacking = (f"{folder / file} ends before byte {end}" for file, end in ends if end > sizes.get(file, 0))
-        return Verdict(folder, 0, has_digests=False, identity={}, problems=tuple(lacking))
+        return Verification(folder, 0, has_digests=False, identity={}, problems=tuple(lacking))
     problems = list(_damage(folder, opened.manifest))
     known = {(file, at, length) for file, ranges in opened.manifest.files.items() for at, length, _ in ranges}
     problems += [
@@ -50,7 +50,7 @@ def verify(folder: Path) -> Verdict:
         if (stored.file, stored.offset, stored.length) not in known
     ]
     nbytes = sum(length for _, _, length in known)
-    return Verdict(folder, nbytes, has_digests=True, identity=opened.manifest.identity, problems=tuple(problems))
+    return Verification(folder, nbytes, has_digests=True, identity=opened.manifest.identity, problems=tuple(problems))
 
 
 def _damage(folder: Path, manifest: Manifest) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from atoll.base.documents import parse_json
 from atoll.runtime.launch import take_errand
-from atoll.runtime.measuring.process import TIMEOUT, choose_device, take_part, write
+from atoll.runtime.measuring.process import TIMEOUT, choose_device, take_part, write_cluster
 from atoll.runtime.rendezvous import Rendezvous, torchrun_environment
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _measure(errand: Errand, rendezvous: Rendezvous, store: Store) -> None:
         dtypes=(errand.dtype,),
     )
     if rendezvous.rank == 0:
-        write(Path(errand.path), to_text(found))
+        write_cluster(Path(errand.path), to_text(found))
     transport.leave()
 
 

@@ -31,7 +31,7 @@ from atoll.runtime.launch import (
 )
 from atoll.runtime.measuring.errand import Errand
 from atoll.runtime.measuring.host import graphics_names, machine_memory, processor_name
-from atoll.runtime.measuring.process import write
+from atoll.runtime.measuring.process import write_cluster
 from atoll.runtime.places import cache_folder, private_folder
 from atoll.runtime.template import Template
 
@@ -90,7 +90,7 @@ class Machine:
         for folder in _folders():
             with suppress(OSError, AtollError):
                 folder.mkdir(parents=True, exist_ok=True)
-                write(folder / self.name, text)
+                write_cluster(folder / self.name, text)
                 return
         raise ConfigError(f"cannot write {' or '.join(str(folder) for folder in _folders())}")
 

@@ -41,7 +41,7 @@ class _Links(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class MeasuredLink:
     """Measurements of two ranks: seconds of a hop, and bytes per second, each way."""
 
     latency: float
@@ -79,7 +79,7 @@ def read_links(shape: MeshShape, *, rank: int, device: torch.device, budget: flo
     return _Links(node, network)
 
 
-def _link(wire: Wire, goodput: float, *, share: float, source: str) -> Link:
+def _link(wire: MeasuredLink, goodput: float, *, share: float, source: str) -> Link:
     """Return a link. share: cards' rate over a rank's. If collectives are faster than messages, the rate is theirs."""
     rate = max(wire.rate, goodput)
     return Link(rate=rate * share, latency=wire.latency, reach=goodput / rate, source=source)
@@ -93,7 +93,7 @@ class _Ranks:
         self.budget = budget
         self.device = transport.device
 
-    def exchange_messages(self, peer: int | None) -> Wire:
+    def exchange_messages(self, peer: int | None) -> MeasuredLink:
         """Exchange messages between pairs of ranks, all pairs at the same time. peer: of this rank, None if it only
         waits.
 
@@ -109,7 +109,7 @@ class _Ranks:
                     raise
             else:
                 break
-        return Wire(line.start, 1.0 / line.each)
+        return MeasuredLink(line.start, 1.0 / line.each)
 
     def _message_seconds(self, peer: int | None, budget: float) -> dict[float, float]:
         """Return the seconds of a message by its bytes. budget: seconds for each size."""
@@ -126,7 +126,7 @@ class _Ranks:
                 break
         return timings
 
-    def gather(self, axis: str, wire: Wire) -> float:
+    def gather(self, axis: str, wire: MeasuredLink) -> float:
         """Return the bytes a second with which `collective` gives gathers and reductions along an axis their
         seconds."""
         transport, peers = self.transport, Peers.along(axis, self.transport.place)

@@ -29,7 +29,7 @@ LOCAL_RANKS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class MeasureRequest:
     """Options of `atoll doctor --measure`.
 
     path: the file to write.  ranks: local processes; None for one per GPU, or two.  cards: network cards of a node.
@@ -49,7 +49,7 @@ class Request:
         return [sys.executable, "-m", "atoll", *words, *["--json"] * self.as_json]
 
 
-def run(request: Request) -> int:
+def run(request: MeasureRequest) -> int:
     """Measure as a rank if the environment describes one, or start the ranks. Return the exit code."""
     rendezvous = torchrun_environment()
     if rendezvous is not None:
@@ -61,7 +61,7 @@ def run(request: Request) -> int:
     return launch_local(request.command, ranks)
 
 
-def _run_rank(request: Request, rendezvous: Rendezvous) -> int:
+def _run_rank(request: MeasureRequest, rendezvous: Rendezvous) -> int:
     """Run one rank from start to end and return its exit code. Errors end the process, see `exit_with_error`."""
     return take_part(rendezvous, lambda store: _measure(request, rendezvous, store))
 
@@ -80,7 +80,7 @@ def take_part(rendezvous: Rendezvous, measure: Callable[[Store], None]) -> int:
     return 0
 
 
-def _measure(request: Request, rendezvous: Rendezvous, store: Store) -> None:
+def _measure(request: MeasureRequest, rendezvous: Rendezvous, store: Store) -> None:
     from atoll.runtime import transport
     from atoll.runtime.measuring.measure import measure_cluster
 
@@ -102,18 +102,18 @@ def _measure(request: Request, rendezvous: Rendezvous, store: Store) -> None:
     transport.leave()
 
 
-def _conclude(request: Request, cluster: Cluster, *, seconds: float) -> None:
+def _conclude(request: MeasureRequest, cluster: Cluster, *, seconds: float) -> None:
     from atoll.base.units import format_seconds
     from atoll.runtime.measuring.measure import describe, to_tables, to_text
 
-    write(request.path, to_text(cluster))
+    write_cluster(request.path, to_text(cluster))
     text = json.dumps(to_tables(cluster), indent=2) if request.as_json else describe(cluster)
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
     sys.stderr.write(f"wrote {request.path} after {format_seconds(seconds)}\n")
 
 
-def write(path: Path, text: str) -> None:
+def write_cluster(path: Path, text: str) -> None:
     """Write a whole file: an old one stays until the new one is complete. Raises RunError if the disk fails."""
     draft = path.with_name(f".{path.name}.new")
     try:
@@ -123,7 +123,7 @@ def write(path: Path, text: str) -> None:
         raise RunError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _check(request: Request) -> None:
+def _check(request: MeasureRequest) -> None:
     """Check in advance that the measurement is possible and the file can be written."""
     for name, value in (("ranks", request.ranks), ("cards", request.cards)):
         if value is not None and value < 1:

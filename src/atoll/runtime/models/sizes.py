@@ -31,7 +31,7 @@ def transformer_of(config: Any) -> Transformer:
     return FAMILIES[kind](config)
 
 
-DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "llama": {"hidden_act": "silu", "tie_word_embeddings": False},
         "mistral": {"hidden_act": "silu", "tie_word_embeddings": False},
@@ -75,7 +75,7 @@ def known_config(family: str, values: Mapping[str, Any]) -> SimpleNamespace | No
     """Return a configuration for `transformer_of` without transformers; None unless `values` has all sizes."""
     if family not in SIZES or not all(isinstance(values.get(key), int) for key in (*SIZES[family], "vocab_size")):
         return None
-    return SimpleNamespace(**{**DEFAULTS[family], **values, "model_type": family})
+    return SimpleNamespace(**{**FAMILY_DEFAULTS[family], **values, "model_type": family})
 
 
 def _decoder(config: DecoderConfig) -> Transformer:

@@ -15,7 +15,7 @@ import torch
 
 from atoll.plans.ir import Action, Op
 from atoll.program import Instruction, Operation
-from atoll.program.trace import Span, lane_of
+from atoll.program.trace import Span, action_lane
 from atoll.runtime.lanes import Kind
 
 _OP: Mapping[Kind, Op] = {"gather": Op.UNSHARD, "reduce": Op.REDUCE_GRAD}
@@ -87,7 +87,7 @@ class ProgramClock:
     def spans(self) -> tuple[Span, ...]:
         """Return the spans in seconds of the monotonic clock."""
         return tuple(
-            Span(self._rank, lane_of(action.op), action, start=start, end=end) for action, start, end in self._marks
+            Span(self._rank, action_lane(action.op), action, start=start, end=end) for action, start, end in self._marks
         )
 
 
@@ -129,7 +129,7 @@ class DeviceClock(ProgramClock):
     def spans(self) -> tuple[Span, ...]:
         """Wait for the events and return the spans. Their origin is the time at which the host began the program."""
         return tuple(
-            Span(self._rank, lane_of(action.op), action, start=self._at(start), end=self._at(end))
+            Span(self._rank, action_lane(action.op), action, start=self._at(start), end=self._at(end))
             for action, start, end in self._marks
         )
 

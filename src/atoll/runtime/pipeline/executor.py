@@ -35,7 +35,7 @@ from atoll.program import Do, Ending, Instruction, Operation, Part, Program, Ran
 from atoll.program.operation import OPERATIONS
 from atoll.program.trace import Span
 from atoll.runtime.failure import Doing
-from atoll.runtime.lanes import Lane
+from atoll.runtime.lanes import JobLane
 from atoll.runtime.mail import Mail, Parcel
 from atoll.runtime.models import Batch, Loss
 from atoll.runtime.outline import Outline
@@ -138,7 +138,7 @@ class Executor:
         mail: Mail,
         collector: Collector,
         seed: int,
-        lanes: Iterable[Lane] = (),
+        lanes: Iterable[JobLane] = (),
         extensions: Sequence[Extension] = (),
     ) -> None:
         self._outline, self._transport = outline, transport

@@ -31,7 +31,7 @@ import torch
 from atoll.plans.layouts import SYNC_PARAMETER, Codec, Level, Slice
 from atoll.plans.outer import Outer, Way
 from atoll.runtime.checkpoint import Piece
-from atoll.runtime.lanes import Job, Lane
+from atoll.runtime.lanes import Job, JobLane
 from atoll.runtime.sharding import coding
 from atoll.runtime.sharding.norm import sum_of_squares
 from atoll.runtime.sharding.segment import Segment
@@ -90,7 +90,7 @@ class _Anchor:
         """The parameters' parts of the anchor."""
         return self.segment.flat.map.slices(self.segment.flat.range(Level.G))
 
-    def leave(self, lane: Lane, step: int) -> torch.Tensor:
+    def leave(self, lane: JobLane, step: int) -> torch.Tensor:
         """Begin to average the outer gradient of `step` over the islands.
 
         Returns its squares and those of the anchor, summed over what this rank accounts for: [2], float64.
@@ -194,7 +194,7 @@ class OuterSteps:
     """
 
     def __init__(
-        self, units: Sequence[Unit], outer: Outer, transport: Transport, lane: Lane, *, count: int, seed: int = 0
+        self, units: Sequence[Unit], outer: Outer, transport: Transport, lane: JobLane, *, count: int, seed: int = 0
     ) -> None:
         self.outer = outer
         self._count = count

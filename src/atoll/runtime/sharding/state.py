@@ -213,7 +213,7 @@ def load_state(
     scaler = _scaler_piece(island, [0.0] * 3)
     has_scaler = scaler.name in names
     pieces += [scaler] * has_scaler
-    state = checkpoint.load(folder, pieces, optional=(f"{_CODEC}.", *OF_ISLANDS, *_of_model(spare)))
+    state = checkpoint.load_pieces(folder, pieces, optional=(f"{_CODEC}.", *OF_ISLANDS, *_of_model(spare)))
     if has_scaler:
         scale, growth_steps, good_steps = scaler.tensor.tolist()
         state = {**state, "scaler": dict(zip(SCALER, (scale, int(growth_steps), int(good_steps)), strict=True))}
@@ -250,7 +250,7 @@ def load_values(
 ) -> None:
     """Fill masters, frozen parameters and buffers alone; every rank calls it. spare: see `load_state`."""
     rest = ("optim.", f"{_CODEC}.", *OF_ISLANDS, *_of_model(spare))
-    checkpoint.load(folder, list(model_pieces(units, buffers)), optional=rest)
+    checkpoint.load_pieces(folder, list(model_pieces(units, buffers)), optional=rest)
 
 
 def _of_model(names: Iterable[str]) -> list[str]:

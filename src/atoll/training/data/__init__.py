@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.training.data.corpus import Source, documents, find_source, fingerprint
 from atoll.training.data.masking import hide
-from atoll.training.data.order import IGNORED_LABEL, Batch, SampleOrder, batch, sample_count, validation_batches
+from atoll.training.data.order import IGNORED_LABEL, SampleOrder, TokenBatch, batch, sample_count, validation_batches
 from atoll.training.data.recipe import expected_ids
 from atoll.training.data.rows import Packing, Part, Rows, rows_of
 from atoll.training.data.store import Corpus, prepare, preview
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "IGNORED_LABEL",
-    "Batch",
     "ByteTokenizer",
     "Corpus",
     "FileTokenizer",
@@ -30,6 +29,7 @@ __all__ = [
     "SampleOrder",
     "Source",
     "Supply",
+    "TokenBatch",
     "Tokenizer",
     "batch",
     "documents",

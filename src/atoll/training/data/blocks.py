@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from atoll.base.digests import read_sealed, seal
 from atoll.base.errors import DataError
 
-MANIFEST = "manifest.json"
+CORPUS_MANIFEST = "manifest.json"
 VERSION = 1
 BLOCK_BYTES = 1 << 16
 """Number of bytes with one digest. Verifying a sample reads little more than the sample, and 16 digits are few."""
@@ -57,7 +57,7 @@ class Blocks:
     @classmethod
     def read(cls, folder: Path) -> Blocks:
         """Return the digests in the manifest of `folder`. Raises OSError or ValueError if it cannot be read."""
-        content = read_sealed(folder / MANIFEST)
+        content = read_sealed(folder / CORPUS_MANIFEST)
         if (content["version"], content["block"]) != (VERSION, BLOCK_BYTES):
             raise ValueError(f"version {content['version']!r} with blocks of {content['block']!r} bytes")
         return cls({name: (int(size), str(digests)) for name, (size, digests) in content["files"].items()})

@@ -26,13 +26,13 @@ from atoll.training.data.files import (
     Range,
     Record,
     field,
+    file_records,
     form_of,
     inner_suffix,
     is_one_value,
     known_columns,
     optional,
     read_file,
-    read_records,
     without_nulls,
 )
 
@@ -232,13 +232,13 @@ def records(
     without: Collection[str] | None = None,
     bad: BadRecords | None = None,
 ) -> Iterator[Record]:
-    """Yield the records of a source, in a fixed order. See `read_records`."""
+    """Yield the records of a source, in a fixed order. See `file_records`."""
     if source.kind is Kind.DATASETS:
         return _saved_dataset(source, columns, hint, without)
     return (
         each
         for file, part in source.pieces
-        for each in _readable(file, read_records(file, columns, hint=hint, part=part, without=without, bad=bad))
+        for each in _readable(file, file_records(file, columns, hint=hint, part=part, without=without, bad=bad))
     )
 
 

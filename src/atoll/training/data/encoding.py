@@ -69,7 +69,7 @@ class Encoded:
                 path.unlink()
 
 
-def encode(
+def encode_source(
     folder: Path,
     source: Source,
     tokenizer: Tokenizer,

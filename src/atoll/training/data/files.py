@@ -133,12 +133,12 @@ def read_file(path: Path, text_field: str, part: Range | None = None, bad: BadRe
             yield stream.read().decode("utf-8-sig", errors="replace")
         return
     bad = BadRecords() if bad is None else bad
-    for where, record in read_records(path, [text_field], hint="set data.text_field", part=part, bad=bad):
+    for where, record in file_records(path, [text_field], hint="set data.text_field", part=part, bad=bad):
         with bad.skipping():
             yield field(record, text_field, where)
 
 
-def read_records(
+def file_records(
     path: Path,
     columns: Sequence[str],
     *,
@@ -325,7 +325,7 @@ def _parquet(
         raise DataError(f"{path}: cannot be read as parquet ({error}); write it again") from error
 
 
-def parts_of(path: Path, nbytes: int) -> list[Range] | None:
+def file_parts(path: Path, nbytes: int) -> list[Range] | None:
     """Return parts of a file with about so many bytes, or None if it cannot be cut: text, an array, a compressed
     file."""
     size = path.stat().st_size

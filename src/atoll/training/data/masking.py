@@ -11,15 +11,15 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from atoll.training.data.order import IGNORED_LABEL, Batch
+from atoll.training.data.order import IGNORED_LABEL, TokenBatch
 
 HIDDEN, OTHER = 0.8, 0.1
 """Shares of the chosen tokens that become the mask token, and that become another token."""
 
 
 def hide(
-    batch: Batch, positions: Iterable[int], *, seed: int, ratio: float, token: int, kept: Sequence[int] = ()
-) -> Batch:
+    batch: TokenBatch, positions: Iterable[int], *, seed: int, ratio: float, token: int, kept: Sequence[int] = ()
+) -> TokenBatch:
     """Mask some tokens of the batch. `positions` are those of its samples in the order.
 
     token: id of the mask token. Replacements are ids below it, or all ids if it is the largest.  kept: ids that are

@@ -17,7 +17,7 @@ from atoll.base.errors import DataError
 from atoll.training.data.blocks import CheckedTokens
 
 Tokens: TypeAlias = NDArray[np.integer[Any]] | CheckedTokens
-Batch: TypeAlias = dict[str, NDArray[np.int64]]
+TokenBatch: TypeAlias = dict[str, NDArray[np.int64]]
 """input_ids and labels, [B, S]; labels[b, t] is the token after input_ids[b, t], or -100 if it is not in the loss.
 
 Rows of several documents also have position_ids, which restart at each document.
@@ -76,7 +76,7 @@ class SampleOrder:
         return self._permutation
 
 
-def batch(tokens: Tokens, indices: NDArray[np.int64], sequence: int) -> Batch:
+def batch(tokens: Tokens, indices: NDArray[np.int64], sequence: int) -> TokenBatch:
     """Return the samples with these indices, int64 [len(indices), sequence]."""
     samples = sample_count(tokens, sequence)
     if len(indices) and (indices.min() < 0 or indices.max() >= samples):
@@ -88,7 +88,7 @@ def batch(tokens: Tokens, indices: NDArray[np.int64], sequence: int) -> Batch:
     return {"input_ids": np.ascontiguousarray(rows[:, :-1]), "labels": np.ascontiguousarray(rows[:, 1:])}
 
 
-def scatter(parts: Sequence[tuple[NDArray[np.int64], Batch]], count: int) -> Batch:
+def scatter(parts: Sequence[tuple[NDArray[np.int64], TokenBatch]], count: int) -> TokenBatch:
     """Return one batch of `count` samples from parts with the places of their samples."""
     found = {name: np.empty((count, *values.shape[1:]), values.dtype) for name, values in parts[0][1].items()}
     for places, batch in parts:
@@ -97,7 +97,7 @@ def scatter(parts: Sequence[tuple[NDArray[np.int64], Batch]], count: int) -> Bat
     return found
 
 
-def validation_batches(tokens: Tokens, sequence: int, *, size: int, limit: int | None = None) -> Iterator[Batch]:
+def validation_batches(tokens: Tokens, sequence: int, *, size: int, limit: int | None = None) -> Iterator[TokenBatch]:
     """Yield batches of `size` samples in order, in which every token but the first is a label exactly once.
 
     The last sample and the last batch are padded with label -100, so all batches have one shape.

@@ -29,7 +29,7 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class CorpusRecipe:
     """Everything that determines the arrays; contents are given as hashes.
 
     held: source of the held-out tokens; None: a share of the source, `validation`.
@@ -61,7 +61,7 @@ class Recipe:
         packing: Packing,
         ignored: Collection[str],
         bad_records: Policy,
-    ) -> Recipe:
+    ) -> CorpusRecipe:
         file, tokenizer_content = None, tokenizer
         if tokenizer != BYTES and bpe_size(tokenizer) is None:
             file = _tokenizer_file(tokenizer)
@@ -72,7 +72,7 @@ class Recipe:
         if isinstance(validation, str):
             held, validation = find_source(validation, **options, key="data.validation"), 0.0
         check_fraction(validation)
-        return Recipe(
+        return CorpusRecipe(
             found,
             fingerprint(found),
             tokenizer,

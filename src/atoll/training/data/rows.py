@@ -24,7 +24,7 @@ from atoll.base.errors import DataError
 from atoll.training.data.blocks import CheckedTokens
 from atoll.training.data.order import (
     IGNORED_LABEL,
-    Batch,
+    TokenBatch,
     Tokens,
     batch,
     check_sequence,
@@ -76,7 +76,7 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
 
-    def take(self, indices: NDArray[np.int64]) -> Batch:
+    def take(self, indices: NDArray[np.int64]) -> TokenBatch:
         """Return the samples with these indices."""
         ...
 
@@ -85,7 +85,7 @@ class Rows(Protocol):
         """Number of samples of `in_order`."""
         ...
 
-    def in_order(self, size: int, *, limit: int) -> Iterator[Batch]:
+    def in_order(self, size: int, *, limit: int) -> Iterator[TokenBatch]:
         """Yield at most `limit` batches of `size` samples in order; the last is padded with ignored labels."""
         ...
 
@@ -108,14 +108,14 @@ class _Blocks:
     def __len__(self) -> int:
         return sample_count(self._tokens, self._sequence)
 
-    def take(self, indices: NDArray[np.int64]) -> Batch:
+    def take(self, indices: NDArray[np.int64]) -> TokenBatch:
         return batch(self._tokens, indices, self._sequence)
 
     @property
     def in_order_count(self) -> int:
         return -(-max(0, len(self._tokens) - 1) // self._sequence)
 
-    def in_order(self, size: int, *, limit: int) -> Iterator[Batch]:
+    def in_order(self, size: int, *, limit: int) -> Iterator[TokenBatch]:
         return validation_batches(self._tokens, self._sequence, size=size, limit=limit)
 
 
@@ -141,7 +141,7 @@ class _Documents:
     def __len__(self) -> int:
         return len(self._ends) - 1
 
-    def take(self, indices: NDArray[np.int64]) -> Batch:
+    def take(self, indices: NDArray[np.int64]) -> TokenBatch:
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise DataError(f"rows {indices.min()}..{indices.max()} were asked for; there are {len(self)}")
         return self._batch([self._row(index) for index in indices.tolist()])
@@ -150,7 +150,7 @@ class _Documents:
     def in_order_count(self) -> int:
         return len(self)
 
-    def in_order(self, size: int, *, limit: int) -> Iterator[Batch]:
+    def in_order(self, size: int, *, limit: int) -> Iterator[TokenBatch]:
         for first in range(0, min(len(self), limit * size), size):
             rows = [self._row(at) for at in range(first, min(first + size, len(self)))]
             yield self._batch([*rows, *[[]] * (size - len(rows))])
@@ -160,7 +160,7 @@ class _Documents:
         documents: list[int] = self._order[self._ends[at] : self._ends[at + 1]].tolist()
         return documents
 
-    def _batch(self, rows: Sequence[Sequence[int]]) -> Batch:
+    def _batch(self, rows: Sequence[Sequence[int]]) -> TokenBatch:
         shape = len(rows), self._packing.sequence
         found = {"input_ids": np.zeros(shape, np.int64), "labels": np.full(shape, IGNORED_LABEL, np.int64)}
         if self._packing.how == "documents":
@@ -173,7 +173,7 @@ class _Documents:
                 found["position_ids"][row, at:] = np.arange(shape[1] - at)
         return found
 
-    def _place(self, batch: Batch, row: int, at: int, document: int) -> int:
+    def _place(self, batch: TokenBatch, row: int, at: int, document: int) -> int:
         """Write a document into a row from place `at` on. Return the place after it."""
         start, stop = self._documents[document].tolist()
         tokens = np.asarray(self._part.tokens[start:stop], dtype=np.int64)

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from atoll.training.data.corpus import Kind, Source, dataset_rows, unreadable
-from atoll.training.data.files import Range, parts_of
+from atoll.training.data.files import Range, file_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def _pieces(source: Source, nbytes: int) -> Iterator[Piece]:
     for file in source.files:
         size = _size(file)
         try:
-            parts = parts_of(file, nbytes) if size > nbytes else None
+            parts = file_parts(file, nbytes) if size > nbytes else None
         except OSError as error:
             raise unreadable(file, error) from error
         if parts is None:

@@ -36,11 +36,11 @@ from filelock import FileLock
 from atoll.base.documents import parse_json, read_json
 from atoll.base.errors import DataError
 from atoll.training.data.bad_records import Policy
-from atoll.training.data.blocks import MANIFEST, MARK, Blocks, CheckedTokens, DamagedCorpusError
+from atoll.training.data.blocks import CORPUS_MANIFEST, MARK, Blocks, CheckedTokens, DamagedCorpusError
 from atoll.training.data.conversations import ChatTemplate
 from atoll.training.data.corpus import Source
-from atoll.training.data.encoding import encode
-from atoll.training.data.recipe import Recipe, Report, key_of
+from atoll.training.data.encoding import encode_source
+from atoll.training.data.recipe import CorpusRecipe, Report, key_of
 from atoll.training.data.rows import How, Packing, Part, TooLong, rows_of
 from atoll.training.data.split import hold_back, split
 from atoll.training.data.tokenizer import (
@@ -144,7 +144,7 @@ def prepare(
     """
     say = report or (lambda line: None)
     packing = Packing(sequence=sequence, how=how, too_long=too_long)
-    recipe = Recipe.find(
+    recipe = CorpusRecipe.find(
         source,
         tokenizer=tokenizer,
         validation=validation,
@@ -188,7 +188,7 @@ def preview(
     tokens is unknown.
     """
     packing = Packing(sequence=sequence, how=how, too_long=too_long)
-    recipe = Recipe.find(
+    recipe = CorpusRecipe.find(
         source,
         tokenizer=tokenizer,
         validation=validation,
@@ -213,7 +213,7 @@ def preview(
     return corpus
 
 
-def _make_once(folder: Path, recipe: Recipe, say: Report) -> None:
+def _make_once(folder: Path, recipe: CorpusRecipe, say: Report) -> None:
     cache = folder.parent
     lock = "shards.lock" if recipe.source.is_shard else f"{folder.name}.lock"
     with writing_cache(cache), FileLock(cache / lock):
@@ -257,11 +257,11 @@ def _set_aside(folder: Path) -> bool:
     return False
 
 
-def _make(folder: Path, recipe: Recipe, say: Report) -> None:
+def _make(folder: Path, recipe: CorpusRecipe, say: Report) -> None:
     tokenizer = recipe.make_tokenizer(say)
     say(f"encoding {recipe.source.name}")
     how: dict[str, Any] = {"chat": recipe.chat, "ignored": recipe.ignored, "bad_records": recipe.bad_records}
-    encoded = encode(folder, recipe.source, tokenizer, **how)
+    encoded = encode_source(folder, recipe.source, tokenizer, **how)
     skipped = [] if encoded.skipped is None else [str(encoded.skipped)]
     if recipe.keeps_documents:
         # The samples of a record are held out together: each has what the others are judged by.
@@ -276,7 +276,7 @@ def _make(folder: Path, recipe: Recipe, say: Report) -> None:
     encoded.remove()
     if recipe.held is not None:
         say(f"encoding {recipe.held.name}")
-        own = encode(folder, recipe.held, tokenizer, **how)
+        own = encode_source(folder, recipe.held, tokenizer, **how)
         skipped += [] if own.skipped is None else [f"data.validation: {own.skipped}"]
         everything = np.ones(len(own.lengths), dtype=np.bool_)
         lengths = own.chosen(everything) if recipe.keeps_documents else None
@@ -317,7 +317,7 @@ def _content_hash(folder: Path) -> str:
     return total.hexdigest()
 
 
-def verify(folder: Path) -> int:
+def verify_cache(folder: Path) -> int:
     """Verify all of the token cache in `folder` against its digests. Return the number of bytes read.
 
     A cache without digests, of an older version, is compared with its fingerprint. Raises DamagedCorpusError if it is
@@ -387,7 +387,7 @@ def _part(folder: Path, part: str, blocks: Blocks, *, marks: bool) -> Part:
 
 def _blocks(folder: Path, say: Report) -> Blocks:
     """Return the digests of a cache. One of an older version gets them once its content matches its fingerprint."""
-    if (folder / MANIFEST).exists():
+    if (folder / CORPUS_MANIFEST).exists():
         return Blocks.read(folder)
     say(f"comparing {folder} with its fingerprint, once: it was created by a version without digests")
     recorded = read_json(folder / "about.json")["fingerprint"]
@@ -410,4 +410,4 @@ def _publish(folder: Path, blocks: Blocks) -> None:
     descriptor, draft = tempfile.mkstemp(prefix=".manifest-", dir=folder)
     with os.fdopen(descriptor, "wb") as stream:
         stream.write(blocks.encode())
-    os.replace(draft, folder / MANIFEST)
+    os.replace(draft, folder / CORPUS_MANIFEST)

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from atoll.base.digests import read_sealed, seal
 from atoll.base.errors import DataError
-from atoll.training.data.order import Batch, scatter, shuffled
+from atoll.training.data.order import TokenBatch, scatter, shuffled
 from atoll.training.data.recipe import Report
 from atoll.training.data.rows import Packing, Rows, rows_of
 from atoll.training.data.shards import Shard
@@ -97,7 +97,7 @@ class _Opened:
         begins = self._ends - np.array(self.window.counts, dtype=np.int64)
         return shards, samples - begins[shards]
 
-    def take(self, position: int, count: int) -> list[tuple[NDArray[np.int64], Batch]]:
+    def take(self, position: int, count: int) -> list[tuple[NDArray[np.int64], TokenBatch]]:
         """Return the samples from `position` on, with their places among them."""
         shards, samples = self.find(position, count)
         places = [(at, np.flatnonzero(shards == at)) for at in np.unique(shards).tolist()]
@@ -107,8 +107,8 @@ class _Opened:
 class Stream:
     """Sample sequence of a source in shards.
 
-    folder: contains the shards' token arrays, which `encode` creates.  first: name of the first shard's folder, which
-    is used for validation and kept.  number: index of the source among those of the run.
+    folder: contains the shards' token arrays, which `encode_source` creates.  first: name of the first shard's folder,
+    which is used for validation and kept.  number: index of the source among those of the run.
     """
 
     def __init__(
@@ -139,9 +139,9 @@ class Stream:
         self._ahead: Future[_Opened] | None = None
         self._is_closed = threading.Event()
 
-    def take(self, position: int, count: int) -> Batch:
+    def take(self, position: int, count: int) -> TokenBatch:
         """Return the samples at positions position .. position+count-1."""
-        parts: list[tuple[NDArray[np.int64], Batch]] = []
+        parts: list[tuple[NDArray[np.int64], TokenBatch]] = []
         done = 0
         while done < count:
             opened = self._at(position + done)

@@ -26,7 +26,7 @@ from atoll.training.data.bad_records import BadRecords
 from atoll.training.data.conversations import RULES
 from atoll.training.data.corpus import TEXT_FIELD, Source, documents, find_source, find_sources, fingerprint
 from atoll.training.data.mixing import Mix, shares, weighted
-from atoll.training.data.order import Batch, SampleOrder, scatter
+from atoll.training.data.order import SampleOrder, TokenBatch, scatter
 from atoll.training.data.recipe import Report
 from atoll.training.data.rows import Packing, Rows, rows_of
 from atoll.training.data.shards import Shard, cut, identity_of
@@ -74,7 +74,7 @@ class Feed(Protocol):
         """Notes on split, dropped and truncated documents."""
         ...
 
-    def take(self, position: int, count: int) -> Batch:
+    def take(self, position: int, count: int) -> TokenBatch:
         """Return the samples at positions position .. position+count-1."""
         ...
 
@@ -100,7 +100,7 @@ class _Whole:
         self.size = self.samples = len(rows)
         self._rows, self._order = rows, SampleOrder(max(1, len(rows)), seed, number)
 
-    def take(self, position: int, count: int) -> Batch:
+    def take(self, position: int, count: int) -> TokenBatch:
         """Return the samples at positions position .. position+count-1."""
         return self._rows.take(self._order.take(position, count))
 
@@ -155,7 +155,7 @@ class Supply:
             found += [f"{what}: {note}" for note in (*each.notes, *each.rows.notes)]
         return found
 
-    def take(self, position: int, count: int) -> Batch:
+    def take(self, position: int, count: int) -> TokenBatch:
         """Return the samples at positions position .. position+count-1."""
         parts = [(places, self.feeds[at].take(begin, len(places))) for at, places, begin in self._of(position, count)]
         if len(parts) == 1:
@@ -198,7 +198,7 @@ class Supply:
 
     # ---- validation
 
-    def validation(self, size: int, *, limit: int) -> Iterator[tuple[str, Batch]]:
+    def validation(self, size: int, *, limit: int) -> Iterator[tuple[str, TokenBatch]]:
         """Yield batches of `size` samples in order, each from one source and with its name.
 
         limit: maximum number of batches, shared in proportion to the sources' samples, with at least one each.

@@ -18,7 +18,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from atoll.base.errors import DataError
-from atoll.training.data.blocks import MANIFEST, Blocks, DamagedCorpusError
+from atoll.training.data.blocks import CORPUS_MANIFEST, Blocks, DamagedCorpusError
 from atoll.training.data.corpus import Source
 from atoll.training.data.recipe import Report
 from atoll.training.data.store import writing_cache
@@ -57,7 +57,7 @@ def train(folder: Path, name: str, texts: Callable[[], Iterable[str]], say: Repo
             found = train_bpe(texts(), size)
             part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.part-", dir=folder.parent))
             (part / TOKENIZER).write_text(found.to_json(), encoding="utf-8")
-            (part / MANIFEST).write_bytes(Blocks.of(part, [TOKENIZER]).encode())
+            (part / CORPUS_MANIFEST).write_bytes(Blocks.of(part, [TOKENIZER]).encode())
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(part, folder)
     return folder / TOKENIZER

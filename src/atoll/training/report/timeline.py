@@ -13,7 +13,7 @@ from atoll.base.errors import UserError
 from atoll.plans.ir import Action, Op
 from atoll.prediction.cost import Prediction
 from atoll.prediction.cost.breakdown import pieces
-from atoll.program import Do, Operation, named
+from atoll.program import Do, Operation, operation_of
 from atoll.program.trace import GATHER_LANE, REDUCE_LANE, Span, Trace, apart
 from atoll.program.traffic import way_of
 
@@ -201,7 +201,7 @@ _SENDER = {"RECV_F": -1, "RECV_B": 1}
 
 def _read(values: Sequence[Any]) -> Bar:
     name, action, of, phase, start, end = values
-    do, parsed = named(string(name)), Action.parse(string(action))
+    do, parsed = operation_of(string(name)), Action.parse(string(action))
     start, end = _times(start, end)
     where = parsed.stage, -1 if parsed.microbatch is None else parsed.microbatch, count(of, least=-1)
     return Bar(do.cause, f"{do} {phase}" if phase else str(do), start, end, *where)

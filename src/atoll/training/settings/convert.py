@@ -728,7 +728,7 @@ OPEN = (
 )
 """Keys that decide what is trained: each is in a converted config, or named."""
 
-SYSTEMS: Mapping[str, Mapping[str, Rule]] = {
+SYSTEM_RULES: Mapping[str, Mapping[str, Rule]] = {
     "deepspeed": DEEPSPEED,
     "accelerate": ACCELERATE,
     "torchtitan": TORCHTITAN,
@@ -748,12 +748,12 @@ def system_of(document: Mapping[str, Any]) -> str:
     for system, words in MARKS.items():
         if words & set(document):
             return system
-    known = ", ".join(SYSTEMS)
+    known = ", ".join(SYSTEM_RULES)
     raise ConfigError(f"this is no config of {known}: it has {', '.join(sorted(document)[:8]) or 'nothing'}")
 
 
 def convert(document: Mapping[str, Any], system: str | None = None) -> Conversion:
-    """Convert another system's config to one of Atoll. system: of `SYSTEMS`; detected from the document's keys by
+    """Convert another system's config to one of Atoll. system: of `SYSTEM_RULES`; detected from the document's keys by
     default.
 
     What the document leaves out has the system's own default; `Conversion.filled` has a sentence for each.
@@ -761,7 +761,7 @@ def convert(document: Mapping[str, Any], system: str | None = None) -> Conversio
     Raises ConfigError for a document of an unknown system.
     """
     name = system_of(document) if system is None else system
-    into, rules = Conversion(name), SYSTEMS[name]
+    into, rules = Conversion(name), SYSTEM_RULES[name]
     given = {path: value for path, value in _settings(document, rules) if value is not None}
     absent = {path: value for path, value in DEFAULTS[name](given).items() if path not in given}
     every = {**given, **absent}
