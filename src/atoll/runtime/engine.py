@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from atoll.base.errors import BadStepError, PlanError, RunError
 from atoll.base.faults import Policy
+from atoll.base.labels import IGNORED_LABEL
 from atoll.plans.layouts import Footprint
 from atoll.plans.plan import Plan
 from atoll.program import WorkingMemory, needed_in_a_step
@@ -31,7 +32,6 @@ from atoll.runtime.checkpoint import Archive, Background, Piece, Told, is_comple
 from atoll.runtime.lanes import JobLane, Kind
 from atoll.runtime.launch import share_cores
 from atoll.runtime.models import Batch, Loss
-from atoll.runtime.models.batch import IGNORED_LABEL
 from atoll.runtime.models.buffers import transient_buffers
 from atoll.runtime.pipeline.executor import Outcome
 from atoll.runtime.pipeline.step_end import Refused, StepEnd, StepResult

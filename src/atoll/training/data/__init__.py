@@ -5,9 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from atoll.base.labels import IGNORED_LABEL
 from atoll.training.data.corpus import Source, documents, find_source, fingerprint
 from atoll.training.data.masking import hide
-from atoll.training.data.order import IGNORED_LABEL, SampleOrder, TokenBatch, batch, sample_count, validation_batches
+from atoll.training.data.order import SampleOrder, TokenBatch, batch, sample_count, validation_batches
 from atoll.training.data.recipe import expected_ids
 from atoll.training.data.rows import Packing, Part, Rows, rows_of
 from atoll.training.data.store import Corpus, prepare, preview
