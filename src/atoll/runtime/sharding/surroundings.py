@@ -26,7 +26,7 @@ class Surroundings:
     sharding: Sharding
     transport: Transport
     device: torch.device
-    lanes: Mapping[lanes.Kind, lanes.Lane]
+    lanes: Mapping[lanes.Kind, lanes.JobLane]
     weights: Weights | None = None
     seed: int = 0
     moment: coding.Moment = field(default_factory=coding.Moment)
