@@ -55,7 +55,7 @@ PAGES = (
         {
             "atoll": ["Layout", "Precision"],
             "atoll.plans.layouts": [
-                *("Level", "ALIASES", "ALL", "EFFECTIVE", "PRESETS", "ITEM_BYTES"),
+                *("Level", "LAYOUT_ALIASES", "ALL_LAYOUTS", "EFFECTIVE", "PRESETS", "ITEM_BYTES"),
                 *("footprint", "Footprint", "saved_besides", "saved_bytes"),
                 *("traffic", "Traffic", "published_memory", "PublishedMemory", "AT_ONCE"),
                 *(
@@ -95,7 +95,7 @@ PAGES = (
         {
             "atoll.plans.schedules": [
                 *("build", "CATALOGUE", "Entry", "ClosedForm", "RankForm", "Sizes"),
-                *("Problem", "Memory", "Links", "Link", "lower_bound"),
+                *("Problem", "Memory", "Links", "PipelineLink", "lower_bound"),
             ],
             "atoll.plans.ir": [
                 *("Schedule", "Action", "Op", "Placement"),
@@ -118,14 +118,14 @@ PAGES = (
                     "Sliced",
                     "Operation",
                     "OPERATIONS",
-                    "named",
+                    "operation_of",
                     "Lane",
                     "Partners",
                     "Phase",
                     "Part",
                     "parts_of",
                     "lower_row",
-                    "check",
+                    "check_program",
                 ),
                 *("RankShape", "StageShape", "BlockShape", "UnitShape", "unit_shape", "Ending"),
                 *("ModelShape", "Using", "using", "groups_of", "by_index"),
@@ -143,7 +143,7 @@ PAGES = (
             "atoll.program.sim": ["Costs", "Rates", "Speed", "play", "Played", "RankTiming"],
             "atoll.program.trace": [
                 "Trace",
-                *("Span", "Idle", "MemorySample", "to_chrome", "from_chrome", "lane_of", "apart", "Timed", "AnyTimed"),
+                *("Span", "Idle", "MemorySample", "to_chrome", "from_chrome", "action_lane", "apart", "AnyTimed"),
             ],
         },
     ),

@@ -53,6 +53,7 @@ __all__ = [
     "makes",
     "operation_of",
     "needed_in_a_step",
+    "operation_of",
     "parts_of",
     "peaks",
     "sent_by",

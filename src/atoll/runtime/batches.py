@@ -10,10 +10,10 @@ from typing import Any, Literal
 import torch
 
 from atoll.base.errors import PlanError
+from atoll.base.labels import IGNORED_LABEL
 from atoll.plans.plan import Place, Plan
 from atoll.runtime.agreement import Agreement, Question
 from atoll.runtime.models.batch import (
-    IGNORED_LABEL,
     Batch,
     as_tensors,
     count_labels,

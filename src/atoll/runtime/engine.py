@@ -31,7 +31,6 @@ from atoll.runtime.checkpoint import Archive, Background, Piece, Told, is_comple
 from atoll.runtime.lanes import LaneKind, JobLane
 from atoll.runtime.launch import share_cores
 from atoll.runtime.models import Batch, Loss
-from atoll.runtime.models.batch import IGNORED_LABEL
 from atoll.runtime.models.buffers import transient_buffers
 from atoll.runtime.pipeline.executor import Outcome
 from atoll.runtime.pipeline.step_end import Refused, StepEnd, StepResult

@@ -48,6 +48,7 @@ __all__ = [
     "GATHER_INTRA",
     "GATHER_PARAMETER",
     "ITEM_BYTES",
+    "LAYOUT_ALIASES",
     "NO_CODECS",
     "PRESETS",
     "REDUCE_GRADIENT",

@@ -14,6 +14,7 @@ __all__ = [
     "PipelineLink",
     "Links",
     "Memory",
+    "PipelineLink",
     "Problem",
     "RankForm",
     "Sizes",

@@ -17,7 +17,7 @@ following times, the minimum end of one machine that may interrupt its actions i
 with the longest following time, of those that may start. No order ends sooner, since an order has no interruptions.
 
 For the largest span, chains start with the rank's own first forward and end with its own last action: each rank has
-its own. Actions that no chain reaches have no bound (NEVER).
+its own. Actions that no chain reaches have no bound (_NEVER).
 """
 
 from __future__ import annotations

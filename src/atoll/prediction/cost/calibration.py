@@ -109,7 +109,7 @@ class Fitted:
 
     constants: those that were fitted, by their keys in `LIMITS`.  before: their previous values.
     error: mean absolute relative error of the steps.
-    spread: expected error for a group of steps that was not measured, such as another system's. With up to `FEW`
+    spread: expected error for a group of steps that was not measured, such as another system's. With up to `_FEW`
     groups, each is predicted with constants fitted to the others, along the paths that are critical with all of them;
     with one group, with the previous constants. With more groups it is `error`.
     left_out: by group, the mean errors whose mean is `spread`; empty if that is `error`.

@@ -13,6 +13,7 @@ __all__ = [
     "Alternative",
     "QuestionAnswer",
     "Choice",
+    "DataTraffic",
     "Explanation",
     "Holding",
     "InFlight",

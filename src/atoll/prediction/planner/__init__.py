@@ -11,6 +11,7 @@ __all__ = [
     "Answer",
     "Candidate",
     "Change",
+    "ChoiceAlternative",
     "Found",
     "Goal",
     "Order",

@@ -150,7 +150,7 @@ class PlanSearch:
     def with_made(self, found: Found) -> Found:
         """Add searched orders for the fastest pipeline plans, if schedules are not fixed.
 
-        Only for meshes on which an order can gain `WORTH` according to the bounds, and only if it does.
+        Only for meshes on which an order can gain `_WORTH` according to the bounds, and only if it does.
         """
         if self.space.schedules is not None or not found.fitting:
             return found

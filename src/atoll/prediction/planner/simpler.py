@@ -38,7 +38,7 @@ def specials(candidate: Candidate, space: Space) -> int:
 
 
 def simplest_first(found: Sequence[Candidate], space: Space) -> list[Candidate]:
-    """Return plans that take at most `EQUAL` longer than the fastest, those with the fewest special choices first; of
+    """Return plans that take at most `_EQUAL` longer than the fastest, those with the fewest special choices first; of
     equally simple ones the faster.
 
     found: the fastest plan first.

@@ -173,8 +173,8 @@ class _Bench:
         return fit_depth(free if len(free) > 2 else timings)
 
     def rate(self, dtype: str, depth: float) -> float | None:
-        """Return the FLOP/s with which `Clock` gives the largest square product its seconds; None without products of a
-        dtype."""
+        """Return the FLOP/s with which `KernelClock` gives the largest square product its seconds; None without
+        products of a dtype."""
         try:
             size, call = self._largest_square(DTYPES[dtype])
         except RuntimeError:  # not implemented, or not supported by the device

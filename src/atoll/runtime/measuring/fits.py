@@ -45,14 +45,14 @@ def fit_depth(timings: Mapping[int, float]) -> float:
     """Return the inner size at which a product reaches half of its rate, from seconds by inner size at equal outer
     sizes.
 
-    `Clock` gives a product of `inner` seconds in proportion to `inner + depth`.
+    `KernelClock` gives a product of `inner` seconds in proportion to `inner + depth`.
     """
     line = fit_line({float(inner): seconds for inner, seconds in timings.items()})
     return line.start / line.each
 
 
 def rate_of(product: Product, seconds: float, device: Device) -> float:
-    """Return the rate in FLOP/s with which `Clock` gives a product, bound by compute, these seconds on a device."""
+    """Return the FLOP/s with which `KernelClock` gives a product, bound by compute, these seconds on a device."""
     efficiency = device.efficiency.model_copy(update={"launch": 0.0})
     slow = device.model_copy(update={"rates": {"float32": 1.0}, "efficiency": efficiency})
     return KernelClock(slow, "float32", 0).of(product) / seconds

@@ -37,8 +37,9 @@ from torch import Tensor, nn
 
 from atoll.base._torch import reset_of
 from atoll.base.errors import PlanError
+from atoll.base.labels import IGNORED_LABEL
 from atoll.prediction.cost.layer import head_problem
-from atoll.runtime.models.batch import IGNORED_LABEL, Batch
+from atoll.runtime.models.batch import Batch
 from atoll.runtime.models.decoder import Decoder, document_mask
 
 Loss = Callable[[Any, Batch], "Tensor | tuple[Tensor, Tensor | float]"]

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from atoll.base.errors import PlanError
+from atoll.base.labels import IGNORED_LABEL
 
 Batch = Mapping[str, Any]
 """Tensors (or arrays) by name; values may be mappings of tensors themselves. Every tensor has a sample in each row."""
-
-IGNORED_LABEL = -100
-"""A label that does not count."""
 
 
 def tensors_in(batch: Batch, prefix: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atoll.base.errors import PlanError
+from atoll.base.labels import IGNORED_LABEL
 from atoll.runtime.models.adapter import token_cross_entropy
-from atoll.runtime.models.batch import IGNORED_LABEL, Batch
+from atoll.runtime.models.batch import Batch
 
 SPAN = ("start_positions", "end_positions")
 """Labels of question answering."""

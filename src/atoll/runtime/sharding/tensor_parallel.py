@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from atoll.base.errors import PlanError
 from atoll.plans.plan import Plan
 from atoll.runtime.models import STYLES, Adapter, Block
-from atoll.runtime.models.probe import hidden_argument, replace_hidden
+from atoll.runtime.models.probe import Arguments, hidden_argument, replace_hidden
 from atoll.runtime.randomness import draw_alike, draw_apart
 from atoll.runtime.sharding.tensors import Spread, is_split
 
@@ -263,8 +263,6 @@ class TensorParallel:
 
 
 # Hooks, which hold the mesh and nothing that holds them: Python's collector would see the circle late.
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _take_whole(mesh: DeviceMesh, passed: Any, module: nn.Module, args: Any, kwargs: Any) -> Arguments:

@@ -33,10 +33,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from atoll.base._torch import local_part
 from atoll.base.errors import PlanError
+from atoll.base.labels import IGNORED_LABEL
 from atoll.plans.layouts import Box
 from atoll.program import EMBEDDING, HEAD
 from atoll.runtime.models import Adapter, Batch, Block, Vocabulary
-from atoll.runtime.models.batch import IGNORED_LABEL
 from atoll.runtime.sharding.gradient_buffer import GradientBuffer
 from atoll.runtime.sharding.tensors import added_up, part_of
 from atoll.runtime.sharding.unit import Unit

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from atoll.base.labels import IGNORED_LABEL
 from atoll.training.data.corpus import Source, documents, find_source, fingerprint
 from atoll.training.data.masking import hide
 from atoll.training.data.order import IGNORED_LABEL, TokenBatch, SampleOrder, batch, sample_count, validation_batches
@@ -31,6 +32,7 @@ __all__ = [
     "Source",
     "SplitTokens",
     "Supply",
+    "TokenBatch",
     "Tokenizer",
     "batch",
     "documents",

@@ -33,6 +33,7 @@ from atoll.training.data.files import (
     Record,
     RecordRange,
     field,
+    file_records,
     form_of,
     inner_suffix,
     is_one_value,

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.base.errors import DataError
+from atoll.base.labels import IGNORED_LABEL
 from atoll.training.data.blocks import CheckedTokens
 
 Tokens: TypeAlias = NDArray[np.integer[Any]] | CheckedTokens
@@ -22,8 +23,6 @@ TokenBatch: TypeAlias = dict[str, NDArray[np.int64]]
 
 Rows of several documents also have position_ids, which restart at each document.
 """
-
-IGNORED_LABEL = -100
 
 
 def sample_count(tokens: Tokens, sequence: int) -> int:

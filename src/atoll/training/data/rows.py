@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.base.errors import DataError
+from atoll.base.labels import IGNORED_LABEL
 from atoll.training.data.blocks import CheckedTokens
 from atoll.training.data.order import (
     IGNORED_LABEL,

@@ -107,8 +107,8 @@ class _Opened:
 class Stream:
     """Sample sequence of a source in shards.
 
-    folder: contains the shards' token arrays, which `encode` creates.  first: name of the first shard's folder, which
-    is used for validation and kept.  number: index of the source among those of the run.
+    folder: contains the shards' token arrays, which `encode_source` creates.  first: name of the first shard's folder,
+    which is used for validation and kept.  number: index of the source among those of the run.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ def system_of(document: Mapping[str, Any]) -> str:
 
 
 def convert(document: Mapping[str, Any], system: str | None = None) -> Conversion:
-    """Convert another system's config to one of Atoll. system: of `SYSTEMS`; detected from the document's keys by
+    """Convert another system's config to one of Atoll. system: of `SYSTEM_RULES`; detected from the document's keys by
     default.
 
     What the document leaves out has the system's own default; `Conversion.filled` has a sentence for each.
