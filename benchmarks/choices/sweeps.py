@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from atoll.prediction.cost import FusedAttention, Cluster, Link, Node, Prediction, Use, Work, Workload
+from atoll.prediction.cost import Cluster, FusedAttention, Link, Node, Prediction, Use, Work, Workload
 from atoll.prediction.cost.work import BlockOf
 from atoll.runtime.models import count
 from benchmarks.islands.cases import Course

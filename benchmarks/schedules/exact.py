@@ -57,7 +57,7 @@ class Optimum:
         return max(0.0, 1 - self.bound / self.cost) if self.cost else 0.0
 
 
-def solve(problem: Problem, *, effort: float = EFFORT) -> Optimum:
+def solve(problem: Problem, *, effort: float = _EFFORT) -> Optimum:
     """Return the best order, starting from the result of `auto`; `effort` in deterministic seconds of the solver."""
     if find_spec("ortools") is None:
         raise ConfigError("the exact solver needs OR-Tools: pip install ortools")

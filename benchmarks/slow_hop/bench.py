@@ -21,7 +21,7 @@ from typing import Any
 
 from atoll.plans import schedules
 from atoll.plans.ir import Schedule
-from atoll.plans.schedules import PipelineLink, Links, Memory, lower_bound
+from atoll.plans.schedules import Links, Memory, PipelineLink, lower_bound
 from atoll.plans.schedules.problem import Problem
 from atoll.program.sim import Costs, simulate
 from benchmarks.emulated.work import Work

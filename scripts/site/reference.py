@@ -64,7 +64,7 @@ PAGES = (
                     "SegmentShape",
                     "Shape",
                     "FlatMap",
-                    "Entry",
+                    "FlatEntry",
                     "Nest",
                     "Slice",
                     "Box",
@@ -80,7 +80,7 @@ PAGES = (
                     "Matrix",
                     "Holders",
                     "MatrixPiece",
-                    "pieces",
+                    "matrix_pieces",
                     "deal",
                     "swapped_along",
                 ),
@@ -140,7 +140,7 @@ PAGES = (
         "Simulated and measured steps are traces of the same type.",
         {
             "atoll": ["simulate"],
-            "atoll.program.sim": ["Costs", "Rates", "Speed", "play", "Played", "RankTiming"],
+            "atoll.program.sim": ["Costs", "Rates", "Speed", "play_programs", "PlayedPrograms", "RankTiming"],
             "atoll.program.trace": [
                 "Trace",
                 *("Span", "Idle", "MemorySample", "to_chrome", "from_chrome", "action_lane", "apart", "AnyTimed"),
@@ -154,7 +154,7 @@ PAGES = (
         {
             "atoll": ["plan", "predict", "Cluster"],
             "atoll.prediction.planner": [
-                *("Goal", "Space", "Search", "Found", "Answer", "Candidate", "Alternative", "Change", "Order"),
+                *("Goal", "Space", "PlanSearch", "Found", "Answer", "Candidate", "ChoiceAlternative", "Change", "Order"),
                 *("choices", "settings", "BUDGET"),
             ],
         },
@@ -183,7 +183,7 @@ PAGES = (
                 *("Source", "find_source", "documents", "fingerprint", "prepare", "preview", "Corpus"),
                 *("prepare_supply", "preview_supply", "Supply", "Name"),
                 *("Tokenizer", "ByteTokenizer", "FileTokenizer", "expected_ids"),
-                *("SampleOrder", "sample_count", "batch", "Batch", "validation_batches", "hide", "IGNORED_LABEL"),
+                *("SampleOrder", "sample_count", "batch", "TokenBatch", "validation_batches", "hide", "IGNORED_LABEL"),
                 *("Rows", "rows_of", "Packing", "SplitTokens", "loader"),
             ],
         },

@@ -12,9 +12,7 @@ import pytest
 from atoll.base.digests import digest, read_sealed
 from atoll.base.documents import (
     DEEPEST,
-    whole_number,
     finite,
-    integer,
     parse_json,
     parse_toml,
     parse_yaml,
@@ -23,6 +21,7 @@ from atoll.base.documents import (
     read_text,
     read_toml,
     string,
+    whole_number,
 )
 from atoll.base.errors import ConfigError
 from atoll.plans.ir.text import from_csv

@@ -16,7 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 from atoll.base.errors import ConfigError
-from atoll.cli.doctor import Examination, Package, MissingComponent, _version_problems, examine
+from atoll.cli.doctor import Examination, MissingComponent, Package, _version_problems, examine
 from atoll.cli.main import app, main
 from atoll.prediction.cost import Cluster
 from atoll.runtime.measuring.measure import to_tables

@@ -12,7 +12,7 @@ import pytest
 
 from atoll.base.errors import RunError, UserError
 from atoll.base.toml import nested_to_toml
-from atoll.base.unexpected import LONGEST_TRACEBACK, LONGEST_ENTRY, LONGEST_LINE
+from atoll.base.unexpected import LONGEST_ENTRY, LONGEST_LINE, LONGEST_TRACEBACK
 from atoll.cli.main import main
 from atoll.training.data.tokenizer import train_bpe
 

@@ -8,7 +8,7 @@ import pytest
 
 from atoll.base.errors import AtollError, PlanError
 from atoll.plans.ir import Placement
-from atoll.plans.schedules import CATALOGUE, PipelineLink, Links, build
+from atoll.plans.schedules import CATALOGUE, Links, PipelineLink, build
 from atoll.plans.stages import BlockWeight, split_blocks
 from atoll.prediction import joint
 from atoll.prediction.joint import Layer, split_and_order

@@ -14,7 +14,6 @@ from atoll.plans.layouts import (
     Codec,
     Codecs,
     FlatMap,
-    MoveKind,
     Layout,
     MoveKind,
     Nest,

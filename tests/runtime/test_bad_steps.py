@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from atoll import Engine
 from atoll.base.errors import BadStepError, PlanError
-from atoll.base.faults import ROLLBACKS, SKIPS_IN_A_ROW, Fault, NonFinite, BadStepPolicy, Sighting
+from atoll.base.faults import ROLLBACKS, SKIPS_IN_A_ROW, BadStepPolicy, Fault, NonFinite, Sighting
 from atoll.runtime.pipeline.step_end import LossScaler, StepResult
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, History, results, whole_parameters, worst_difference

@@ -37,7 +37,9 @@ def test_gathering_ahead_changes_no_bit(layout: str, schedule: str) -> None:
     case = Case(layout=layout, pipeline=2, intra=2, schedule=schedule, model=EVERYTHING, steps=4, reads_in_place=False)
     without = run_ranks(train_case, case.ranks, replace(case, prefetch=0))
     for prefetch in (None, 300, 1 << 30):
-        for one, other in zip(without, run_ranks(train_case, case.ranks, replace(case, prefetch=prefetch)), strict=True):
+        for one, other in zip(
+            without, run_ranks(train_case, case.ranks, replace(case, prefetch=prefetch)), strict=True
+        ):
             assert one.losses == other.losses
             assert one.norms == other.norms
             assert all(torch.equal(one.parameters[key], other.parameters[key]) for key in one.parameters)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from atoll.runtime.models import Block, SequentialAdapter, reset_module, token_cross_entropy
 from atoll.testing.parity import Case, assert_parity, difference, reference, unsplit
-from atoll.testing.reference import reference_seed, module_seed, start, tied, token_loss
+from atoll.testing.reference import module_seed, reference_seed, start, tied, token_loss
 from atoll.testing.tiny import TinyConfig
 
 TINY = TinyConfig(layers=2, dropout=0.2)

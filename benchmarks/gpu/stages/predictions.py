@@ -11,7 +11,7 @@ import torch
 
 from atoll.base.errors import ConfigError
 from atoll.prediction.cost.calibration import Step, calibrate
-from atoll.runtime.measuring.measure import measure_cluster, cluster_to_toml
+from atoll.runtime.measuring.measure import cluster_to_toml, measure_cluster
 from benchmarks.gpu import forecast, jobs
 from benchmarks.gpu.stage import Run, attempt
 

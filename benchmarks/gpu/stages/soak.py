@@ -32,7 +32,9 @@ def run(run: Run) -> None:
         )
         if usual not in wanted:
             wanted[usual] = train_case(usual).losses
-        case = replace(usual, layout=drawn.choice(ALL_LAYOUTS).name, recompute=drawn.choice(("none", "block", "selective")))
+        case = replace(
+            usual, layout=drawn.choice(ALL_LAYOUTS).name, recompute=drawn.choice(("none", "block", "selective"))
+        )
         losses = train_case(case).losses
         if not all(map(math.isfinite, losses)):
             raise RuntimeError(f"{case}: losses {losses}")

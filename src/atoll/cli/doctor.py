@@ -187,7 +187,9 @@ def examine() -> Examination:
         if gloo:
             seconds = _time_message(problems)
         else:
-            problems.append(MissingComponent("torch has no gloo", "install a build of torch with distributed", fatal=True))
+            problems.append(
+                MissingComponent("torch has no gloo", "install a build of torch with distributed", fatal=True)
+            )
 
     cache = _cache(problems)
     return Examination(
@@ -272,7 +274,9 @@ def _device_problems(devices: tuple[_Device, ...], *, cuda: str | None, nccl: bo
         return [MissingComponent(what, "check the driver with nvidia-smi, and CUDA_VISIBLE_DEVICES", fatal=False)]
     if len(devices) > 1 and not nccl:
         return [
-            MissingComponent("torch has no NCCL: devices cannot reach each other", "install a CUDA build of torch", fatal=True)
+            MissingComponent(
+                "torch has no NCCL: devices cannot reach each other", "install a CUDA build of torch", fatal=True
+            )
         ]
     return []
 
@@ -316,7 +320,9 @@ def _cache(problems: list[MissingComponent]) -> Path:
             pass
     except OSError as error:
         remedy = "make it writable, or name another: data.cache in the config, or XDG_CACHE_HOME"
-        problems.append(MissingComponent(f"the cache folder {folder} is not writable: {error.strerror}", remedy, fatal=True))
+        problems.append(
+            MissingComponent(f"the cache folder {folder} is not writable: {error.strerror}", remedy, fatal=True)
+        )
     return folder
 
 

@@ -101,7 +101,9 @@ def schedule_command(
     trace = simulate(schedule, costs, memory)
     _note_excess(schedule, memory)
     _write_files(schedule, trace, csv, svg)
-    typer.echo(json.dumps(_summary(schedule, trace, bound)) if as_json else _describe(schedule, trace, bound, objective))
+    typer.echo(
+        json.dumps(_summary(schedule, trace, bound)) if as_json else _describe(schedule, trace, bound, objective)
+    )
 
 
 def _build(

@@ -51,7 +51,6 @@ __all__ = [
     "groups_of",
     "lower_row",
     "makes",
-    "operation_of",
     "needed_in_a_step",
     "operation_of",
     "parts_of",

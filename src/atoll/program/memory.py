@@ -20,7 +20,6 @@ from atoll.plans.layouts import (
     SYNC_GRADIENT,
     SYNC_PARAMETER,
     Axis,
-    MoveKind,
     Level,
     MoveKind,
     Moves,

@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, Protocol, TypeVar
 
-from atoll.base.documents import whole_number, finite, parse_json, string
+from atoll.base.documents import finite, parse_json, string, whole_number
 from atoll.base.errors import UserError
 from atoll.plans.ir.action import Action, Op
 

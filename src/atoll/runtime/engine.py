@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from atoll.base.errors import BadStepError, PlanError, RunError
 from atoll.base.faults import BadStepPolicy
+from atoll.base.labels import IGNORED_LABEL
 from atoll.plans.layouts import Footprint
 from atoll.plans.plan import Plan
 from atoll.program import WorkingMemory, needed_in_a_step
@@ -28,7 +29,7 @@ from atoll.runtime.assemble.rank import EngineOptions, Rank, assemble, lower_pro
 from atoll.runtime.assemble.stored import stored_now
 from atoll.runtime.batches import BatchShare, Labels
 from atoll.runtime.checkpoint import Archive, Background, Piece, Told, is_complete
-from atoll.runtime.lanes import LaneKind, JobLane
+from atoll.runtime.lanes import JobLane, LaneKind
 from atoll.runtime.launch import share_cores
 from atoll.runtime.models import Batch, Loss
 from atoll.runtime.models.buffers import transient_buffers

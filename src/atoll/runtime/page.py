@@ -17,7 +17,7 @@ from pathlib import Path
 AT, STEP, TABLE, COUNT, LENGTH = range(5)
 """Integers of a page: the instruction, -1 between programs; the step, 0 for none; the offset of the lines, and their
 number; bytes of the section's text."""
-WORDS, WORDS_BYTES = 64, 256
+_WORDS, _WORDS_BYTES = 64, 256
 TEXT_BYTES = 128
 NAME = "atoll-page"
 

@@ -54,7 +54,7 @@ from atoll.runtime.rendezvous import LOOPBACK, host_store
 from atoll.runtime.template import Fork, Template
 from atoll.testing.progress import LOOK_SECONDS, Activity
 from atoll.testing.template import start_process, start_template
-from atoll.testing.worker import RankCase, Failure, Filter, CaseReport, Success, threads
+from atoll.testing.worker import CaseReport, Failure, Filter, RankCase, Success, threads
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

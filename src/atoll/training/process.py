@@ -252,7 +252,9 @@ def _train(
         here = None
         if rendezvous.rank == 0 and rendezvous.local_world == rendezvous.world:
             here = measured_cluster(config, rendezvous.world, device.type)
-        ending = run_session(config, plan, device=device, start=request.effective_start, stop=stop, lock=lock, here=here)
+        ending = run_session(
+            config, plan, device=device, start=request.effective_start, stop=stop, lock=lock, here=here
+        )
         if rendezvous.rank == 0:
             _conclude(request, ending)
         transport.leave()

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from atoll.base.documents import LARGEST_JSON, whole_number, read_text
+from atoll.base.documents import LARGEST_JSON, read_text, whole_number
 from atoll.base.errors import ConfigError, UserError
 from atoll.base.units import format_bytes, format_rate, format_seconds
 from atoll.prediction.cost import Cluster, Prediction

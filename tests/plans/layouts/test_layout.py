@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.base.errors import LayoutError
-from atoll.plans.layouts import LAYOUT_ALIASES, ALL_LAYOUTS, EFFECTIVE, Layout, Level, published_memory, traffic
+from atoll.plans.layouts import ALL_LAYOUTS, EFFECTIVE, LAYOUT_ALIASES, Layout, Level, published_memory, traffic
 
 
 def test_picture_of_the_fourteen_effective_layouts() -> None:

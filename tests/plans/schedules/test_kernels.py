@@ -9,7 +9,7 @@ import pytest
 from atoll.plans.ir import Placement
 from atoll.plans.schedules.arrays import NEVER, Rules
 from atoll.plans.schedules.jit import floats, integers
-from atoll.plans.schedules.links import PipelineLink, Links
+from atoll.plans.schedules.links import Links, PipelineLink
 from atoll.plans.schedules.problem import Problem
 from atoll.plans.schedules.search import Board
 from atoll.program.sim import Costs

@@ -10,7 +10,7 @@ import pytest
 from atoll.base.errors import ConfigError
 from atoll.plans.ir import Op, Placement, Schedule, lower
 from atoll.plans.ir.placement import PlacementKind
-from atoll.plans.schedules import PipelineLink, Links, Memory, Problem, build, lower_bound, search
+from atoll.plans.schedules import Links, Memory, PipelineLink, Problem, build, lower_bound, search
 from atoll.plans.schedules.automatic import find_order
 from atoll.plans.schedules.links import Hops
 from atoll.plans.schedules.memory import peak_of
@@ -31,10 +31,14 @@ def links_of(seed: int, ranks: int) -> Links:
     pairs = [(rank, (rank + step) % ranks) for rank in range(ranks) for step in (1, -1)]
     names = ("", "", "wan", "card")[: 2 + seed % 3]
     each = {
-        pair: PipelineLink(chance.uniform(0.0, 0.7), chance.choice([0.0, chance.uniform(0.0, 0.9)]), chance.choice(names))
+        pair: PipelineLink(
+            chance.uniform(0.0, 0.7), chance.choice([0.0, chance.uniform(0.0, 0.9)]), chance.choice(names)
+        )
         for pair in pairs
     }
-    return Links({pair: link for pair, link in each.items() if pair[0] != pair[1]}, PipelineLink(chance.uniform(0.0, 0.3)))
+    return Links(
+        {pair: link for pair, link in each.items() if pair[0] != pair[1]}, PipelineLink(chance.uniform(0.0, 0.3))
+    )
 
 
 def test_a_link_carries_one_message_at_a_time() -> None:
@@ -140,7 +144,9 @@ def small(seed: int) -> Problem:
     times = [tuple(chance.choice([0.5, 1.0, 1.5, 2.0]) for _ in range(ranks * chunks)) for _ in range(3)]
     names = ("", "wan") if seed % 2 else ("",)
     each = {
-        (rank, other): PipelineLink(chance.choice([0.0, 0.5, 2.0]), chance.choice([0.0, 0.5, 1.5]), chance.choice(names))
+        (rank, other): PipelineLink(
+            chance.choice([0.0, 0.5, 2.0]), chance.choice([0.0, 0.5, 1.5]), chance.choice(names)
+        )
         for rank in range(ranks)
         for other in range(ranks)
         if rank != other
@@ -220,7 +226,9 @@ def test_messages_of_a_split_vocabulary_take_the_longest_hop() -> None:
 
     schedule = insert_vocabulary(build("1f1b", ranks=3, microbatches=4))
     number = simulate(schedule, Costs(hop=0.4, look_up=0.1, score=0.2, score_grad=0.1))
-    pairs = {(rank, rank + 1): PipelineLink(0.4) for rank in range(2)} | {(rank + 1, rank): PipelineLink(0.4) for rank in range(2)}
+    pairs = {(rank, rank + 1): PipelineLink(0.4) for rank in range(2)} | {
+        (rank + 1, rank): PipelineLink(0.4) for rank in range(2)
+    }
     links = Links(pairs)
     assert simulate(schedule, Costs(hop=links, look_up=0.1, score=0.2, score_grad=0.1)).spans == number.spans
     far = simulate(schedule, Costs(hop=Links(pairs, PipelineLink(1.0)), look_up=0.1, score=0.2, score_grad=0.1))

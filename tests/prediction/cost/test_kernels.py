@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from atoll.prediction.cost import FusedAttention, KernelClock, Device, Efficiency, Exchange, Pass, Product, collective
+from atoll.prediction.cost import Device, Efficiency, Exchange, FusedAttention, KernelClock, Pass, Product, collective
 from atoll.program.sim import Speed
 
 IDEAL = Efficiency(products=1.0, depth=0.0, waves=0.0, attention=1.0, memory=1.0, launch=0.0, dispatch=0.0)

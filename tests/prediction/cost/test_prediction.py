@@ -10,7 +10,7 @@ from atoll.base.errors import ConfigError
 from atoll.plans import schedules
 from atoll.plans.layouts import Layout, NewtonSchulz, Precision, Whole
 from atoll.plans.plan import MeshShape, Plan
-from atoll.prediction.cost import KernelClock, Cluster, Efficiency, Prediction, Product, Transformer, Use
+from atoll.prediction.cost import Cluster, Efficiency, KernelClock, Prediction, Product, Transformer, Use
 from atoll.program import Do
 
 MODEL = Transformer.llama(layers=16, hidden=1024, heads=16, ffn=2816, vocabulary=32000)

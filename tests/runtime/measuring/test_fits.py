@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.base.errors import RunError
-from atoll.prediction.cost import KernelClock, Device, Efficiency, Product, collective
+from atoll.prediction.cost import Device, Efficiency, KernelClock, Product, collective
 from atoll.program.sim import Speed
 from atoll.runtime.measuring.fits import fit_depth, fit_line, goodput_of, rate_of
 

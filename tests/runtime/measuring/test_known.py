@@ -14,7 +14,7 @@ from atoll.prediction.cost import Cluster
 from atoll.runtime.launch import LaunchResult
 from atoll.runtime.measuring import known
 from atoll.runtime.measuring.known import Machine, measure_here
-from atoll.runtime.measuring.measure import to_tables, cluster_to_toml
+from atoll.runtime.measuring.measure import cluster_to_toml, to_tables
 from atoll.training import process
 from atoll.training.config import Config
 from atoll.training.setup.here import machine_of, measured_cluster

@@ -16,7 +16,7 @@ from atoll.plans.plan import MeshShape, Plan
 from atoll.prediction.cost import Cluster, Prediction, Transformer, Use
 from atoll.runtime.measuring.device import _Bench
 from atoll.runtime.measuring.host import machine_memory
-from atoll.runtime.measuring.measure import describe_cluster, measure_cluster, statistic, to_tables, cluster_to_toml
+from atoll.runtime.measuring.measure import cluster_to_toml, describe_cluster, measure_cluster, statistic, to_tables
 from atoll.runtime.measuring.stopwatch import Stopwatch, typical
 from atoll.testing import run_ranks
 

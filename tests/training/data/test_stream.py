@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from atoll.base.errors import DataError
-from atoll.training.data import TokenBatch, Supply, documents, find_source, prepare_supply, stream
+from atoll.training.data import Supply, TokenBatch, documents, find_source, prepare_supply, stream
 from atoll.training.data.shards import cut, identity_of
 from atoll.training.data.stream import KEPT, Stream
 

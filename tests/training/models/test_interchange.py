@@ -391,7 +391,9 @@ def train_and_look_at_nothing(values: dict[str, Any]) -> str:
     found = from_dict(values)
     RunFolder(Path(found.run.folder)).check(Start.OVERWRITE)
     return str(
-        run_session(found, found.to_plan(), device=torch.device("cpu"), start=Start.OVERWRITE, stop=StopRequest()).checkpoint
+        run_session(
+            found, found.to_plan(), device=torch.device("cpu"), start=Start.OVERWRITE, stop=StopRequest()
+        ).checkpoint
     )
 
 

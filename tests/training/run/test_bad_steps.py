@@ -61,7 +61,9 @@ def in_rank(values: dict[str, dict[str, Any]], bad: tuple[int, ...]) -> tuple[in
     config = from_dict(values)
     with patch.object(Samples, "take", noted), patch.object(decoder.DecoderLayer, "forward", spoiled):
         try:
-            ending = run_session(config, config.to_plan(), device=torch.device("cpu"), start=Start.AUTO, stop=StopRequest())
+            ending = run_session(
+                config, config.to_plan(), device=torch.device("cpu"), start=Start.AUTO, stop=StopRequest()
+            )
         except BadStepError as error:
             return -1, str(error)
     return ending.step, ""

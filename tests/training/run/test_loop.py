@@ -25,7 +25,10 @@ def train(folder: Path, *, data: Mapping[str, Any] | None = None, **saving: Any)
     values["checkpoint"] = {"every": 2, **saving}
     config = from_dict(values)
     RunFolder(folder).check(Start.AUTO)
-    assert run_session(config, config.to_plan(), device=torch.device("cpu"), start=Start.AUTO, stop=StopRequest()).step == 4
+    assert (
+        run_session(config, config.to_plan(), device=torch.device("cpu"), start=Start.AUTO, stop=StopRequest()).step
+        == 4
+    )
     return sorted(path.name for path in RunFolder(folder).checkpoints.glob("step-*"))
 
 

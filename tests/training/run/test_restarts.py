@@ -83,7 +83,10 @@ def test_a_silent_rank_is_started_again_and_has_been_spoken_of(play: Callable[..
     assert found.said == ["note: the ranks are started again from the beginning (1 of 3 without a new checkpoint)"]
 
 
-@pytest.mark.parametrize("ending", [LaunchResult(0), LaunchResult(143), LaunchResult(130), LaunchResult(2, 1), LaunchResult(2, 1, was_lost=True)])
+@pytest.mark.parametrize(
+    "ending",
+    [LaunchResult(0), LaunchResult(143), LaunchResult(130), LaunchResult(2, 1), LaunchResult(2, 1, was_lost=True)],
+)
 def test_neither_ends_nor_signals_nor_mistakes_start_anything(play: Callable[..., Play], ending: LaunchResult) -> None:
     found = play((5, 4, ending))
     assert found.run() == ending.code

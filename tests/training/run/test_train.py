@@ -276,7 +276,9 @@ def test_a_run_whose_folder_was_taken_over_ends_before_it_writes(tmp_path: Path,
         other = replace(Holder.own(), host="node9", boot="another boot")
         (folder / ".lock").write_text(json.dumps(asdict(other)))
         with pytest.raises(RunError, match=r"taken over by process .* on node9"):
-            run_session(config, config.to_plan(), device=torch.device("cpu"), start=Start.AUTO, stop=StopRequest(), lock=lock)
+            run_session(
+                config, config.to_plan(), device=torch.device("cpu"), start=Start.AUTO, stop=StopRequest(), lock=lock
+            )
     assert [path.name for path in folder.iterdir()] == [".lock"]
 
 

@@ -14,7 +14,7 @@ from atoll.base.toml import to_toml
 from atoll.runtime.pipeline.step_end import LossScaler
 from atoll.training.config import from_dict, load
 from atoll.training.settings.convert import OPEN, SYSTEM_RULES, convert
-from atoll.training.settings.from_deepspeed import GROWTH
+from atoll.training.settings.from_deepspeed import SCALE_GROWTH
 
 DEEPSPEED = {
     "train_batch_size": 64,

@@ -15,7 +15,7 @@ import tokenizers
 from atoll.base.errors import ConfigError, DataError
 from atoll.plans.plan import MeshShape
 from atoll.training.config.load import from_dict
-from atoll.training.data import IGNORED_LABEL, TokenBatch, Supply
+from atoll.training.data import IGNORED_LABEL, Supply, TokenBatch
 from atoll.training.data.conversations import Rendered, conversation_of
 from atoll.training.data.tokenizer import FileTokenizer, train_bpe
 from atoll.training.setup.chat import FileTemplate

@@ -8,7 +8,7 @@ import pytest
 from atoll.plans.plan import MeshShape
 from atoll.training.config import Config
 from atoll.training.config.load import from_dict
-from atoll.training.data import IGNORED_LABEL, TokenBatch, Supply
+from atoll.training.data import IGNORED_LABEL, Supply, TokenBatch
 from atoll.training.setup.samples import Samples, prepare_corpus
 
 BATCH = 12

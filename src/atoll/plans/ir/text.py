@@ -9,7 +9,7 @@ import re
 from atoll.base.errors import ScheduleError
 from atoll.plans.ir.action import Action
 from atoll.plans.ir.draw import IDLE, layout_rows
-from atoll.plans.ir.placement import PLACEMENT_KINDS, PlacementKind, Placement
+from atoll.plans.ir.placement import PLACEMENT_KINDS, Placement, PlacementKind
 from atoll.plans.ir.schedule import ActionRows, Schedule
 
 _OVERLAP = re.compile(r"\(([^();]+);([^();]+)\)OVERLAP_F_B")

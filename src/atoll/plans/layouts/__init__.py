@@ -2,7 +2,7 @@
 
 from atoll.plans.layouts.codec import BLOCK, CODES, NO_CODECS, ROUNDINGS, Codec, Codecs, Rounding
 from atoll.plans.layouts.flat import Box, FlatEntry, FlatMap, Nest, Shape, Slice, boxes
-from atoll.plans.layouts.layout import LAYOUT_ALIASES, ALL_LAYOUTS, EFFECTIVE, Layout
+from atoll.plans.layouts.layout import ALL_LAYOUTS, EFFECTIVE, LAYOUT_ALIASES, Layout
 from atoll.plans.layouts.level import (
     AT_ONCE,
     GATHER_INTER,
@@ -14,7 +14,6 @@ from atoll.plans.layouts.level import (
     SYNC_GRADIENT,
     SYNC_PARAMETER,
     Axis,
-    MoveKind,
     Level,
     Move,
     MoveKind,
@@ -25,7 +24,6 @@ from atoll.plans.layouts.matrices import (
     Matrix,
     MatrixPiece,
     NewtonSchulz,
-    MatrixPiece,
     Transform,
     Whole,
     deal,
@@ -38,7 +36,6 @@ from atoll.plans.layouts.state import Footprint, footprint, saved_besides, saved
 from atoll.plans.layouts.storage import SegmentShape, Sharding, StoredCopies
 
 __all__ = [
-    "LAYOUT_ALIASES",
     "ALL_LAYOUTS",
     "AT_ONCE",
     "BLOCK",
@@ -65,7 +62,6 @@ __all__ = [
     "FlatMap",
     "Footprint",
     "Holders",
-    "MoveKind",
     "Layout",
     "Level",
     "Matrix",
@@ -75,7 +71,6 @@ __all__ = [
     "Moves",
     "Nest",
     "NewtonSchulz",
-    "MatrixPiece",
     "Precision",
     "PublishedMemory",
     "Rounding",

@@ -101,8 +101,8 @@ def traffic(
 
     parameters_bytes, trainable_bytes: bytes sent for all and for the trainable parameters. Every move along intra
     sends (m-1)/m of the whole volume V, every move along inter (ng-1)/ng of V/m: a ring's share, on two levels.
-    gathers, reductions: of a parameter in a step, as `atoll.plans.ir.residency.collective_counts` has them; if not given, those of
-    residency `action` with a reduction each microbatch.
+    gathers, reductions: of a parameter in a step, as `atoll.plans.ir.residency.collective_counts` has them; if not
+    given, those of residency `action` with a reduction each microbatch.
     """
     _check_sizes(parameters_bytes, trainable_bytes, inter=inter, intra=intra)
     if microbatches < 1:

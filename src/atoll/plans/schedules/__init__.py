@@ -3,7 +3,7 @@
 from atoll.plans.schedules.bounds import lower_bound
 from atoll.plans.schedules.catalogue import CATALOGUE, Entry, build
 from atoll.plans.schedules.closed_form import ClosedForm, RankForm, Sizes
-from atoll.plans.schedules.links import PipelineLink, Links
+from atoll.plans.schedules.links import Links, PipelineLink
 from atoll.plans.schedules.memory import Memory
 from atoll.plans.schedules.problem import Problem
 
@@ -11,7 +11,6 @@ __all__ = [
     "CATALOGUE",
     "ClosedForm",
     "Entry",
-    "PipelineLink",
     "Links",
     "Memory",
     "PipelineLink",

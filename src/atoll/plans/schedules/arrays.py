@@ -29,7 +29,7 @@ NEVER = 1e300
 # Without a link the message has its latency alone, and inside a rank that is 0.
 
 
-class Model(NamedTuple):
+class FlatProblem(NamedTuple):
     """A problem in flat arrays.
 
     stage_of     rank * chunks + chunk -> stage
@@ -132,7 +132,7 @@ def with_ties(cost: Floats, is_span: bool) -> float:
 
 
 @kernel
-def longest_action(model: Model) -> float:
+def longest_action(model: FlatProblem) -> float:
     """Return the longest F or I of the ranks' first stages."""
     longest = 0.0
     for rank in range(model.ranks):

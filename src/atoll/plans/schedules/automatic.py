@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from atoll.plans.ir.placement import PlacementKind, Placement
+from atoll.plans.ir.placement import Placement, PlacementKind
 from atoll.plans.ir.schedule import Schedule
 from atoll.plans.schedules.memory import Memory, PerRank, peak_of
 from atoll.plans.schedules.problem import Objective, Problem

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from atoll.plans.schedules.arrays import NEVER, Listing, Model, Rules
+from atoll.plans.schedules.arrays import NEVER, FlatProblem, Listing, Rules
 from atoll.plans.schedules.jit import Floats, Integers, kernel
 
 
 @kernel
 def begin_action(
-    model: Model, listing: Listing, order: Integers, length: Integers, rank: int, op: int, chunk: int, now: float
+    model: FlatProblem, listing: Listing, order: Integers, length: Integers, rank: int, op: int, chunk: int, now: float
 ) -> None:
     """Run an action from `now`, and announce the arrival of its result to its user. Used when an order is created.
 
@@ -76,7 +76,7 @@ def begin_action(
 
 
 @kernel
-def clear(model: Model, listing: Listing, length: Integers) -> None:
+def clear(model: FlatProblem, listing: Listing, length: Integers) -> None:
     """Reset: nothing has run, and the first stage may begin."""
     ranks, chunks, microbatches = model.ranks, model.chunks, model.microbatches
     for place in range(2 * ranks * chunks * microbatches):
@@ -98,7 +98,7 @@ def clear(model: Model, listing: Listing, length: Integers) -> None:
 
 
 @kernel
-def run_pending(model: Model, listing: Listing, order: Integers, length: Integers, rank: int, now: float) -> None:
+def run_pending(model: FlatProblem, listing: Listing, order: Integers, length: Integers, rank: int, now: float) -> None:
     """Run the oldest W."""
     chunk = listing.pending[rank * 3 * model.chunks * model.microbatches + listing.head[rank]]
     listing.head[rank] += 1
@@ -106,7 +106,9 @@ def run_pending(model: Model, listing: Listing, order: Integers, length: Integer
 
 
 @kernel
-def list_actions(model: Model, rules: Rules, listing: Listing, order: Integers, length: Integers, cost: Floats) -> bool:
+def list_actions(
+    model: FlatProblem, rules: Rules, listing: Listing, order: Integers, length: Integers, cost: Floats
+) -> bool:
     """Create an order by events: a free rank runs its most urgent F or I that may run, else a W, else it waits.
 
     `cost` is (makespan, largest span). Return False for a deadlock: forwards of early chunks can fill a rank's memory.

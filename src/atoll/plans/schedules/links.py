@@ -32,7 +32,7 @@ from atoll.base.documents import read_toml
 from atoll.base.errors import ConfigError
 from atoll.plans.ir.placement import Placement
 
-Pair = tuple[int, int]
+_Pair = tuple[int, int]
 """The sending rank, and the receiving rank."""
 
 
@@ -62,7 +62,7 @@ class PipelineLink:
 class Links:
     """The link of each pair of pipeline ranks; `other` is that of pairs that are not in `each`, one per pair."""
 
-    each: Mapping[Pair, PipelineLink] = field(default_factory=dict)
+    each: Mapping[_Pair, PipelineLink] = field(default_factory=dict)
     other: PipelineLink = PipelineLink()
 
     @staticmethod
@@ -80,7 +80,7 @@ class Links:
         problems: list[str] = []
         rows = tables.pop("link", [])
         other = _link(tables, "the file", problems)
-        each: dict[Pair, PipelineLink] = {}
+        each: dict[_Pair, PipelineLink] = {}
         for number, row in enumerate(rows if isinstance(rows, list) else []):
             where = f"link {number + 1}"
             pair = row.pop("ranks", None)
@@ -165,7 +165,7 @@ class Hops:
     def of(placement: Placement, hop: float | Links) -> Hops:
         """Return the hops of a placement, with one latency for all links, or one for each."""
         links = Links.of(hop)
-        numbers: dict[str | Pair, int] = {}
+        numbers: dict[str | _Pair, int] = {}
         senders: dict[int, set[int]] = {}
         latencies: set[float] = set()
 

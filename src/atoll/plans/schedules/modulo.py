@@ -7,7 +7,7 @@ urgencies for the list scheduler, which places W where the rank waits.
 
 from __future__ import annotations
 
-from atoll.plans.schedules.arrays import NEVER, Listing, Model, Rules, longest_action, next_state, with_ties
+from atoll.plans.schedules.arrays import NEVER, FlatProblem, Listing, Rules, longest_action, next_state, with_ties
 from atoll.plans.schedules.events import list_actions
 from atoll.plans.schedules.jit import Floats, Integers, kernel
 
@@ -68,7 +68,7 @@ def place(
 
 
 @kernel
-def pattern(model: Model, period: float, mode: int, taken: Floats, count: Integers, slots: Floats) -> bool:
+def pattern(model: FlatProblem, period: float, mode: int, taken: Floats, count: Integers, slots: Floats) -> bool:
     """Compute the start of every stage's F (`slots[stage]`) and I (`slots[stages + stage]`). Return False if they do
     not fit.
 
@@ -103,7 +103,7 @@ def pattern(model: Model, period: float, mode: int, taken: Floats, count: Intege
 
 
 @kernel
-def repeat(model: Model, period: float, slots: Floats, keys: Floats) -> None:
+def repeat(model: FlatProblem, period: float, slots: Floats, keys: Floats) -> None:
     """Extend the pattern's times to every microbatch."""
     stages, microbatches = model.ranks * model.chunks, model.microbatches
     for slot in range(2 * stages):
@@ -113,7 +113,7 @@ def repeat(model: Model, period: float, slots: Floats, keys: Floats) -> None:
 
 @kernel
 def nudge(
-    model: Model,
+    model: FlatProblem,
     rules: Rules,
     listing: Listing,
     order: Integers,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from atoll.plans.schedules.arrays import Model, Played, next_state, with_ties
+from atoll.plans.schedules.arrays import FlatProblem, Played, next_state, with_ties
 from atoll.plans.schedules.jit import Integers, kernel
 from atoll.plans.schedules.playing import fits, play
 
 
 @kernel
-def critical_cells(model: Model, order: Integers, played: Played, is_span: bool, path: Integers) -> int:
+def critical_cells(model: FlatProblem, order: Integers, played: Played, is_span: bool, path: Integers) -> int:
     """Find the cells of the chain that ends last (or of the rank with the largest span), last first. Return their
     number."""
     ranks = model.ranks
@@ -41,7 +41,7 @@ def critical_cells(model: Model, order: Integers, played: Played, is_span: bool,
 
 @kernel
 def improve(
-    model: Model,
+    model: FlatProblem,
     order: Integers,
     length: Integers,
     played: Played,

@@ -5,12 +5,12 @@ Only this package's search imports kernels, because compiling, and loading compi
 
 from __future__ import annotations
 
-from atoll.plans.schedules.arrays import NEVER, Model, Played
+from atoll.plans.schedules.arrays import NEVER, FlatProblem, Played
 from atoll.plans.schedules.jit import Integers, kernel
 
 
 @kernel
-def play(model: Model, order: Integers, length: Integers, played: Played) -> bool:
+def play(model: FlatProblem, order: Integers, length: Integers, played: Played) -> bool:
     """Simulate an order: `played.cost` is (makespan, largest span of a rank). Return False for a deadlock.
 
     As in atoll.program.sim, each rank runs until an input is missing; the rank that computes it wakes it.
@@ -105,7 +105,7 @@ def play(model: Model, order: Integers, length: Integers, played: Played) -> boo
 
 
 @kernel
-def measure(model: Model, length: Integers, played: Played) -> bool:
+def measure(model: FlatProblem, length: Integers, played: Played) -> bool:
     """Measure the cost of a simulated order; return False if a rank did not finish."""
     width = 3 * model.chunks * model.microbatches
     makespan = 0.0
@@ -122,7 +122,7 @@ def measure(model: Model, length: Integers, played: Played) -> bool:
 
 
 @kernel
-def needed(model: Model, order: Integers, played: Played, rank: int) -> int:
+def needed(model: FlatProblem, order: Integers, played: Played, rank: int) -> int:
     """Return the place whose result the next action of a rank uses; -1 for none."""
     chunks, microbatches = model.chunks, model.microbatches
     number = order[rank * 3 * chunks * microbatches + played.position[rank]]
@@ -140,7 +140,7 @@ def needed(model: Model, order: Integers, played: Played, rank: int) -> int:
 
 
 @kernel
-def play_in_turn(model: Model, order: Integers, length: Integers, played: Played) -> bool:
+def play_in_turn(model: FlatProblem, order: Integers, length: Integers, played: Played) -> bool:
     """Simulate an order if ranks share links: the next action is always the one whose result is released first."""
     ranks, chunks, microbatches = model.ranks, model.chunks, model.microbatches
     stages = ranks * chunks
@@ -203,7 +203,7 @@ def play_in_turn(model: Model, order: Integers, length: Integers, played: Played
 
 
 @kernel
-def fits(model: Model, order: Integers, length: Integers, rank: int, counts: Integers) -> bool:
+def fits(model: FlatProblem, order: Integers, length: Integers, rank: int, counts: Integers) -> bool:
     """Return True if a rank keeps within its memory, and each F is before its I (or B) and each I before its W."""
     chunks = model.chunks
     activation, weight_grad = model.activation[rank], model.weight_grad[rank]

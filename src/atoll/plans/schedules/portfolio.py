@@ -15,7 +15,7 @@ from atoll.plans.schedules.dualpipe_v import dualpipe_v
 from atoll.plans.schedules.gpipe import gpipe
 from atoll.plans.schedules.groups import even_groups
 from atoll.plans.schedules.interleaved import interleaved
-from atoll.plans.schedules.jit import Floats, integer_zeros, floats, zeros
+from atoll.plans.schedules.jit import Floats, floats, integer_zeros, zeros
 from atoll.plans.schedules.one_forward_one_backward import one_forward_one_backward
 from atoll.plans.schedules.problem import Problem
 from atoll.plans.schedules.search import (

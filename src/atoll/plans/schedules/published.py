@@ -6,7 +6,7 @@ all ranks together, round by round, and compare a gap with the largest bubble so
 
 from __future__ import annotations
 
-from atoll.plans.schedules.arrays import NEVER, Listing, Model
+from atoll.plans.schedules.arrays import NEVER, FlatProblem, Listing
 from atoll.plans.schedules.events import begin_action, clear, run_pending
 from atoll.plans.schedules.jit import Floats, Integers, kernel
 
@@ -22,7 +22,14 @@ def largest(values: Floats, count: int) -> float:
 
 @kernel
 def put(
-    model: Model, listing: Listing, gaps: Floats, order: Integers, length: Integers, rank: int, op: int, chunk: int
+    model: FlatProblem,
+    listing: Listing,
+    gaps: Floats,
+    order: Integers,
+    length: Integers,
+    rank: int,
+    op: int,
+    chunk: int,
 ) -> bool:
     """Append an F or I of a rank. Return False if its input has not arrived or its bytes do not fit."""
     slot = rank * model.chunks + chunk
@@ -46,7 +53,7 @@ def put(
 
 
 @kernel
-def make_room(model: Model, listing: Listing, order: Integers, length: Integers, rank: int, added: float) -> bool:
+def make_room(model: FlatProblem, listing: Listing, order: Integers, length: Integers, rank: int, added: float) -> bool:
     """Run pending W until `added` bytes fit. Return True if they do."""
     while listing.held[rank] + added > model.room[rank] * (1.0 + 1e-9):
         if listing.head[rank] == listing.tail[rank]:
@@ -57,7 +64,7 @@ def make_room(model: Model, listing: Listing, order: Integers, length: Integers,
 
 @kernel
 def fill_gap(
-    model: Model,
+    model: FlatProblem,
     listing: Listing,
     gaps: Floats,
     order: Integers,
@@ -78,7 +85,13 @@ def fill_gap(
 
 @kernel
 def warm_up(
-    model: Model, listing: Listing, gaps: Floats, order: Integers, length: Integers, extra: Integers, is_prompt: bool
+    model: FlatProblem,
+    listing: Listing,
+    gaps: Floats,
+    order: Integers,
+    length: Integers,
+    extra: Integers,
+    is_prompt: bool,
 ) -> bool:
     """On a line, run as many forwards before a rank's first I as its memory and the arrival of the I allow.
 
@@ -117,7 +130,7 @@ def warm_up(
 
 
 @kernel
-def may_wait(model: Model, listing: Listing, gaps: Floats, rank: int, worst: float) -> bool:
+def may_wait(model: FlatProblem, listing: Listing, gaps: Floats, rank: int, worst: float) -> bool:
     """Return True if a rank that is two forwards ahead of the next one should skip one."""
     ranks, counts, free, takes = model.ranks, listing.counts, listing.free, model.takes
     after = rank + 1
@@ -139,7 +152,7 @@ def may_wait(model: Model, listing: Listing, gaps: Floats, rank: int, worst: flo
 
 @kernel
 def published_line(
-    model: Model,
+    model: FlatProblem,
     listing: Listing,
     gaps: Floats,
     wanted: Integers,
@@ -195,7 +208,7 @@ def published_line(
 
 
 @kernel
-def warm_up_v(model: Model, listing: Listing, gaps: Floats, order: Integers, length: Integers) -> bool:
+def warm_up_v(model: FlatProblem, listing: Listing, gaps: Floats, order: Integers, length: Integers) -> bool:
     """On a V, run forwards down and up until every rank has its share before the first I."""
     ranks, microbatches, counts = model.ranks, model.microbatches, listing.counts
     for rank in range(ranks):
@@ -230,7 +243,7 @@ def warm_up_v(model: Model, listing: Listing, gaps: Floats, order: Integers, len
 
 @kernel
 def backward_v(
-    model: Model, listing: Listing, gaps: Floats, order: Integers, length: Integers, chunk: int, rank: int,
+    model: FlatProblem, listing: Listing, gaps: Floats, order: Integers, length: Integers, chunk: int, rank: int,
     worst: float, may_fill: bool,
 ) -> bool:  # fmt: skip
     """Run one I of a rank, with W in the gap before it."""
@@ -247,7 +260,7 @@ def backward_v(
 
 @kernel
 def forward_v(
-    model: Model, listing: Listing, gaps: Floats, order: Integers, length: Integers, rank: int, worst: float,
+    model: FlatProblem, listing: Listing, gaps: Floats, order: Integers, length: Integers, rank: int, worst: float,
     may_fill: bool,
 ) -> bool:  # fmt: skip
     """Run one F of a rank, of the later chunk if possible, with W in the gap before it; none if none can run."""
@@ -273,7 +286,7 @@ def forward_v(
 
 @kernel
 def published_v(
-    model: Model,
+    model: FlatProblem,
     listing: Listing,
     gaps: Floats,
     approved: Floats,

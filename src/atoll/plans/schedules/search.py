@@ -15,10 +15,10 @@ from typing import NamedTuple
 from atoll.plans.ir.action import COMPUTE, Action
 from atoll.plans.ir.schedule import ActionRows, Schedule
 from atoll.plans.schedules import moves, playing
-from atoll.plans.schedules.arrays import Listing, Model, Played, Rules
+from atoll.plans.schedules.arrays import FlatProblem, Listing, Played, Rules
 from atoll.plans.schedules.bounds import lower_bound
 from atoll.plans.schedules.events import list_actions
-from atoll.plans.schedules.jit import IS_COMPILED, Floats, integer_zeros, floats, integers, zeros
+from atoll.plans.schedules.jit import IS_COMPILED, Floats, floats, integer_zeros, integers, zeros
 from atoll.plans.schedules.links import Hops
 from atoll.plans.schedules.problem import Problem
 from atoll.plans.schedules.published import published_line, published_v
@@ -56,7 +56,7 @@ class SearchRules:
     reserve: float = 1.0
 
 
-def model_of(problem: Problem) -> Model:
+def model_of(problem: Problem) -> FlatProblem:
     """Return the problem in flat arrays."""
     placement, timing = problem.placement, problem.timing
     ranks, chunks = placement.ranks, placement.chunks
@@ -65,7 +65,7 @@ def model_of(problem: Problem) -> Model:
     if not problem.fused_backward:
         for row in gives:
             row[3] = row[1]
-    return Model(
+    return FlatProblem(
         ranks,
         chunks,
         problem.microbatches,
@@ -99,13 +99,14 @@ class Board:
         self.cost = zeros(2)
         self.played = Played(
             made=zeros(2 * self.places), begin=zeros(self.cells), clock=zeros(ranks), cost=zeros(2),
-            where=integer_zeros(2 * self.places), source=integer_zeros(self.cells), counts=integer_zeros(slots), position=integer_zeros(ranks),
-            wants=integer_zeros(ranks), stack=integer_zeros(ranks), busy=zeros(problem.timing.hops.links),
+            where=integer_zeros(2 * self.places), source=integer_zeros(self.cells), counts=integer_zeros(slots),
+            position=integer_zeros(ranks), wants=integer_zeros(ranks), stack=integer_zeros(ranks),
+            busy=zeros(problem.timing.hops.links),
         )  # fmt: skip
         self.listing = Listing(
             arrive=zeros(2 * self.places), when=zeros(ranks), free=zeros(ranks), held=zeros(ranks), first=zeros(ranks),
-            counts=integer_zeros(slots), pending=integer_zeros(self.cells), head=integer_zeros(ranks), tail=integer_zeros(ranks),
-            busy=zeros(problem.timing.hops.links),
+            counts=integer_zeros(slots), pending=integer_zeros(self.cells),
+            head=integer_zeros(ranks), tail=integer_zeros(ranks), busy=zeros(problem.timing.hops.links),
         )  # fmt: skip
         self.is_span = problem.objective == "span"
         self.spent = 0

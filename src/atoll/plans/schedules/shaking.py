@@ -6,14 +6,14 @@ a microbatch, of two, of all or of every second or third from one on, in one F o
 
 from __future__ import annotations
 
-from atoll.plans.schedules.arrays import NEVER, Listing, Model, Rules, longest_action, next_state, with_ties
+from atoll.plans.schedules.arrays import NEVER, FlatProblem, Listing, Rules, longest_action, next_state, with_ties
 from atoll.plans.schedules.events import list_actions
 from atoll.plans.schedules.jit import Floats, Integers, kernel
 
 
 @kernel
 def shake(
-    model: Model,
+    model: FlatProblem,
     rules: Rules,
     listing: Listing,
     order: Integers,

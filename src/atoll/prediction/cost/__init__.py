@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from atoll.prediction.cost.breakdown import Breakdown, break_down
     from atoll.prediction.cost.cluster import Cluster, Device, Efficiency, Link, Node, presets
     from atoll.prediction.cost.implementation import Implementation
-    from atoll.prediction.cost.kernels import FusedAttention, KernelClock, Exchange, Kernel, Pass, Product, collective
+    from atoll.prediction.cost.kernels import Exchange, FusedAttention, Kernel, KernelClock, Pass, Product, collective
     from atoll.prediction.cost.prediction import Prediction
     from atoll.prediction.cost.ranks import Ranks
     from atoll.prediction.cost.transformer import Transformer
@@ -49,9 +49,7 @@ _HOMES = {
 """Module in which each name is defined."""
 
 __all__ = [
-    "FusedAttention",
     "Breakdown",
-    "KernelClock",
     "Cluster",
     "Device",
     "Efficiency",

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from atoll.plans.layouts import ITEM_BYTES, StoredCopies
-from atoll.plans.schedules import PipelineLink, Links
+from atoll.plans.schedules import Links, PipelineLink
 from atoll.prediction.cost.cluster import Cluster
-from atoll.prediction.cost.kernels import KernelClock, Exchange, Product
+from atoll.prediction.cost.kernels import Exchange, KernelClock, Product
 from atoll.prediction.cost.ranks import Ranks
 from atoll.prediction.cost.work import Work
 from atoll.program import Do, Operation, Sliced
@@ -113,7 +113,9 @@ class Durations:
         item = ITEM_BYTES[self.ranks.plan.precision.master]
         # `efficiency.update` is with a cast of the result, which is a part of the next gather if no copy is stored.
         cast = sum(
-            sharding.copied_bytes(segment) for segment in shape.segments if sharding.stored(segment) is StoredCopies.CAST
+            sharding.copied_bytes(segment)
+            for segment in shape.segments
+            if sharding.stored(segment) is StoredCopies.CAST
         )
         own = self._update_seconds((one - none) / item, (all_kept - none) / item) * update
         return max(0.0, own - cast / (self.cluster.device.bandwidth * self.cluster.device.efficiency.memory))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from atoll.base.errors import ConfigError
 from atoll.prediction.cost.ends import without
-from atoll.prediction.cost.kernels import FusedAttention, Exchange, Kernel, Pass, Product
+from atoll.prediction.cost.kernels import Exchange, FusedAttention, Kernel, Pass, Product
 from atoll.prediction.cost.work import Saved, Use, Work
 
 if TYPE_CHECKING:

@@ -4,14 +4,13 @@ from atoll.prediction.explain.alternative import Alternative
 from atoll.prediction.explain.choices import CHOICES, Choice, rebuilt
 from atoll.prediction.explain.explanation import Explanation, LayoutRow, Measured, Resource
 from atoll.prediction.explain.holdings import Holding, InFlight, State
-from atoll.prediction.explain.links import LinkUse, DataTraffic, travel
+from atoll.prediction.explain.links import DataTraffic, LinkUse, travel
 from atoll.prediction.explain.questions import QUESTIONS, QuestionAnswer, ask, listed
 
 __all__ = [
     "CHOICES",
     "QUESTIONS",
     "Alternative",
-    "QuestionAnswer",
     "Choice",
     "DataTraffic",
     "Explanation",
@@ -23,7 +22,6 @@ __all__ = [
     "QuestionAnswer",
     "Resource",
     "State",
-    "DataTraffic",
     "ask",
     "listed",
     "rebuilt",

@@ -17,7 +17,7 @@ from atoll.prediction.cost.breakdown import busiest_rank
 from atoll.prediction.explain.alternative import Alternative, attempt, fullest_rank, predicted
 from atoll.prediction.explain.choices import CHOICES, rebuilt
 from atoll.prediction.explain.holdings import Holding, holding
-from atoll.prediction.explain.links import LinkUse, DataTraffic, link_uses, travel
+from atoll.prediction.explain.links import DataTraffic, LinkUse, link_uses, travel
 
 FASTER = 1.1
 """Factor by which a resource is made faster to find the bottleneck."""

@@ -9,7 +9,7 @@ from atoll.prediction.cost.breakdown import PARTS
 from atoll.prediction.explain import phrases
 from atoll.prediction.explain.explanation import Explanation, Measured
 from atoll.prediction.explain.holdings import Holding
-from atoll.prediction.explain.links import MESSAGES
+from atoll.prediction.explain.links import PIPELINE_MESSAGES
 from atoll.prediction.explain.questions import QuestionAnswer, bottleneck
 
 MOST_BETTER = 5

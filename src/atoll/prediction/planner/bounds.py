@@ -395,7 +395,9 @@ class Skeleton:
         if schedule.table.has_vocabulary:  # slices also need memory
             return tuple({} for _ in schedule.actions)
         lowered = insert_sharding(schedule, residency="run", sizes=ranks.sizes)
-        return tuple({stage: gathers for stage, (gathers, _) in collective_counts(row).items()} for row in lowered.actions)
+        return tuple(
+            {stage: gathers for stage, (gathers, _) in collective_counts(row).items()} for row in lowered.actions
+        )
 
 
 _Link = tuple[int, str]

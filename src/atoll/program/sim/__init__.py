@@ -9,11 +9,11 @@ from atoll.plans.ir.schedule import Schedule
 from atoll.plans.schedules.memory import Memory
 from atoll.program import Programs
 from atoll.program.sim import schedules
-from atoll.program.sim.programs import PlayedPrograms, Rates, Speed, RankTiming, play_programs
+from atoll.program.sim.programs import PlayedPrograms, RankTiming, Rates, Speed, play_programs
 from atoll.program.sim.schedules import Costs
 from atoll.program.trace import Trace
 
-__all__ = ["Costs", "PlayedPrograms", "Rates", "Speed", "RankTiming", "play_programs", "simulate"]
+__all__ = ["Costs", "PlayedPrograms", "RankTiming", "Rates", "Speed", "play_programs", "simulate"]
 
 
 @overload

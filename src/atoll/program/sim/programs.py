@@ -97,7 +97,9 @@ class Rates:
         for name in ("compute", "messages"):
             given = getattr(self, name)
             if any(isinstance(do, str) for do, _ in given):
-                rows = {(operation_of(do) if isinstance(do, str) else do, of): value for (do, of), value in given.items()}
+                rows = {
+                    (operation_of(do) if isinstance(do, str) else do, of): value for (do, of), value in given.items()
+                }
                 object.__setattr__(self, name, rows)
 
     def link(self, axis: str) -> Speed:

@@ -22,7 +22,7 @@ from atoll.runtime.assemble.sharded import Sharded
 from atoll.runtime.assemble.ties import untie_as_stored
 from atoll.runtime.batches import Batches, Labels
 from atoll.runtime.checkpoint import is_complete
-from atoll.runtime.lanes import LaneKind, JobLane, lane_of, lanes_of
+from atoll.runtime.lanes import JobLane, LaneKind, lane_of, lanes_of
 from atoll.runtime.mail import Mail
 from atoll.runtime.models import Adapter, Batch, Loss, adapter_for, weights_for
 from atoll.runtime.models.sums import check_sum

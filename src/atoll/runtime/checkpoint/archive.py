@@ -11,7 +11,7 @@ from atoll.base.documents import LARGEST_JSON, parse_json, read
 from atoll.base.errors import CheckpointError, DamageError
 from atoll.runtime.checkpoint.folders import FIRST_VERSION, FORMAT_VERSION, METADATA, STATE, is_complete
 from atoll.runtime.checkpoint.manifest import MANIFEST, Manifest
-from atoll.runtime.checkpoint.metadata import Contents, BoxLocation, read_contents
+from atoll.runtime.checkpoint.metadata import BoxLocation, Contents, read_contents
 
 
 class Archive:

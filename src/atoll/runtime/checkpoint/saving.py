@@ -31,7 +31,7 @@ from atoll.base.digests import Digest, digest
 from atoll.base.errors import CheckpointError
 from atoll.plans.layouts.flat import Box
 from atoll.runtime.checkpoint import folders
-from atoll.runtime.checkpoint.manifest import Manifest, DigestedRange
+from atoll.runtime.checkpoint.manifest import DigestedRange, Manifest
 from atoll.runtime.checkpoint.meeting import Meeting, list_problems
 from atoll.runtime.checkpoint.pieces import Claim, Piece
 

@@ -52,7 +52,7 @@ def _measure(errand: Errand, rendezvous: Rendezvous, store: Store) -> None:
     import torch
 
     from atoll.runtime import transport
-    from atoll.runtime.measuring.measure import measure_cluster, cluster_to_toml
+    from atoll.runtime.measuring.measure import cluster_to_toml, measure_cluster
 
     device = torch.device("cpu") if errand.device == "cpu" else choose_device(rendezvous)
     transport.join(rendezvous.rank, rendezvous.world, store, device=device, timeout=TIMEOUT)

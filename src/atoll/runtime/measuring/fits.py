@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from atoll.base.errors import RunError
-from atoll.prediction.cost import KernelClock, Device, Product
+from atoll.prediction.cost import Device, KernelClock, Product
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ def _measure(request: MeasureRequest, rendezvous: Rendezvous, store: Store) -> N
 
 def _conclude(request: MeasureRequest, cluster: Cluster, *, seconds: float) -> None:
     from atoll.base.units import format_seconds
-    from atoll.runtime.measuring.measure import describe_cluster, to_tables, cluster_to_toml
+    from atoll.runtime.measuring.measure import cluster_to_toml, describe_cluster, to_tables
 
     write_cluster(request.path, cluster_to_toml(cluster))
     text = json.dumps(to_tables(cluster), indent=2) if request.as_json else describe_cluster(cluster)

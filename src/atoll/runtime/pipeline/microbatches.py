@@ -310,7 +310,9 @@ class Microbatches:
     def _look_at_gradients(self, units: Iterable[Unit], phase: Phase, block: int, microbatch: int) -> None:
         for unit in units:
             for name, _ in unit.trained():
-                self.look(NonFinite.WEIGHT_GRADIENT, [unit.gradient(name, phase)], block, microbatch=microbatch, name=name)
+                self.look(
+                    NonFinite.WEIGHT_GRADIENT, [unit.gradient(name, phase)], block, microbatch=microbatch, name=name
+                )
 
 
 def _trained(block: LocalBlock) -> tuple[Trained, ...]:

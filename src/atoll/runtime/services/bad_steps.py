@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from atoll.base.errors import BadStepError, CheckpointError, DamageError, RankError
-from atoll.base.faults import ROLLBACKS, SKIPS_IN_A_ROW, BadStepAnswer, Fault, NonFinite, BadStepPolicy, Rollback, Sighting
+from atoll.base.faults import (
+    ROLLBACKS,
+    SKIPS_IN_A_ROW,
+    BadStepAnswer,
+    BadStepPolicy,
+    Fault,
+    NonFinite,
+    Rollback,
+    Sighting,
+)
 from atoll.runtime.assemble.rank import Rank
 from atoll.runtime.batches import BatchShare
 from atoll.runtime.pipeline.executor import Outcome

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from atoll.plans.layouts import Axis, MoveKind, Move
+from atoll.plans.layouts import Axis, Move, MoveKind
 from atoll.runtime import lanes
 from atoll.runtime.sharding.flat_group import FlatGroup
 from atoll.runtime.transport import Channel, Tag

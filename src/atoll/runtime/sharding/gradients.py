@@ -27,7 +27,7 @@ from functools import partial
 
 import torch
 
-from atoll.plans.layouts import REDUCE_GRADIENT, SYNC_GRADIENT, MoveKind, Level, Move
+from atoll.plans.layouts import REDUCE_GRADIENT, SYNC_GRADIENT, Level, Move, MoveKind
 from atoll.program import Phase
 from atoll.runtime import lanes
 from atoll.runtime.sharding import coding

@@ -224,7 +224,9 @@ class MatrixExchange:
         found, self._slices, self._arriving = self._slices, torch.empty(0), {}
         return found
 
-    def _begin(self, out: Mapping[int, torch.Tensor], into: Mapping[int, Sequence[MatrixPiece]], channel: Channel) -> None:
+    def _begin(
+        self, out: Mapping[int, torch.Tensor], into: Mapping[int, Sequence[MatrixPiece]], channel: Channel
+    ) -> None:
         # Here and not in the job: what arrives outlives it.
         sizes = {rank: sum(piece.numel for piece in own) for rank, own in into.items()}
         self._arriving = {rank: self._slices.new_empty(size) for rank, size in sizes.items()}

@@ -20,7 +20,9 @@ def forward(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     labels."""
     config: Any = getattr(base_of(model), "config", None)
     reads_labels = getattr(config, "is_encoder_decoder", False)
-    inputs = {name: value for name, value in batch.items() if name not in _LABELS or (reads_labels and name == "labels")}
+    inputs = {
+        name: value for name, value in batch.items() if name not in _LABELS or (reads_labels and name == "labels")
+    }
     if hasattr(config, "use_cache"):
         config.use_cache = False
     first = inputs.get("input_ids", inputs.get("inputs"))

@@ -8,8 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from atoll.base.errors import LayoutError, PlanError
 from atoll.plans.ir.residency import current
-from atoll.plans.layouts import ROUNDINGS, Codec, Layout
-from atoll.plans.layouts import Codecs as CodecsOfPlan
+from atoll.plans.layouts import ROUNDINGS, Codec, Codecs, Layout
 from atoll.plans.outer import Outer
 from atoll.plans.plan import AXES, ORDERS
 from atoll.training.config.section import Natural, Positive, Section, as_tuple, join_or, raise_all
@@ -40,7 +39,7 @@ def _known_order(value: tuple[str, ...]) -> tuple[str, ...]:
     return value
 
 
-class Codecs(Section):
+class CodecSection(Section):
     """[parallel.codecs]: what is sent between groups of data-parallel ranks instead of elements; see docs/codecs.md."""
 
     gradient: CodecName = "none"
@@ -53,13 +52,13 @@ class Codecs(Section):
     """add the error of a rank's last encoding of gradients, and of outer gradients, to its next one"""
 
     @property
-    def value(self) -> CodecsOfPlan:
+    def value(self) -> Codecs:
         """The codecs of the plan."""
         gradient, parameter = (
             None if name == "none" else Codec(name, rounding=rounding)
             for name, rounding in ((self.gradient, self.rounding), (self.parameter, ROUNDINGS[0]))
         )
-        return CodecsOfPlan(gradient, parameter, self.feedback)
+        return Codecs(gradient, parameter, self.feedback)
 
 
 class OuterOptimizer(Section):
@@ -70,7 +69,7 @@ class OuterOptimizer(Section):
     momentum: float | None = None
 
 
-class OuterSteps(Section):
+class OuterSection(Section):
     """[parallel.outer]: outer steps of groups that train independently; see `atoll.plans.outer.Outer`."""
 
     every: Positive
@@ -89,17 +88,17 @@ class OuterSteps(Section):
     """codec of outer gradients, with rounding and feedback of `[parallel.codecs]`: docs/outer.md#codecs"""
 
     @model_validator(mode="after")
-    def _check(self) -> OuterSteps:
+    def _check(self) -> OuterSection:
         problems = OuterOptimizer.problems_of(self.optimizer, "parallel.outer.optimizer")
         if not problems:
             try:
-                self.to_outer(Codecs())
+                self.to_outer(CodecSection())
             except PlanError as error:
                 problems.append(str(error))
         raise_all(problems)
         return self
 
-    def to_outer(self, codecs: Codecs) -> Outer:
+    def to_outer(self, codecs: CodecSection) -> Outer:
         """Return the value that a plan has. codecs: their rounding and feedback."""
         codec = None if self.codec == "none" else Codec(self.codec, rounding=codecs.rounding)
         by = OuterOptimizer(**self.optimizer)
@@ -161,9 +160,9 @@ class Parallel(Section):
     recompute: Literal["none", "block", "selective"] = "none"
     """activations to recompute in the backward: "block" all of a block's, "selective" all but the outputs of matrix
     products"""
-    codecs: Codecs = Field(default_factory=Codecs)
+    codecs: CodecSection = Field(default_factory=CodecSection)
     """what is sent between groups: docs/codecs.md"""
-    outer: OuterSteps | None = None
+    outer: OuterSection | None = None
     """outer steps of groups that train independently: docs/outer.md, keys below"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto" uses one GPU per local rank if there are enough, else the CPU"""

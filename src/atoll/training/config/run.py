@@ -18,7 +18,7 @@ def _as_logger(value: str) -> str:
     raise ValueError(f'must be {", ".join(repr(name) for name in LOGGERS)} or "module:function"')
 
 
-Logger = Annotated[str, AfterValidator(_as_logger)]
+LoggerName = Annotated[str, AfterValidator(_as_logger)]
 
 
 class Run(Section):
@@ -28,7 +28,7 @@ class Run(Section):
     """output folder of the run"""
     restarts: Natural = 3
     """maximum number of restarts of local ranks from the newest checkpoint; the count resets at each checkpoint"""
-    loggers: Annotated[tuple[Logger, ...], BeforeValidator(as_tuple)] = ("tensorboard",)
+    loggers: Annotated[tuple[LoggerName, ...], BeforeValidator(as_tuple)] = ("tensorboard",)
     """loggers of metrics, beside metrics.jsonl: "tensorboard", if the package is installed, "wandb", "mlflow", or
     "module:function", called with values by name and the step: docs/training.md#loggers"""
     cluster: str | None = None

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from atoll.base.labels import IGNORED_LABEL
 from atoll.training.data.corpus import Source, documents, find_source, fingerprint
 from atoll.training.data.masking import hide
-from atoll.training.data.order import IGNORED_LABEL, TokenBatch, SampleOrder, batch, sample_count, validation_batches
+from atoll.training.data.order import SampleOrder, TokenBatch, batch, sample_count, validation_batches
 from atoll.training.data.recipe import expected_ids
-from atoll.training.data.rows import Packing, SplitTokens, Rows, rows_of
+from atoll.training.data.rows import Packing, Rows, SplitTokens, rows_of
 from atoll.training.data.store import Corpus, prepare, preview
 from atoll.training.data.supply import Name, Supply, prepare_supply, preview_supply
 from atoll.training.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
@@ -20,13 +20,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "IGNORED_LABEL",
-    "TokenBatch",
     "ByteTokenizer",
     "Corpus",
     "FileTokenizer",
     "Name",
     "Packing",
-    "SplitTokens",
     "Rows",
     "SampleOrder",
     "Source",

@@ -29,7 +29,6 @@ from atoll.training.data.files import (
     JSONL_SUFFIXES,
     PARQUET_SUFFIXES,
     Form,
-    RecordRange,
     Record,
     RecordRange,
     field,
@@ -40,7 +39,6 @@ from atoll.training.data.files import (
     known_columns,
     optional,
     read_file,
-    file_records,
     without_nulls,
 )
 

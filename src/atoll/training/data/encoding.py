@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.base.errors import DataError, RecordError
-from atoll.training.data.bad_records import BadRecords, BadRecordPolicy, Skipped
+from atoll.training.data.bad_records import BadRecordPolicy, BadRecords, Skipped
 from atoll.training.data.conversations import NOTHING_TO_LEARN, ChatTemplate, Rendered, conversations
 from atoll.training.data.corpus import Source, documents
 from atoll.training.data.split import TokenRange, ranges_of

@@ -121,7 +121,9 @@ RecordRange = tuple[int, int]
 """First record and one past the last: in bytes for JSON lines, row groups for parquet, rows for a dataset."""
 
 
-def read_file(path: Path, text_field: str, part: RecordRange | None = None, bad: BadRecords | None = None) -> Iterator[str]:
+def read_file(
+    path: Path, text_field: str, part: RecordRange | None = None, bad: BadRecords | None = None
+) -> Iterator[str]:
     """Yield the documents of a file or a part of it, including empty ones. text_field: key or column of their text.
 
     bad: collects broken records.

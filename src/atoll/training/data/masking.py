@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from atoll.training.data.order import IGNORED_LABEL, TokenBatch
+from atoll.base.labels import IGNORED_LABEL
+from atoll.training.data.order import TokenBatch
 
 HIDDEN, OTHER = 0.8, 0.1
 """Shares of the chosen tokens that become the mask token, and that become another token."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Required, TypedDict
 
 from atoll.base.errors import DataError
-from atoll.training.data.bad_records import BadRecords, BadRecordPolicy
+from atoll.training.data.bad_records import BadRecordPolicy, BadRecords
 from atoll.training.data.conversations import RULES, ChatTemplate
 from atoll.training.data.corpus import Source, documents, find_source, fingerprint
 from atoll.training.data.rows import How, Packing, TooLong
@@ -28,7 +28,7 @@ Report = Callable[[str], None]
 """Callback for the progress of a preparation, one line at a time."""
 
 
-class Settings(TypedDict, total=False):
+class RecipeSettings(TypedDict, total=False):
     """Settings of `prepare`.
 
     tokenizer: "bytes", "bpe-N" or the path of a tokenizer.json.

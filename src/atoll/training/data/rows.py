@@ -24,7 +24,6 @@ from atoll.base.errors import DataError
 from atoll.base.labels import IGNORED_LABEL
 from atoll.training.data.blocks import CheckedTokens
 from atoll.training.data.order import (
-    IGNORED_LABEL,
     TokenBatch,
     Tokens,
     batch,

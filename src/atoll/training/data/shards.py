@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from atoll.training.data.corpus import SourceKind, Source, dataset_rows, unreadable
+from atoll.training.data.corpus import Source, SourceKind, dataset_rows, unreadable
 from atoll.training.data.files import RecordRange, file_parts
 
 

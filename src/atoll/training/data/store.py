@@ -38,7 +38,7 @@ from atoll.base.errors import DataError
 from atoll.training.data.blocks import CORPUS_MANIFEST, MARK, Blocks, CheckedTokens, DamagedCorpusError
 from atoll.training.data.corpus import Source
 from atoll.training.data.encoding import encode_source
-from atoll.training.data.recipe import CorpusRecipe, Report, Settings, key_of
+from atoll.training.data.recipe import CorpusRecipe, RecipeSettings, Report, key_of
 from atoll.training.data.rows import Packing, SplitTokens, rows_of
 from atoll.training.data.split import hold_back, split
 from atoll.training.data.tokenizer import BESIDE, TOKENIZER, ByteTokenizer, FileTokenizer, Tokenizer
@@ -110,7 +110,7 @@ def prepare(
     cache: Path,
     global_batch: int = 1,
     report: Report | None = None,
-    **settings: Unpack[Settings],
+    **settings: Unpack[RecipeSettings],
 ) -> Corpus:
     """Return the token arrays of a source, from the cache or built by one process while others wait.
 
@@ -135,7 +135,9 @@ def prepare(
     return corpus
 
 
-def preview(source: str | Source, *, cache: Path, global_batch: int = 1, **settings: Unpack[Settings]) -> Corpus | None:
+def preview(
+    source: str | Source, *, cache: Path, global_batch: int = 1, **settings: Unpack[RecipeSettings]
+) -> Corpus | None:
     """Return the result of `prepare`, or raise its errors, without writing to the cache.
 
     Returns None if the arrays are not cached and the source has more than PREVIEWED_BYTES: it exists, but its number of

@@ -26,7 +26,7 @@ from atoll.training.data.bad_records import BadRecords
 from atoll.training.data.conversations import RULES
 from atoll.training.data.corpus import TEXT_FIELD, Source, documents, find_source, find_sources, fingerprint
 from atoll.training.data.mixing import Mix, shares, weighted
-from atoll.training.data.order import TokenBatch, SampleOrder, scatter
+from atoll.training.data.order import SampleOrder, TokenBatch, scatter
 from atoll.training.data.recipe import Report
 from atoll.training.data.rows import Packing, Rows, rows_of
 from atoll.training.data.shards import Shard, cut, identity_of

@@ -40,7 +40,7 @@ from types import NoneType
 from typing import Any
 
 from atoll.base.digests import read_sealed, seal
-from atoll.base.documents import whole_number, parse_json
+from atoll.base.documents import parse_json, whole_number
 from atoll.base.errors import CheckpointError, ConfigError, RunError
 from atoll.training.data.tokenizer import BESIDE, TOKENIZER
 

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from atoll.base.documents import whole_number, parse_json, string
+from atoll.base.documents import parse_json, string, whole_number
 from atoll.base.errors import ConfigError, RunError
 
 _BEAT_SECONDS = 2.0

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from atoll.base.documents import whole_number, finite, string
+from atoll.base.documents import finite, string, whole_number
 from atoll.base.errors import UserError
 from atoll.plans.ir import Action, Op
 from atoll.prediction.cost import Prediction

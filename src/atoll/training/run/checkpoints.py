@@ -17,7 +17,7 @@ from atoll.runtime.checkpoint.manifest import Manifest
 from atoll.runtime.checkpoint.meeting import list_problems
 from atoll.training.output.folder import Start, read_records, writing
 from atoll.training.run.resumed import order_of, resumed_state
-from atoll.training.run.run import Run
+from atoll.training.run.run import RankRun
 
 
 class RunCheckpoints:
@@ -26,7 +26,7 @@ class RunCheckpoints:
     run_id: that of the checkpoint that the run continues from, or a new one; on rank 0 at least.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RankRun) -> None:
         self.run_id = uuid.uuid4().hex if run.is_writer else None
         self.keeps_best = max(run.config.checkpoint.keep_best, 1 if run.config.train.patience else 0)
         self._run = run

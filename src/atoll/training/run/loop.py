@@ -25,7 +25,7 @@ from atoll.training.output.folder import Start
 from atoll.training.output.record import perplexity
 from atoll.training.run.checkpoints import RunCheckpoints
 from atoll.training.run.results import Results
-from atoll.training.run.run import Run
+from atoll.training.run.run import RankRun
 from atoll.training.run.text import generate
 
 SAMPLE = 64
@@ -54,7 +54,7 @@ class LoopOutcome:
 class Loop:
     """The loop of one run."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RankRun) -> None:
         self._run = run
         self._engine = run.engine
         self._progress = run.progress

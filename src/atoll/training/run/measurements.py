@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from atoll.base import documents
-from atoll.base.documents import LARGEST_BYTES, LARGEST_JSON, whole_number, finite, parse_json, read_text, string
+from atoll.base.documents import LARGEST_BYTES, LARGEST_JSON, finite, parse_json, read_text, string, whole_number
 from atoll.base.errors import ConfigError, UserError
 from atoll.prediction.cost import Cluster, Prediction
 from atoll.prediction.cost.calibration import Step

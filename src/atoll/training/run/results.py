@@ -28,7 +28,7 @@ from atoll.runtime.transport import Later
 from atoll.training.output.record import Recorder
 from atoll.training.run.measure import peak_memory, share_timeline, share_timing, share_trace
 from atoll.training.run.oddities import SLOW, Spikes, straggler
-from atoll.training.run.run import Run
+from atoll.training.run.run import RankRun
 from atoll.training.run.signals import StopRequest
 from atoll.training.run.utilisation import device_peak, utilised_seconds
 from atoll.training.setup.prediction import in_short, predict_plan
@@ -48,7 +48,7 @@ class Results:
     on_fault: called with a bad step, once it is written down.
     """
 
-    def __init__(self, run: Run, *, on_fault: Callable[[StepResult], None]) -> None:
+    def __init__(self, run: RankRun, *, on_fault: Callable[[StepResult], None]) -> None:
         self.recorder: Recorder | None = None
         self.tokens = 0
         self.traced = 0

@@ -16,7 +16,7 @@ from atoll.training.run.signals import StopRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RankRun:
     """What the loop, the checkpoints and the results of a run share.
 
     lock: of the folder, on rank 0; nothing is written after another run has taken it over.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from atoll.base.documents import LARGEST_BYTES, whole_number, finite, read_json
+from atoll.base.documents import LARGEST_BYTES, finite, read_json, whole_number
 from atoll.base.errors import CostWarning, WeightsWarning
 from atoll.base.units import format_bytes, format_count, format_rate, format_seconds
 from atoll.plans.plan import Plan
@@ -29,7 +29,7 @@ from atoll.training.output.lock import RunLock
 from atoll.training.run.loop import Loop, LoopOutcome
 from atoll.training.run.measure import peak_memory
 from atoll.training.run.progress import Progress
-from atoll.training.run.run import Run
+from atoll.training.run.run import RankRun
 from atoll.training.run.signals import StopRequest
 from atoll.training.setup.build import build_as_stored, build_engine
 from atoll.training.setup.samples import prepare_corpus, vocabulary_of
@@ -137,7 +137,10 @@ class RunResult(LoopOutcome):
 def _predicted_peaks(prediction: Mapping[str, Any]) -> list[int]:
     """Return the predicted tensor bytes of each pipeline rank."""
     peaks = [each["peak"] for each in prediction["ranks"]]
-    return [whole_number(peak["total"], limit=LARGEST_BYTES) - whole_number(peak["context"], limit=LARGEST_BYTES) for peak in peaks]
+    return [
+        whole_number(peak["total"], limit=LARGEST_BYTES) - whole_number(peak["context"], limit=LARGEST_BYTES)
+        for peak in peaks
+    ]
 
 
 def run_session(
@@ -178,7 +181,7 @@ def run_session(
         progress = Progress(config, corpus, engine)
         for note in progress.samples.notes:
             display.say(f"note: {note}")
-        shared = Run(
+        shared = RankRun(
             config, corpus, engine, progress=progress, folder=folder, display=display, stop=stop, lock=lock, here=here
         )
         outcome = Loop(shared).run(start)

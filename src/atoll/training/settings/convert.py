@@ -41,9 +41,9 @@ OPEN = (
 """Keys that decide what is trained: each is in a converted config, or named."""
 
 SYSTEM_RULES: Mapping[str, System] = {
-    "deepspeed": from_deepspeed.SYSTEM,
-    "accelerate": from_accelerate.SYSTEM,
-    "torchtitan": from_torchtitan.SYSTEM,
+    "deepspeed": from_deepspeed.DEEPSPEED,
+    "accelerate": from_accelerate.ACCELERATE,
+    "torchtitan": from_torchtitan.TORCHTITAN,
 }
 """By name. A document with marks of several is one of the last of them."""
 

@@ -48,7 +48,7 @@ def _shard_size(into: Conversion, path: str, value: Any) -> None:
         into.put("parallel.layout", into.get("parallel.layout", "GGG"))
 
 
-NEEDLESS = (
+_NEEDLESS = (
     *("fsdp_config.fsdp_cpu_ram_efficient_loading", "fsdp_config.fsdp_transformer_layer_cls_to_wrap"),
     *("fsdp_config.fsdp_min_num_params", "fsdp_config.fsdp_backward_prefetch"),
     *("fsdp_config.fsdp_backward_prefetch_policy", "fsdp_config.fsdp_forward_prefetch"),
@@ -64,7 +64,7 @@ NEEDLESS = (
 )
 """Settings that do not affect training."""
 
-RULES: Mapping[str, Rule] = {
+_RULES: Mapping[str, Rule] = {
     "num_processes": to("parallel.ranks"),
     "num_machines": counts("machines"),
     "mixed_precision": to("train.precision", no="fp32", bf16="bf16", fp16="fp16"),
@@ -97,7 +97,7 @@ RULES: Mapping[str, Rule] = {
     "dynamo_config.dynamo_use_dynamic": if_set("blocks are compiled for the shapes that they meet"),
     "use_cpu": to("parallel.device", true="cpu", false="auto"),
     "gpu_ids": if_set("CUDA_VISIBLE_DEVICES"),
-    **dict.fromkeys(NEEDLESS, needless),
+    **dict.fromkeys(_NEEDLESS, needless),
 }
 
 
@@ -117,5 +117,5 @@ def _ends(into: Conversion, given: Given) -> None:
     over_replicas(into, into.get("parallel.ranks", 0))
 
 
-MARKS = "compute_environment distributed_type fsdp_config deepspeed_config"
-SYSTEM = System("Accelerate 1.12", MARKS, RULES, _defaults, _ends)
+_MARKS = "compute_environment distributed_type fsdp_config deepspeed_config"
+ACCELERATE = System("Accelerate 1.12", _MARKS, _RULES, _defaults, _ends)

@@ -107,17 +107,17 @@ def _recompute(also: Rule | None) -> Rule:
     return rule
 
 
-GROWTH = 2000
+SCALE_GROWTH = 2000
 """Good steps after which Atoll doubles the loss scale."""
 
-NEEDLESS = (
+_NEEDLESS = (
     *("optimizer.params.torch_adam", "bf16.immediate_grad_update", "steps_per_print", "wall_clock_breakdown"),
     *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "dump_state", "tensorboard.output_path"),
     "tensorboard.job_name",
 )
 """Settings that do not affect training."""
 
-RULES: Mapping[str, Rule] = {
+_RULES: Mapping[str, Rule] = {
     "train_batch_size": to("train.global_batch"),
     "train_micro_batch_size_per_gpu": to("train.microbatch"),
     "optimizer.type": _optimizer,
@@ -141,7 +141,7 @@ RULES: Mapping[str, Rule] = {
     "fp16.auto_cast": _in_fp16(False, "the model computes in fp16, and its inputs are cast"),
     "fp16.loss_scale": _in_fp16(0, "the loss scale is dynamic"),
     "fp16.initial_scale_power": _in_fp16(16, "the loss scale begins at 2^16"),
-    "fp16.loss_scale_window": _in_fp16(GROWTH, f"the loss scale doubles after {GROWTH} good steps"),
+    "fp16.loss_scale_window": _in_fp16(SCALE_GROWTH, f"the loss scale doubles after {SCALE_GROWTH} good steps"),
     "fp16.hysteresis": _in_fp16(1, "each overflow halves the loss scale"),
     "fp16.consecutive_hysteresis": _in_fp16(False, "each overflow halves the loss scale"),
     "fp16.min_loss_scale": _in_fp16(1, "the loss scale is at least 1"),
@@ -161,7 +161,7 @@ RULES: Mapping[str, Rule] = {
     "seed": to("train.seed"),
     "tensorboard.enabled": logs("tensorboard"),
     "data_types.grad_accum_dtype": unless("fp32", "gradients are accumulated in fp32"),
-    **dict.fromkeys(NEEDLESS, needless),
+    **dict.fromkeys(_NEEDLESS, needless),
 }
 
 
@@ -203,5 +203,5 @@ def _ends(into: Conversion, given: Given) -> None:
         )
 
 
-MARKS = "zero_optimization train_batch_size train_micro_batch_size_per_gpu bf16 fp16 optimizer"
-SYSTEM = System("DeepSpeed 0.19.2", MARKS, RULES, _defaults, _ends)
+_MARKS = "zero_optimization train_batch_size train_micro_batch_size_per_gpu bf16 fp16 optimizer"
+DEEPSPEED = System("DeepSpeed 0.19.2", _MARKS, _RULES, _defaults, _ends)

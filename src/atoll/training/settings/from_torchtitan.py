@@ -24,7 +24,7 @@ from atoll.training.settings.rules import (
     to_or,
     unless,
 )
-from atoll.training.settings.torchtitan import FLAVORS, CHECKPOINT_MODES, SCHEDULES
+from atoll.training.settings.torchtitan import CHECKPOINT_MODES, FLAVORS, SCHEDULES
 
 
 def _flavor(into: Conversion, path: str, value: Any) -> None:
@@ -122,7 +122,7 @@ def _degree(key: str, what: str) -> Rule:
     return rule
 
 
-NEEDLESS = (
+_NEEDLESS = (
     *("model.print_after_conversion", "optimizer.implementation", "training.deterministic", "training.gc_freq"),
     *("training.gc_debug", "parallelism.context_parallel_rotate_method", "checkpoint.folder", "job.description"),
     *("job.print_config", "job.config_file", "metrics.log_freq", "metrics.save_tb_folder"),
@@ -130,7 +130,7 @@ NEEDLESS = (
 )
 """Settings that do not affect training."""
 
-RULES: Mapping[str, Rule] = {
+_RULES: Mapping[str, Rule] = {
     "model.name": if_set("the built-in decoder is Llama's; a model of transformers is model.source"),
     "model.flavor": _flavor,
     "model.hf_assets_path": to("data.tokenizer"),
@@ -202,7 +202,7 @@ RULES: Mapping[str, Rule] = {
     "validation.freq": lambda into, path, value: (
         into.put("train.eval_every", value) if into.get("train.eval_every", None) is None else None
     ),
-    **dict.fromkeys(NEEDLESS, needless),
+    **dict.fromkeys(_NEEDLESS, needless),
 }
 
 
@@ -262,5 +262,5 @@ def _ends(into: Conversion, given: Given) -> None:
             )
 
 
-MARKS = "parallelism training lr_scheduler activation_checkpoint"
-SYSTEM = System("torchtitan 0.2.2", MARKS, RULES, _defaults, _ends)
+_MARKS = "parallelism training lr_scheduler activation_checkpoint"
+TORCHTITAN = System("torchtitan 0.2.2", _MARKS, _RULES, _defaults, _ends)

@@ -22,7 +22,7 @@ import numpy as np
 from atoll.base.documents import parse_json, read_json, read_text
 from atoll.base.errors import DataError
 from atoll.training.config import Config
-from atoll.training.data.conversations import Conversation, ChatMessage, Rendered, texts_of
+from atoll.training.data.conversations import ChatMessage, Conversation, Rendered, texts_of
 from atoll.training.models.sources import package
 
 LARGEST_TEMPLATE = 1 << 20

@@ -10,7 +10,7 @@ from atoll.base.errors import ConfigError
 from atoll.plans.plan import Place
 from atoll.runtime.places import cache_folder
 from atoll.training.config import Config
-from atoll.training.data import TokenBatch, Name, Supply, hide, prepare_supply, preview_supply
+from atoll.training.data import Name, Supply, TokenBatch, hide, prepare_supply, preview_supply
 from atoll.training.setup.chat import chat_template
 
 
