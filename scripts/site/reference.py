@@ -154,8 +154,8 @@ PAGES = (
         {
             "atoll": ["plan", "predict", "Cluster"],
             "atoll.prediction.planner": [
-                *("Goal", "Space", "PlanSearch", "Found", "Answer", "Candidate", "ChoiceAlternative", "Change", "Order"),
-                *("choices", "settings", "BUDGET"),
+                *("Goal", "Space", "PlanSearch", "Found", "Answer", "Candidate", "ChoiceAlternative", "Change"),
+                *("Order", "choices", "settings", "BUDGET"),
             ],
         },
     ),

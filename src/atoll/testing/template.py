@@ -22,7 +22,7 @@ def start_template(*, sees_gpus: bool) -> Template:
     if not sees_gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     ahead = [module for package, module in _AHEAD.items() if package in sys.modules]
-    program = "import sys; from atoll.testing.template import serve; serve(*sys.argv[1:])"
+    program = "import sys; from atoll.testing.template import serve_forks; serve_forks(*sys.argv[1:])"
     return Template([sys.executable, "-c", program, *ahead], environment)
 
 
