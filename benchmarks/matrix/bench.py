@@ -80,7 +80,7 @@ def report(result: Mapping[str, Any]) -> str:
     problems = "".join(f"- {problem}\n" for problem in result["problems"])
     page = _PAGE.format(
         tables="\n".join(_table(counts) for counts in result["tables"]),
-        problems=f"\n{problems}" if problems else "",
+        problems=f"{_gone(result)}\n{problems}" if problems else _gone(result),
         models=", ".join(MODELS),
         others=", ".join(f"{name} ({' / '.join(map(str, values))})" for name, values in OTHERS.items()),
         minutes=result["seconds"] / 60,
@@ -119,6 +119,11 @@ def _counts(rows: Sequence[Mapping[str, Any]], down: str, across: str) -> dict[s
 def _table(counts: Mapping[str, Mapping[str, Sequence[int]]]) -> str:
     cells = {name: {column: _text(*count) for column, count in row.items()} for name, row in counts.items()}
     return grid(cells) + "\n"
+
+
+def _gone(result: Mapping[str, Any]) -> str:
+    gone = [f"`{name}`" for name in result["tables"][0] if name not in FACTORS["schedule"]]
+    return f"\nNo longer in the catalogue: {', '.join(gone)}.\n" if gone else ""
 
 
 def _text(right: int, cases: int) -> str:
