@@ -80,7 +80,8 @@ def report(result: Mapping[str, Any]) -> str:
     problems = "".join(f"- {problem}\n" for problem in result["problems"])
     page = _PAGE.format(
         tables="\n".join(_table(counts) for counts in result["tables"]),
-        problems=f"{_gone(result)}\n{problems}" if problems else _gone(result),
+        problems=f"\n{problems}" if problems else "",
+        gone=_gone(result),
         models=", ".join(MODELS),
         others=", ".join(f"{name} ({' / '.join(map(str, values))})" for name, values in OTHERS.items()),
         minutes=result["seconds"] / 60,
@@ -123,7 +124,7 @@ def _table(counts: Mapping[str, Mapping[str, Sequence[int]]]) -> str:
 
 def _gone(result: Mapping[str, Any]) -> str:
     gone = [f"`{name}`" for name in result["tables"][0] if name not in FACTORS["schedule"]]
-    return f"\nNo longer in the catalogue: {', '.join(gone)}.\n" if gone else ""
+    return f" No longer in the catalogue: {', '.join(gone)}." if gone else ""
 
 
 def _text(right: int, cases: int) -> str:
@@ -168,6 +169,6 @@ max|a-b| ≤ 1e-10 · max(1e-2, max|b|).
 ## Result
 
 {right} of {cases} are right; the largest difference is {worst:.1e}. They took {minutes:.0f} minutes. Each cell \
-has the number of right cases, in bold if not all are right.
+has the number of right cases, in bold if not all are right.{gone}
 
 {tables}{problems}"""
