@@ -95,7 +95,9 @@ def _report(run: RunFolder) -> Callable[[], object]:
 
 def _result(run: RunFolder) -> Callable[[], object]:
     """As a run does at its end."""
-    found = RunResult(run, 2, None, 1, 100, 1.0, None, (9,), "cpu")
+    found = RunResult(
+        step=2, stopped=None, first_step=1, tokens=100, sample=None, peaks=(9,), folder=run, seconds=1.0, device="cpu"
+    )
     return lambda: (found.describe(), found.summary())
 
 

@@ -47,7 +47,6 @@ BESIDE: Mapping[str, tuple[str, ...]] = {
     "testing/template.py": ("tests/testing/test_pool.py",),
     "plans/schedules/forms.py": ("tests/plans/schedules/test_catalogue.py",),
     "plans/schedules/controllable_memory.py": ("tests/plans/schedules/test_orders.py",),
-    "plans/schedules/exact.py": ("tests/plans/schedules/test_automatic.py",),
     "plans/schedules/problem.py": ("tests/plans/schedules/test_automatic.py",),
     "training/process.py": ("tests/cli/test_train.py",),
     "training/run/signals.py": ("tests/cli/test_train.py",),
