@@ -208,8 +208,8 @@ class Microbatches:
             self.look(made, [leaf.grad for leaf in passage.leaves], of, microbatch=key[1])
         trained = self._trained[block.index]
         # The sum of earlier microbatches is the parameter's `grad` during this backward, and autograd adds to it in
-        # place, since nothing asks for a graph of the backward. The first gradient after a reduction has no sum, since its
-        # buffer is uninitialized; nor has what START_I has already given a gradient.
+        # place, since nothing asks for a graph of the backward. The first gradient after a reduction has no sum: its
+        # buffer is uninitialized. Nor has a parameter that START_I has given a gradient.
         sums = [unit.gradient(name, "I") if is_of_input and not is_split else None
                 for unit, name, _, is_of_input, is_split in trained]  # fmt: skip
         for (_, _, parameter, _, _), total in zip(trained, sums, strict=True):
