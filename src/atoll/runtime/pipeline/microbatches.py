@@ -217,13 +217,8 @@ class Microbatches:
                 parameter.grad = total
         # On CUDA autograd runs a backward on a thread of its own, while this one waits in it: layers append to
         # `collected` from there, and by the end of this context it is complete.
-        try:
-            with self._collector.collecting() as collected:
-                block.backward(passage)
-        except BaseException:
-            for _, _, parameter, _, _ in trained:  # a step after this one must not find them
-                parameter.grad = None
-            raise
+        with self._collector.collecting() as collected:
+            block.backward(passage)
         for unit, name, kept in collected:
             pending.setdefault(unit, []).append((name, kept))
         # Behind each block, so that what I computes is outside of the flat buffers for one block at a time, and is
