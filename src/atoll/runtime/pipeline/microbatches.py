@@ -206,15 +206,6 @@ class Microbatches:
             is_last = block.index == self.stages[key[0]].run.stop - 1
             made, of = (NonFinite.GRADIENT, block.index) if is_last else (NonFinite.INPUT_GRADIENT, block.index + 1)
             self.look(made, [leaf.grad for leaf in passage.leaves], of, microbatch=key[1])
-        trained = self._trained[block.index]
-        # The sum of earlier microbatches is the parameter's `grad` during this backward, and autograd adds to it in
-        # place, since nothing asks for a graph of the backward. The first gradient after a reduction has no sum: its
-        # buffer is uninitialized. Nor has a parameter that START_I has given a gradient.
-        sums = [unit.gradient(name, "I") if is_of_input and not is_split else None
-                for unit, name, _, is_of_input, is_split in trained]  # fmt: skip
-        for (_, _, parameter, _, _), total in zip(trained, sums, strict=True):
-            if total is not None and total.dtype == parameter.dtype and parameter.grad is None:
-                parameter.grad = total
         # On CUDA autograd runs a backward on a thread of its own, while this one waits in it: layers append to
         # `collected` from there, and by the end of this context it is complete.
         with self._collector.collecting() as collected:
@@ -224,13 +215,11 @@ class Microbatches:
         # Behind each block, so that what I computes is outside of the flat buffers for one block at a time, and is
         # added there in the gradient's dtype: autograd adds to `grad` in that of the parameter.
         with torch.no_grad():
-            for (unit, name, parameter, is_of_input, is_split), total in zip(trained, sums, strict=True):
+            for unit, name, parameter, is_of_input, is_split in self._trained[block.index]:
                 gradient = parameter.grad
                 if gradient is None:
                     continue
                 parameter.grad = None
-                if gradient is total:  # autograd has added to the buffer
-                    continue
                 own = local_part(like_parameter(parameter, gradient)) if is_split else gradient
                 if is_of_input:
                     unit.touched.add(name)
