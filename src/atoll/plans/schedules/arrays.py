@@ -1,9 +1,9 @@
-"""What the kernels of automatic scheduling work on: a problem, an order, and working memory, in flat arrays.
+"""Flat arrays of the kernels of automatic scheduling: a problem, an order, and working memory.
 
-[Note: orders as numbers] Every kernel takes a Model and orders in one flat array: rank r has `length[r]` numbers from
-`r * width` on, width being 3 * chunks * microbatches. A number is op * chunks + chunk with the op's code (F 0, I 1, W
-2, B 3). Each kind takes the microbatches from 0 up, so the numbers determine the order. A place is stage * microbatches
-+ microbatch; its results are at `place` for its forward and at `places + place` for its gradient.
+[Note: orders as numbers] Every kernel takes a `FlatProblem`, and orders in one flat array: rank r has `length[r]`
+numbers from `r * width` on, width being 3 * chunks * microbatches. A number is op * chunks + chunk with the op's code
+(F 0, I 1, W 2, B 3). Each kind takes the microbatches from 0 up, so the numbers determine the order. A place is stage *
+microbatches + microbatch; its results are at `place` for its forward and at `places + place` for its gradient.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ from atoll.base.documents import parse_json
 from atoll.base.errors import CheckpointError, DamageError, RankError, UserError
 
 _Failure = tuple[str, str]
-"""Kind of an error, one of `KINDS`, and its text."""
+"""Kind of an error, one of the four below, and its text."""
 
-DAMAGED, MENDABLE, INTERRUPTED, BROKEN = ("damaged", "mendable", "interrupted", "broken")
+DAMAGED, MENDABLE, INTERRUPTED, BROKEN = "damaged", "mendable", "interrupted", "broken"
 
 
 class Meeting:

@@ -55,12 +55,12 @@ class Data(Section):
     """keys of conversations and of their messages that are not used; any other unknown key is an error:
     docs/data.md#keys-of-a-record"""
     bad_records: Literal["stop", "skip"] = "stop"
-    """what to do with a broken record: "stop", or "skip" it and count it, up to a tenth of a source:
+    """policy for a broken record: "stop" the run, or "skip" and count it, up to a tenth of a source:
     docs/data.md#broken-records"""
     sequence: Positive = 256
     """sequence length: tokens in a sample"""
     packing: Literal["auto", "blocks", "documents", "pad"] = "auto"
-    """what a sample contains: a block of joined documents ("blocks"), several whole documents ("documents"), or one
+    """contents of a sample: a block of joined documents ("blocks"), several whole documents ("documents"), or one
     document with padding ("pad"); "auto" is "documents" for chat and "blocks" for text: docs/data.md#samples"""
     too_long: Literal["auto", "split", "drop", "truncate"] = "auto"
     """"split", "drop" or "truncate" documents longer than a sample; "auto" drops conversations and splits text"""

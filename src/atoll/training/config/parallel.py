@@ -40,7 +40,7 @@ def _known_order(value: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class CodecSection(Section):
-    """[parallel.codecs]: what is sent between groups of data-parallel ranks instead of elements; see docs/codecs.md."""
+    """[parallel.codecs]: encoding of messages between groups of data-parallel ranks; see docs/codecs.md."""
 
     gradient: CodecName = "none"
     """codec of gradients: docs/codecs.md"""
@@ -161,7 +161,7 @@ class Parallel(Section):
     """activations to recompute in the backward: "block" all of a block's, "selective" all but the outputs of matrix
     products"""
     codecs: CodecSection = Field(default_factory=CodecSection)
-    """what is sent between groups: docs/codecs.md"""
+    """encoding of messages between groups: docs/codecs.md"""
     outer: OuterSection | None = None
     """outer steps of groups that train independently: docs/outer.md, keys below"""
     device: Literal["auto", "cpu", "cuda"] = "auto"

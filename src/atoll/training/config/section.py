@@ -1,7 +1,7 @@
-"""What the tables of a config share: their base, types of values, and text of their errors.
+"""Base class, value types and error messages shared by the tables of a config.
 
-A key is documented by the string below it. pydantic keeps that as the field's description, which docs/training.md and
-errors have.
+A key is documented by the string below it, which pydantic keeps as the description of the field. docs/training.md
+shows it.
 """
 
 from __future__ import annotations

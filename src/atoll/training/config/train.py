@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -22,15 +23,15 @@ MASKS = 0.15
 WEIGHT_DECAY = 0.1
 """Weight decay of AdamW, if not given. Other optimizers keep their own."""
 
-ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8}
+ADAMW: Mapping[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
 """Other options of AdamW. Other optimizers keep their own."""
 
 
 class AdamOptions(Section):
-    """What AdamW is checked for before torch is imported."""
+    """Options of AdamW, validated before torch is imported."""
 
-    betas: Pair = ADAMW["betas"]  # type: ignore[assignment]
-    eps: Annotated[float, Field(gt=0)] = ADAMW["eps"]  # type: ignore[assignment]
+    betas: Pair = ADAMW["betas"]
+    eps: Annotated[float, Field(gt=0)] = ADAMW["eps"]
 
 
 def _as_policy(value: str) -> str:

@@ -238,7 +238,7 @@ def records(
     without: Collection[str] | None = None,
     bad: BadRecords | None = None,
 ) -> Iterator[Record]:
-    """Yield the records of a source, in a fixed order. See `read_records`."""
+    """Yield the records of a source, in a fixed order. See `file_records`."""
     if source.kind is SourceKind.DATASETS:
         return _saved_dataset(source, columns, hint, without)
     return (

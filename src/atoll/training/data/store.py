@@ -117,7 +117,7 @@ def prepare(
     Damaged arrays are created again: files that are missing, short or unreadable, and blocks for which an earlier run
     found a wrong digest.
 
-    source, settings: see `Settings`, and `atoll.training.data.corpus`.
+    source, settings: see `RecipeSettings`, and `atoll.training.data.corpus`.
     global_batch: only checked, see `Corpus.check`. Raises DataError for an unusable source, tokenizer or cache.
     """
     say = report or (lambda line: None)

@@ -1,1 +1,1 @@
-"""What a run writes and shows: its folder and lock, the files in it, loggers, and the lines on stderr."""
+"""Output of a run: its folder with lock and files, loggers, and progress on stderr."""

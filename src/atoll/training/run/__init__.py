@@ -1,1 +1,1 @@
-"""What happens while a run trains: the loop, checkpoints, results, restarts; and the reading of its measurements."""
+"""The training of a run: loop, checkpoints, results and restarts. Also reads the measurements of a run."""

@@ -5,7 +5,7 @@
                 step); evaluate, save and stop when due
     end         evaluate and save unless just done, generate a sample
 
-Its parts share a `Run`: `Progress` is how far it is, `RunCheckpoints` finds, loads and saves, `Results` shares and
+Its parts share a `RankRun`: `Progress` is how far it is, `RunCheckpoints` finds, loads and saves, `Results` shares and
 writes down what steps gave.
 """
 

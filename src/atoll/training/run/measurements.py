@@ -117,7 +117,7 @@ class Started(NamedTuple):
 
 
 class _Timing(NamedTuple):
-    """A timed step, see `Run`."""
+    """A timed step, see `RunRecords`."""
 
     seconds: float
     timed: tuple[Timed, ...]

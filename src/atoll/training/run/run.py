@@ -17,7 +17,7 @@ from atoll.training.run.signals import StopRequest
 
 @dataclass(frozen=True, slots=True)
 class RankRun:
-    """What the loop, the checkpoints and the results of a run share.
+    """State shared by the loop, the checkpoints and the results of a run on one rank.
 
     lock: of the folder, on rank 0; nothing is written after another run has taken it over.
     here: this machine as measured, on rank 0; the cluster of the prediction if run.cluster names none.

@@ -1,1 +1,1 @@
-"""What a run is made of before its first step: model, optimizer, learning rates, samples, and the chosen plan."""
+"""Builds a run before its first step: plan, model, optimizer, learning rates, samples."""

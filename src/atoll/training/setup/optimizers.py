@@ -108,7 +108,7 @@ def whole_matrices_of(train: Train) -> Whole | None:
 
 
 def planned(config: Config, world: int | None = None) -> Plan:
-    """`config.to_plan`, with the states of its optimizer, see `states_of` and `whole_of`."""
+    """`config.to_plan`, with the states of its optimizer, see `states_of` and `whole_matrices_of`."""
     return replace(config.to_plan(world), states=states_of(config.train), whole=whole_matrices_of(config.train))
 
 
