@@ -95,6 +95,18 @@ def test_a_fork_is_a_child_in_a_session_of_its_own_and_its_end_is_seen(how: str,
         started.kill()  # it has ended: nobody else gets the signal
 
 
+def test_the_number_of_a_fork_is_known_once_it_has_a_session_of_its_own() -> None:
+    """Whoever signals the process group of a fork must never mean the template's."""
+    with template() as made, open(os.devnull, "wb") as nowhere:
+        for _ in range(40):
+            started = made.fork({"HOW": "wait"}, [nowhere.fileno()])
+            assert started is not None
+            assert os.getsid(started.pid) == os.getpgid(started.pid) == started.pid
+            os.killpg(started.pid, signal.SIGKILL)
+            assert started.wait() == -signal.SIGKILL
+        assert made.is_alive
+
+
 def test_forks_differ_in_what_they_draw_and_share_no_variables() -> None:
     with template() as made:
         first, second = (fork(made, "0", **given)[1] for given in ({"WORD": "mine"}, {}))

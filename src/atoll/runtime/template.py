@@ -148,7 +148,6 @@ def become() -> list[int]:
         pid = _fork_twice()
         if pid == 0:
             requests.close()
-            os.setsid()
             os.environ.update(json.loads(words))
             _draw_anew()
             _renew_threads()
@@ -186,21 +185,23 @@ def _is_forkable() -> bool:
 
 
 def _fork_twice() -> int | None:
-    """Return 0 in a new process that is not this one's child. Return its number here, or None if the system has no
-    room for it. See [Note: whose children forks are]."""
+    """Return 0 in a new process that is not this one's child and has a session of its own. Return its number here, or
+    None if the system has no room for it. See [Note: whose children forks are]."""
     reader, writer = os.pipe()
     between = os.fork()
     if between == 0:
         os.close(reader)
         between = os.getpid()
         with contextlib.suppress(OSError):
-            pid = os.fork()
-            if pid == 0:
+            if os.fork() == 0:
+                # Before anyone knows the number: until then its process group is the template's, which a signal to the
+                # group would end, and `killpg` of its own number fails.
+                os.setsid()
+                os.write(writer, str(os.getpid()).encode())
                 os.close(writer)
                 while os.getppid() == between:  # what runs here sees the parent that it keeps
                     os.sched_yield()
                 return 0
-            os.write(writer, str(pid).encode())
         os._exit(0)
     os.close(writer)
     os.waitpid(between, 0)
