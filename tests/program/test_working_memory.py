@@ -35,7 +35,7 @@ def of(layout: str, *, in_place: bool, nest: Nest | None = None, **options: obje
     keeps_apart = bool(options.pop("keeps_apart", False))
     segment = SegmentShape(FlatMap.build([("w", (NUMEL,))], nest.ranks), ("I",), precision.compute)
     sharding = Sharding(Layout(layout), precision, nest, keeps_apart)
-    return working_memory([[segment], [segment]], sharding, reads_in_place=in_place, **options)  # type: ignore[arg-type]
+    return working_memory([[(segment, sharding)]] * 2, reads_in_place=in_place, **options)  # type: ignore[arg-type]
 
 
 WHOLE = 4 * NUMEL
@@ -114,18 +114,18 @@ def test_whole_parameters_are_stored_and_not_gathered() -> None:
 def test_frozen_parameters_have_no_gradients() -> None:
     nest = Nest(2, 2, 0, 0)
     frozen = SegmentShape(FlatMap.build([("w", (NUMEL,))], nest.ranks))
-    need = working_memory([[frozen]], Sharding(Layout("ING"), FP32, nest), reads_in_place=True)
+    need = working_memory([[(frozen, Sharding(Layout("ING"), FP32, nest))]], reads_in_place=True)
     assert (need.live, need.lent, need.buffers) == (WHOLE, 0, 0)
 
 
 def test_nobody_needs_anything_of_no_block() -> None:
-    assert working_memory([], Sharding(Layout("GGG"), FP32, Nest(2, 2)), reads_in_place=True).total == 0
+    assert working_memory([], reads_in_place=True).total == 0
 
 
 def test_a_program_says_what_is_whole_and_made_at_once() -> None:
-    need = of("GGG", in_place=False, whole=5 * WHOLE, made=3 * WHOLE)
+    need = of("GGG", in_place=False, whole=5 * WHOLE, made=(3 * WHOLE, 0))
     assert (need.live, need.flows) == (5 * WHOLE, 3 * WHOLE)
     assert need.total == of("GGG", in_place=False).total + 3 * WHOLE
-    lent = of("IIG", in_place=True, made=3 * WHOLE)
+    lent = of("IIG", in_place=True, made=(0, 3 * WHOLE))
     assert (lent.lent, lent.flows) == (3 * WHOLE, 3 * WHOLE)
-    assert of("IIG", in_place=True, made=WHOLE).lent == 2 * WHOLE, "room for one more than is under way"
+    assert of("IIG", in_place=True, made=(0, WHOLE)).lent == 2 * WHOLE, "room for one more than is under way"

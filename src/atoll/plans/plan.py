@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import product
@@ -9,7 +10,18 @@ from itertools import product
 from atoll.base.errors import PlanError
 from atoll.plans.ir import Schedule
 from atoll.plans.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, current
-from atoll.plans.layouts import GATHER_PARAMETER, NO_CODECS, Codecs, Layout, Level, Nest, Precision, Sharding, Whole
+from atoll.plans.layouts import (
+    GATHER_PARAMETER,
+    NO_CODECS,
+    Axis,
+    Codecs,
+    Layout,
+    Level,
+    Nest,
+    Precision,
+    Sharding,
+    Whole,
+)
 from atoll.plans.outer import Outer
 
 MOST_MICROBATCHES = 8_191
@@ -27,6 +39,18 @@ class Ending(StrEnum):
     CHAIN = "chain"
 
 
+class View(StrEnum):
+    """The units that see the data-parallel ranks in one way: experts, which some of the ranks of a group divide, and
+    all others."""
+
+    DENSE = "dense"
+    EXPERTS = "experts"
+
+
+_INTRA = {View.DENSE: "intra", View.EXPERTS: "shard"}
+"""The axis inside a group over which units of a view are sharded."""
+
+
 AXES = ("pp", "inter", "intra", "tp")
 """The axes of a mesh in their usual order, outermost first."""
 
@@ -41,8 +65,10 @@ class MeshShape:
     order: the axes over the ranks of the world, outermost first. Ranks along inner axes are consecutive, so they share
     a node as far as possible. `pp` may be first, before `intra` or after it; `inter` comes before `intra`, and `tp`
     last.
+    expert: consecutive ranks of a group that divide the experts of a mixture. They are no further ranks: the experts
+    see `inter` x `intra / expert` data-parallel ranks, everything else `inter` x `intra`.
 
-    Raises PlanError for an axis without ranks, and for any other order.
+    Raises PlanError for an axis without ranks, for any other order, and if `expert` does not divide `intra`.
     """
 
     pipeline: int = 1
@@ -50,6 +76,7 @@ class MeshShape:
     intra: int = 1
     tensor: int = 1
     order: tuple[str, ...] = AXES
+    expert: int = 1
 
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
@@ -58,6 +85,11 @@ class MeshShape:
         for axis, size in self.sizes.items():
             if size < 1:
                 raise PlanError(f"mesh axis {axis!r} has {size} ranks; every axis needs at least 1")
+        if self.expert < 1 or self.intra % self.expert:
+            raise PlanError(
+                f"expert = {self.expert} does not divide intra = {self.intra}: the ranks of a group divide the experts "
+                "among them; use a divisor, or 1 to leave experts whole"
+            )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -114,16 +146,39 @@ class Place:
         return self.inter * self.mesh.intra + self.intra
 
     @property
+    def expert(self) -> int:
+        """The part of the experts that this rank has."""
+        return self.intra % self.mesh.expert
+
+    @property
     def nest(self) -> Nest:
         """The place among the data-parallel ranks."""
-        return Nest(self.mesh.inter, self.mesh.intra, self.inter, self.intra)
+        return self.nest_of(View.DENSE)
+
+    def nest_of(self, view: View) -> Nest:
+        """The place among the data-parallel ranks that share units of a view."""
+        each = self.mesh.expert if view is View.EXPERTS else 1
+        return Nest(self.mesh.inter, self.mesh.intra // each, self.inter, self.intra // each)
 
     def peers(self, *axes: str) -> tuple[int, ...]:
         """Return the world ranks along `axes` through this one, in order; along one axis, this rank is at its own
-        coordinate."""
-        sizes, own = self.mesh.sizes, self.coordinates
-        positions = product(*(range(sizes[axis]) for axis in axes))
-        return tuple(Place(self.mesh, **{**own, **dict(zip(axes, at, strict=True))}).rank for at in positions)
+        coordinate.
+
+        Two axes lie along `intra`: `expert`, the ranks that divide the experts, and `shard`, those that share them.
+        """
+        own = self.coordinates
+        positions = product(*(self._along(axis) for axis in axes))
+        return tuple(Place(self.mesh, **{**own, **dict(at)}).rank for at in positions)
+
+    def _along(self, axis: str) -> Iterator[tuple[str, int]]:
+        """Yield the coordinate that differs along an axis."""
+        each, size = self.mesh.expert, self.mesh.intra
+        within = {"expert": range(self.intra - self.expert, self.intra - self.expert + each),
+                  "shard": range(self.expert, size, each)}  # fmt: skip
+        if axis in within:
+            yield from (("intra", at) for at in within[axis])
+        else:
+            yield from ((axis, at) for at in range(self.mesh.sizes[axis]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +208,9 @@ class Plan:
     codecs: what is sent of gradients and parameters between groups; nothing is encoded if not given.
     outer: outer steps of islands that train independently, each at one position along `inter`: see `atoll.plans.outer`.
     Levels I and G of the layout are then both of the island's data-parallel ranks.
+    expert_layout: the layout of the experts, as `layout` if not given. Their levels are of the ranks that share them,
+    `inter` x `intra / expert`.
+    imbalance: the most rows that a rank's experts are sent, as a multiple of an even share, for predictions.
     """
 
     mesh: MeshShape
@@ -175,8 +233,12 @@ class Plan:
     codecs: Codecs = NO_CODECS
     outer: Outer | None = None
     whole: Whole | None = None
+    expert_layout: Layout | None = None
+    imbalance: float = 1.0
 
     def __post_init__(self) -> None:
+        if not self.imbalance >= 1.0:
+            raise PlanError(f"imbalance = {self.imbalance}; a multiple of an even share, 1.0 or more")
         if self.outer is not None and self.mesh.inter < 2:
             raise PlanError(
                 "outer steps are between islands, and a mesh with inter = 1 has one; use two groups or more, or leave "
@@ -229,8 +291,10 @@ class Plan:
         """
         if self.residency is not None:
             return self.residency
-        sharding = self.sharding(self.mesh.place(0))
-        return "action" if sharding.real(GATHER_PARAMETER[self.layout.parameters]) else "step"
+        views = (View.DENSE, View.EXPERTS) if self.divides_experts else (View.DENSE,)
+        each = [self.sharding(self.mesh.place(0), view) for view in views]
+        is_sent = any(sharding.real(GATHER_PARAMETER[sharding.layout.parameters]) for sharding in each)
+        return "action" if is_sent else "step"
 
     @property
     def least_states(self) -> int:
@@ -258,22 +322,33 @@ class Plan:
         """Number of islands that train independently: 1 without outer steps."""
         return 1 if self.outer is None else self.mesh.inter
 
-    def nest(self, place: Place) -> Nest:
-        """The place of a rank among the data-parallel ranks that it shares the layout with: those of its island."""
-        return place.nest if self.outer is None else Nest(1, self.mesh.intra, 0, place.intra)
+    @property
+    def divides_experts(self) -> bool:
+        """True if the experts of a block are a unit of their own."""
+        return self.mesh.expert > 1 or self.expert_layout not in (None, self.layout)
 
-    def sharding(self, place: Place) -> Sharding:
-        """Return the layout on the rank at `place`."""
+    def layout_of(self, view: View) -> Layout:
+        """The layout of a view's units."""
+        return self.layout if view is View.DENSE or self.expert_layout is None else self.expert_layout
+
+    def nest(self, place: Place, view: View = View.DENSE) -> Nest:
+        """The place of a rank among the data-parallel ranks that it shares the layout with: those of its island."""
+        nest = place.nest_of(view)
+        return nest if self.outer is None else Nest(1, nest.intra, 0, nest.j)
+
+    def sharding(self, place: Place, view: View = View.DENSE) -> Sharding:
+        """Return the layout of a view's units on the rank at `place`."""
         return Sharding(
-            self.layout,
+            self.layout_of(view),
             self.precision,
-            self.nest(place),
+            self.nest(place, view),
             keeps_apart=self.post_validation,
             states=self.states,
             codecs=self.codecs,
             anchors=0 if self.outer is None else self.outer.tensors,
             whole=self.whole,
             tp=place.tp,
+            along={Axis.INTER: "inter", Axis.INTRA: _INTRA[view]},
         )
 
     @property

@@ -8,8 +8,8 @@ a program may hold at once, and what it receives meanwhile, follows from the sha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from atoll.plans.layouts import (
@@ -29,7 +29,7 @@ from atoll.plans.layouts import (
 from atoll.program.fold import Key, Resolved
 from atoll.program.instruction import Instruction
 from atoll.program.operation import Amount, Operation, Per, Phase, Sharing, Workspace
-from atoll.program.shape import RankShape, WeightShape
+from atoll.program.shape import RankShape, UnitShape, WeightShape
 
 
 class Bytes(NamedTuple):
@@ -37,13 +37,14 @@ class Bytes(NamedTuple):
 
     parameters: whole copies, and gathers in flight that use their memory.  staged: gathered for others of the group to
     read.  gradients: whole gradients until they are reduced.  matrices: what the optimizer transforms whole, from its
-    collection to its update.
+    collection to its update.  lent: those of the gradients that others of the group read; known of peaks alone.
     """
 
     parameters: int = 0
     staged: int = 0
     gradients: int = 0
     matrices: int = 0
+    lent: int = 0
 
 
 class Working(NamedTuple):
@@ -116,11 +117,33 @@ def held_after(instructions: Iterable[Instruction], shape: RankShape) -> Iterato
 
 
 def peaks(instructions: Iterable[Instruction], shape: RankShape) -> Bytes:
-    """Return the peak bytes of each component."""
+    """Return the peak bytes of each component. Where some units lend their gradients and others do not, the peaks of
+    both are added."""
+    most = _most(instructions, shape)
+    lent, private = ({index for index, unit in shape.units.items() if _lends(unit, shape) is kind and any(unit.flows.values())}
+                     for kind in (True, False))  # fmt: skip
+    if not lent or not private:
+        return most._replace(lent=most.gradients if lent else 0)
+    reserved = _most(instructions, _without_flows(shape, private)).gradients
+    own = _most(instructions, _without_flows(shape, lent)).gradients
+    return most._replace(gradients=reserved + own, lent=reserved)
+
+
+def _most(instructions: Iterable[Instruction], shape: RankShape) -> Bytes:
     most = Bytes()
     for held in held_after(instructions, shape):
         most = Bytes(*map(max, most, held))
     return most
+
+
+def _lends(unit: UnitShape, shape: RankShape) -> bool:
+    """Return True if the other ranks of the group read the gradients of a unit in place."""
+    return shape.reads_in_place and unit.sharding is not None and unit.sharding.nest.intra > 1
+
+
+def _without_flows(shape: RankShape, units: Collection[int]) -> RankShape:
+    none = {index: replace(shape.units[index], flows=dict.fromkeys(shape.units[index].flows, 0)) for index in units}
+    return replace(shape, units={**shape.units, **none})
 
 
 def held_in(instructions: Sequence[Instruction], shape: RankShape, before: Held) -> Iterator[Held]:
@@ -265,46 +288,43 @@ class WorkingMemory:
 
 
 def working_memory(
-    blocks: Sequence[Sequence[SegmentShape]],
-    sharding: Sharding,
+    blocks: Sequence[Sequence[tuple[SegmentShape, Sharding]]],
     *,
     reads_in_place: bool,
     prefetch: int | None = None,
     whole: int | None = None,
-    made: int | None = None,
+    made: tuple[int, int] | None = None,
     matrices: int = 0,
 ) -> WorkingMemory:
-    """The working memory of a rank for `blocks`, each given by the segments that it uses.
+    """The working memory of a rank for `blocks`, each given by the segments that it uses, with their layouts.
 
     reads_in_place: whether the ranks of a group read each other's memory, as they do on one host's CPUs.
     prefetch: bytes that may be gathered ahead; None: what one block needs for each link that a gather crosses; 0 lets
     no reduction run beside the computation either.
-    whole, made: the most bytes of whole parameters, and of whole gradients that are made and reduced, which a program
-    has at once; None: one block after the other, each freed after its use and reduced in its microbatch.
+    whole, made: the most bytes of whole parameters, and of whole gradients that are made and reduced, in memory of this
+    rank alone and in memory that the group reads, which a program has at once; None: one block after the other, each
+    freed after its use and reduced in its microbatch.
     matrices: the most bytes that a program has of matrices which the optimizer transforms whole.
     """
-    nest, is_shared = sharding.nest, reads_in_place and sharding.nest.intra > 1
-    each = [_block(block, sharding, is_shared=is_shared) for block in blocks]
-    largest, staged, flow, arriving = (max((sizes[at] for sizes in each), default=0) for at in range(4))
-    has_to_travel = largest > 0 and (nest.intra < 2 or not reads_in_place or staged > 0)
-    ahead = 0
-    if has_to_travel:
-        links = [move.axis for move in sharding.real(GATHER_PARAMETER[sharding.layout.parameters])]
-        crossed = [axis for axis in links if axis is not Axis.INTRA or not reads_in_place]
-        ahead = max(1, len(crossed)) * (staged or largest) if prefetch is None else prefetch
-    behind = reduced_at_once(prefetch)
-    flows = (behind + 1) * flow if made is None else made
-    at_worst = max((behind + 1) * flow, flows)
+    each = [_block(block, reads_in_place=reads_in_place) for block in blocks]
+
+    def largest(part: str) -> int:
+        return max((getattr(sizes, part) for sizes in each), default=0)
+
+    staged, behind = largest("staged"), reduced_at_once(prefetch)
+    ahead = largest("ahead") if prefetch is None or not largest("ahead") else prefetch
+    private, lent = made or ((behind + 1) * largest("flow"), (behind + 1) * largest("lent"))
+    at_worst = max((behind + 1) * largest("lent"), lent)
     # Without prefetch, one staged part is enough: it is released before the next is allocated.
-    lent = (max(ahead, (behind + 1) * staged) if staged else 0) + (at_worst if is_shared else 0)
+    reserved = (max(ahead, (behind + 1) * staged) if staged else 0) + at_worst
     limit = ahead if not staged else 0
     return WorkingMemory(
-        live=largest + limit if whole is None else whole,
+        live=largest("whole") + limit if whole is None else whole,
         ahead=ahead,
-        lent=lent,
-        buffers=arriving + (0 if is_shared else flows),
-        flows=flows,
-        arriving=arriving,
+        lent=reserved,
+        buffers=largest("arriving") + private,
+        flows=private + lent,
+        arriving=largest("arriving"),
         matrices=matrices,
     )
 
@@ -315,25 +335,53 @@ def needed_in_a_step(shape: RankShape, peaks: Bytes | None = None) -> WorkingMem
     A gather between ranks that read each other's memory is a copy, so less is prefetched, and a reduction between them
     needs no buffer for its inputs.
     """
-    assert shape.sharding is not None, "it was made from a plan"
     used = [block.units for block in shape.blocks.values()] + [(unit,) for unit in shape.slices.values()]
     return working_memory(
-        [[segment for unit in units for segment in shape.units[unit].segments] for units in used],
-        shape.sharding,
+        [[each for unit in units for each in shape.units[unit].sharded_segments] for units in used],
         reads_in_place=shape.reads_in_place,
         prefetch=shape.prefetch,
         whole=None if peaks is None else peaks.parameters,
-        made=None if peaks is None else peaks.gradients,
+        made=None if peaks is None else (peaks.gradients - peaks.lent, peaks.lent),
         matrices=0 if peaks is None else peaks.matrices,
     )
 
 
-def _block(segments: Sequence[SegmentShape], sharding: Sharding, *, is_shared: bool) -> tuple[int, int, int, int]:
-    """Return bytes of one block: its gathered copy, the part of it that other ranks read, its gradients, and the data
-    received from other ranks while gradients are reduced and synced.
+class _Block(NamedTuple):
+    """Bytes of one block.
 
-    is_shared: whether there are others in the group, and they read each other's memory.
+    whole: its gathered copy.  staged: the part of it that other ranks of the group read.  ahead: what a prefetch holds,
+    for each link that it crosses.  flow: its gradients, in memory of this rank alone.  lent: those that the others
+    read.  arriving: received from other ranks while gradients are reduced and synced.
     """
+
+    whole: int = 0
+    staged: int = 0
+    ahead: int = 0
+    flow: int = 0
+    lent: int = 0
+    arriving: int = 0
+
+
+def _block(segments: Sequence[tuple[SegmentShape, Sharding]], *, reads_in_place: bool) -> _Block:
+    """Return the bytes of a block, added up over its segments.
+
+    reads_in_place: whether the ranks of a group read each other's memory.
+    """
+    sums = _Block()
+    for sharding in dict.fromkeys(sharding for _, sharding in segments):
+        own = [segment for segment, its in segments if its == sharding]
+        found = _of_view(own, sharding, is_shared=reads_in_place and sharding.nest.intra > 1)
+        links = [move.axis for move in sharding.real(GATHER_PARAMETER[sharding.layout.parameters])]
+        crossed = [axis for axis in links if axis is not Axis.INTRA or not reads_in_place]
+        has_to_travel = found.whole > 0 and (sharding.nest.intra < 2 or not reads_in_place or found.staged > 0)
+        ahead = max(1, len(crossed)) * (found.staged or found.whole) if has_to_travel else 0
+        sums = _Block(*(one + other for one, other in zip(sums, found._replace(ahead=ahead), strict=True)))
+    return sums
+
+
+def _of_view(segments: Sequence[SegmentShape], sharding: Sharding, *, is_shared: bool) -> _Block:
+    """Return the same of segments with one layout. is_shared: whether there are others in the group, and they read each
+    other's memory."""
     nest, layout = sharding.nest, sharding.layout
     p, g, os = layout.parameters, layout.gradients, layout.optimizer
     whole = sum(map(sharding.whole_bytes, segments))
@@ -353,7 +401,7 @@ def _block(segments: Sequence[SegmentShape], sharding: Sharding, *, is_shared: b
             if not nest.is_same(coarse, g):
                 arriving += syncs * len(nest.range(coarse, padded))
     staged = whole // nest.intra if is_shared and p is Level.G and nest.inter > 1 else 0
-    return whole, staged, flow, arriving
+    return _Block(whole, staged, flow=0 if is_shared else flow, lent=flow if is_shared else 0, arriving=arriving)
 
 
 def _arriving(

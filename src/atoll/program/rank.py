@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from atoll.plans.layouts import (
     Sharding,
     StoredCopies,
 )
-from atoll.plans.plan import Place, Plan
+from atoll.plans.plan import Place, Plan, View
 from atoll.program.memory import needed_in_a_step, reduced_at_once
 from atoll.program.operation import PHASES, Operation, Phase
 from atoll.program.shape import BlockShape, RankShape, StageShape, UnitShape
@@ -34,11 +34,13 @@ _Travel = dict[tuple[Operation, Phase | None], tuple[tuple[str, int], ...]]
 class Using(NamedTuple):
     """The blocks that use a unit, in order; none for a slice of the vocabulary, which every rank has.
 
-    is_shared: whether they use the same parameters, and not each its own.
+    is_shared: whether they use the same parameters, and not each its own.  view: experts are a unit of their own where
+    the ranks divide them.
     """
 
     blocks: tuple[int, ...] = ()
     is_shared: bool = False
+    view: View = View.DENSE
 
 
 def groups_of(kinds: Sequence[object], runs: Iterable[range], together: int) -> list[list[int]]:
@@ -57,18 +59,20 @@ def groups_of(kinds: Sequence[object], runs: Iterable[range], together: int) -> 
     return groups
 
 
-def using(blocks: Sequence[int], groups: Iterable[Sequence[int]]) -> Using:
+def using(blocks: Sequence[int], groups: Iterable[Sequence[int]], view: View = View.DENSE) -> Using:
     """Return the unit of parameters that some blocks use: their own if several do, otherwise that of the block's
     group."""
     if len(blocks) > 1:
-        return Using(tuple(blocks), is_shared=True)
-    return Using(next(tuple(group) for group in groups if blocks[0] in group))
+        return Using(tuple(blocks), is_shared=True, view=view)
+    return Using(next(tuple(group) for group in groups if blocks[0] in group), view=view)
 
 
 def by_index(units: Iterable[Using], slices: int = 0) -> tuple[Using, ...]:
     """Return the units of a model by index: those of slices of the vocabulary, then by the first block that uses them,
-    shared ones before the block's own."""
-    known = sorted(set(units), key=lambda unit: (unit.blocks[0], not unit.is_shared, -len(unit.blocks), unit.blocks))
+    shared ones before the block's own, and experts last."""
+    known = sorted(
+        set(units), key=lambda unit: (unit.blocks[0], not unit.is_shared, -len(unit.blocks), unit.blocks, unit.view)
+    )
     return (*[Using()] * slices, *known)
 
 
@@ -77,7 +81,8 @@ class ModelShape:
     """A model under a plan, equal on all ranks.
 
     runs: the blocks of each stage.  units: those of the whole model, by index.  first_trained: the first block with a
-    backward.  slices: as in `RankShape`.
+    backward.  slices: as in `RankShape`.  exchanges: for each block that exchanges rows with the ranks that divide its
+    experts, how often a forward does.
     """
 
     plan: Plan
@@ -85,6 +90,7 @@ class ModelShape:
     units: tuple[Using, ...]
     first_trained: int
     slices: Mapping[str, int]
+    exchanges: Mapping[int, int] = field(default_factory=dict)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of a pipeline rank."""
@@ -117,12 +123,13 @@ class ModelShape:
         segments: of each of its units, in the model's order.  reads_in_place: whether the ranks of a group read each
         other's memory.
         """
-        plan, sharding = self.plan, self.plan.sharding(place)
+        plan = self.plan
+        shardings = {view: plan.sharding(place, view) for view in View}
         units = {
             index: unit_shape(
                 index,
                 own,
-                sharding,
+                shardings[self.units[index].view],
                 blocks=self.units[index].blocks,
                 is_shared=self.units[index].is_shared,
                 copies=max(1, len(self.owners(index))),
@@ -138,7 +145,7 @@ class ModelShape:
             rank=place.pp,
             ranks=plan.mesh.pipeline,
             is_scaled=plan.precision.compute == "float16",
-            sharding=sharding,
+            sharding=shardings[View.DENSE],
             prefetch=plan.prefetch,
             reads_in_place=reads_in_place,
         )
@@ -147,7 +154,12 @@ class ModelShape:
 
     def _stage(self, stage: int) -> StageShape:
         run = self.runs[stage]
-        blocks = tuple(BlockShape(at, self.units_of[at], needs_backward=at >= self.first_trained) for at in run)
+        blocks = tuple(
+            BlockShape(
+                at, self.units_of[at], needs_backward=at >= self.first_trained, exchanges=self.exchanges.get(at, 0)
+            )
+            for at in run
+        )
         units = sorted({unit for at in run for unit in self.units_of[at]}, reverse=True)
         return StageShape(stage, blocks, tuple(units), is_recomputed=self.plan.recompute != "none")
 
@@ -195,6 +207,7 @@ def unit_shape(
             for phase in flows
         },
         segments=tuple(segments),
+        sharding=sharding,
     )
 
 

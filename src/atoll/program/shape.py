@@ -35,7 +35,7 @@ class UnitShape:
     matrices: those of it that the optimizer transforms whole.  exchanged: bytes from their COLLECT to their UPDATE.
     transformed: bytes that come and go within TRANSFORM.
     sharded: bytes of the sharded gradients of each phase, from the first of a step on; none if they are always there.
-    segments: its flat buffers.
+    segments: its flat buffers.  sharding: their layout.
     """
 
     index: int
@@ -52,6 +52,13 @@ class UnitShape:
     transformed: int = 0
     sharded: Mapping[Phase, int] = field(default_factory=dict)
     segments: tuple[SegmentShape, ...] = field(default=(), compare=False)
+    sharding: Sharding | None = field(default=None, compare=False)
+
+    @property
+    def sharded_segments(self) -> list[tuple[SegmentShape, Sharding]]:
+        """Its flat buffers, each with the layout."""
+        assert self.sharding is not None, "it was made from a plan"
+        return [(segment, self.sharding) for segment in self.segments]
 
     @property
     def trainable(self) -> bool:
@@ -71,11 +78,14 @@ class BlockShape:
     kept: bytes from F on, without the buffer of a received input.  freed: those that are no longer kept after I, and
     the buffer of a received gradient that W still needs.  pending: those that I keeps for W.
     in_forward, in_backward: bytes that come and go within F and I.
+    exchanges: how often its forward exchanges rows with the ranks that divide its experts; its backward does so as
+    often, after those of a forward that is run again.
     """
 
     index: int
     units: tuple[int, ...]
     needs_backward: bool = True
+    exchanges: int = 0
     kept: int = field(default=0, compare=False)
     freed: int = field(default=0, compare=False)
     pending: int = field(default=0, compare=False)
@@ -123,7 +133,7 @@ class RankShape:
     slices: units that are slices of what all pipeline ranks work on, by the name that rows have of them.
     rank, ranks: its place in the pipeline, and how many there are.
     is_scaled: whether gradients come multiplied by a loss scale.
-    sharding: its layout.  prefetch: as in `Plan`.  reads_in_place: whether the ranks of a group read each other's
+    sharding: the layout of all units but experts.  prefetch: as in `Plan`.  reads_in_place: whether the ranks of a group read each other's
     memory.  arriving: bytes that are received while gradients are reduced and synced.
     besides: bytes that instructions of a stage, or of a slice, take (above 0) and free (below) besides what their rows
     say, by component of `atoll.program.memory.Working`; known of a workload.
@@ -155,8 +165,20 @@ class RankShape:
 
     def footprint(self, *, states: int | None = None) -> Footprint:
         """Return the bytes of its state; `states` as in `atoll.plans.layouts.footprint`."""
-        assert self.sharding is not None, "it was made from a plan"
-        return footprint(self.segments, self.sharding, states=states)
+        found = Footprint(0, 0, 0)
+        for unit in self.units.values():
+            for segment, sharding in unit.sharded_segments:
+                found += footprint([segment], sharding, states=states)
+        return found
+
+    @property
+    def at_rest(self) -> Footprint:
+        """The bytes of its state that remain allocated between steps."""
+        found = Footprint(0, 0, 0)
+        for unit in self.units.values():
+            for segment, sharding in unit.sharded_segments:
+                found += footprint([segment], sharding).at_rest(sharding.layout)
+        return found
 
     @cached_property
     def completes(self) -> Mapping[int, tuple[int, ...]]:

@@ -6,8 +6,8 @@ lowered for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Literal
 
@@ -75,7 +75,7 @@ class Sharding:
     could serve for both, as a post-validated optimizer step requires.  states: tensors that the optimizer keeps of
     every parameter besides the master, except matrices that it transforms whole, for which `whole` gives it.
     codecs: of moves between groups.  anchors: tensors that outer steps store for every trained parameter, at level G.
-    tp: the place in the tensor-parallel group.
+    tp: the place in the tensor-parallel group.  along: the axes of the mesh that INTER and INTRA go along.
     """
 
     layout: Layout
@@ -87,6 +87,7 @@ class Sharding:
     anchors: int = 0
     whole: Whole | None = None
     tp: int = 0
+    along: Mapping[Axis, str] = field(default_factory=lambda: {axis: axis.value for axis in Axis}, compare=False)
 
     def codec(self, of: Literal["gradient", "parameter"], move: Move) -> Codec | None:
         """The codec of a move of gradients or parameters; None where elements are sent as they are."""

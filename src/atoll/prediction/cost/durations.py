@@ -108,13 +108,13 @@ class Durations:
     def _step_seconds(self, rank: int, update: float) -> float:
         """Seconds of the elementwise step of a pipeline rank's parameters, times `update`."""
         shape = self.ranks.of(rank)
-        sharding = self.ranks.plan.sharding(self.ranks.place(rank))
         all_kept, one, none = (shape.footprint(states=states).optimizer for states in (None, 1, 0))
         item = ITEM_BYTES[self.ranks.plan.precision.master]
         # `efficiency.update` is with a cast of the result, which is a part of the next gather if no copy is stored.
         cast = sum(
             sharding.copied_bytes(segment)
-            for segment in shape.segments
+            for unit in shape.units.values()
+            for segment, sharding in unit.sharded_segments
             if sharding.stored(segment) is StoredCopies.CAST
         )
         own = self._update_seconds((one - none) / item, (all_kept - none) / item) * update
@@ -122,11 +122,10 @@ class Durations:
 
     def _copies(self, rank: int) -> dict[tuple[Operation, int], float]:
         """Seconds of gathers that send nothing: casts of masters, and copies."""
-        sharding = self.ranks.plan.sharding(self.ranks.place(rank))
         rate = self.cluster.device.bandwidth * self.cluster.device.efficiency.memory
         found = {}
         for unit, each in self.ranks.of(rank).units.items():
-            copied = sum(map(sharding.copied_bytes, each.segments))
+            copied = sum(sharding.copied_bytes(segment) for segment, sharding in each.sharded_segments)
             if copied:
                 found[Do.GATHER, unit] = found[Do.FETCH, unit] = copied / rate
         return found

@@ -47,12 +47,11 @@ class OuterCost:
 def anchors(ranks: Ranks, rank: int) -> dict[int, tuple[int, ...]]:
     """Return the elements of the anchors of a pipeline rank by unit, one for each segment: the trained ones that it has
     at level G."""
-    nest = ranks.plan.nest(ranks.place(rank))
     found: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
     for unit, shape in ranks.of(rank).units.items():
-        for segment in shape.segments:
+        for segment, sharding in shape.sharded_segments:
             if segment.trainable:
-                found[unit] += (len(nest.range(Level.G, segment.map.padded)),)
+                found[unit] += (len(sharding.nest.range(Level.G, segment.map.padded)),)
     return dict(found)
 
 

@@ -145,7 +145,7 @@ class Prediction:
     def rest(self, rank: int) -> Held:
         """Return the memory of a pipeline rank between steps."""
         shape, context = self.ranks.of(rank), 0 if self.cluster is None else self.cluster.device.context
-        state = shape.footprint().at_rest(self.plan.layout)
+        state = shape.at_rest
         outgoing = outer_bytes_in_flight(self.ranks, rank)
         return Held(state.parameters, state.gradients, state.optimizer, buffers=outgoing, context=context)
 
@@ -160,9 +160,8 @@ class Prediction:
 
     def saved(self, rank: int) -> int:
         """Return the bytes of host memory that a pipeline rank keeps for saving in the background."""
-        shape = self.ranks.of(rank)
-        assert shape.sharding is not None, "it was made from a plan"
-        return saved_bytes(shape.segments, shape.sharding)
+        each = (unit.sharded_segments for unit in self.ranks.of(rank).units.values())
+        return sum(saved_bytes([segment], sharding) for unit in each for segment, sharding in unit)
 
     def margin(self, rank: int) -> int:
         """Return the bytes of the device's memory that are free at a pipeline rank's peak; negative if it does not

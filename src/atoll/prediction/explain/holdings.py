@@ -93,7 +93,6 @@ def _in_flight(prediction: Prediction, rank: int, played: tuple[Instruction, ...
 def _state(prediction: Prediction, rank: int) -> list[State]:
     ranks = prediction.ranks
     layers, blocks = ranks.model.layers, ranks.model.blocks
-    sharding = prediction.plan.sharding(ranks.place(rank))
     own = ranks.shape.blocks_of(rank)
     of_layers = f"{len([at for at in own if at in layers])} layers"
     found: dict[str, State] = {}
@@ -104,7 +103,8 @@ def _state(prediction: Prediction, rank: int) -> list[State]:
             name = "embedding shared with the head"
         else:
             name = of_layers if unit.blocks[0] in layers else blocks[unit.blocks[0]].name
-        held = footprint(unit.segments, sharding)
+        assert unit.sharding is not None, "it was made from a plan"
+        held = footprint(unit.segments, unit.sharding)
         before = found.get(name, State(name, 0, 0, 0, 0))
         found[name] = State(
             name,

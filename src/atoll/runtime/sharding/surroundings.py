@@ -16,7 +16,7 @@ from atoll.runtime.transport import Peers, Transport
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The run as the segments of a rank see it.
+    """The run as the segments of a rank see it; those of experts see other peers (`sharding.along`).
 
     lanes: lane of each kind of job; empty where nothing runs, as on `meta`.
     weights: where the parameters' first values are read; a parameter that is not in it keeps the values of the model.
@@ -37,4 +37,5 @@ class Surroundings:
         # An island's nest has one group while the mesh has several: along `inter` it has no peers within a step.
         if self.sharding.nest.size(axis) == 1:
             return Peers(axis.value, (place.rank,), 0)
-        return Peers.along(axis.value, place)
+        ranks = place.peers(self.sharding.along[axis])
+        return Peers(axis.value, ranks, ranks.index(place.rank))

@@ -152,6 +152,13 @@ class Parallel(Section):
     """split the rows of embedding and head over the pipeline ranks: docs/models.md#vocabulary-parallelism"""
     intra: Positive = 1
     """data-parallel ranks of a group; there are ranks / (pipeline · tensor · intra) groups"""
+    expert: Positive = 1
+    """ranks of a group that divide the experts of a mixture among them, a divisor of `intra` and, times `tensor`, of the
+    number of experts: docs/experts.md"""
+    expert_layout: Annotated[str | None, BeforeValidator(_as_layout)] = None
+    """layout of the experts, over the ranks that share them; `layout` if not given"""
+    imbalance: Annotated[float, Field(ge=1)] = 1.0
+    """the most rows that a rank's experts are sent, as a multiple of an even share, for predictions"""
     order: Annotated[tuple[str, ...], BeforeValidator(as_tuple), AfterValidator(_known_order)] = AXES
     """axes of the mesh, outermost first: `pp` first sends pipeline messages between nodes,
     `["inter", "intra", "pp", "tp"]` keeps them inside"""

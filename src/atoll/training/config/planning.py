@@ -50,6 +50,11 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
     if config.model.is_builtin:
         uneven = head_problem(parallel.tensor, config.model.heads, config.model.kv_heads)
         problems += [] if uneven is None else [f"parallel.{uneven}"]
+    if parallel.intra % parallel.expert:
+        problems.append(
+            f"parallel.expert = {parallel.expert} does not divide parallel.intra = {parallel.intra}: the ranks of a "
+            f"group divide the experts; use a divisor of it"
+        )
     problems += _length_problems(config)
     problems += _compile_problems(config)
     problems += _rollback_problems(config)
@@ -64,6 +69,7 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
             intra=parallel.intra,
             tensor=parallel.tensor,
             order=parallel.order,
+            expert=parallel.expert,
         ),
         layout=Layout(parallel.layout),
         schedule=schedule,
@@ -81,6 +87,8 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
         layers_per_stage=parallel.layers_per_stage,
         codecs=parallel.codecs.value,
         outer=None if parallel.outer is None else parallel.outer.to_outer(parallel.codecs),
+        expert_layout=None if parallel.expert_layout is None else Layout(parallel.expert_layout),
+        imbalance=parallel.imbalance,
     )
 
 

@@ -59,7 +59,8 @@ def _fitting(config: Config, world: int) -> tuple[str, ...] | None:
             continue
         # Outer steps are between two groups or more.
         sizes = [size for size in divisors(math.gcd(parallel.intra, data)) if parallel.outer is None or size < data]
-        changed = {"pipeline": pipeline, "intra": max(sizes, default=1)}
+        intra = max(sizes, default=1)
+        changed = {"pipeline": pipeline, "intra": intra, "expert": math.gcd(parallel.expert, intra)}
         tried = config.model_copy(update={"parallel": parallel.model_copy(update=changed)})
         with suppress(ConfigError):
             tried.to_plan(world)
