@@ -60,9 +60,9 @@ def test_a_file_that_is_closed_is_not_seen(memory: SharedMemory) -> None:
 def test_a_part_is_lent_again_when_all_ranks_are_done_with_it(memory: SharedMemory) -> None:
     arena = Arena(memory.allocate(4096, torch.uint8), ranks=2)
     other = seen(memory)
-    parts = [arena.lend(240, torch.float32) for _ in range(4)]  # 960 bytes and a header: four do fill it
+    parts = [arena.lend(240, torch.float32, range(2)) for _ in range(4)]  # 960 bytes and a header: four do fill it
     assert all(part is not None for part in parts)
-    assert arena.lend(1, torch.float32) is None
+    assert arena.lend(1, torch.float32, range(2)) is None
     for at, part in enumerate(parts):
         assert part is not None
         part.fill_(float(at))
@@ -75,9 +75,9 @@ def test_a_part_is_lent_again_when_all_ranks_are_done_with_it(memory: SharedMemo
         other[memory.place(flags) + rank] = 1  # as another process does
 
     done(1, 0)
-    assert arena.lend(240, torch.float32) is None, "rank 1 still reads it"
+    assert arena.lend(240, torch.float32, range(2)) is None, "rank 1 still reads it"
     done(1, 1)
-    again = arena.lend(200, torch.float32)
+    again = arena.lend(200, torch.float32, range(2))
     assert again is not None
     assert parts[1] is not None
     assert again.data_ptr() == parts[1].data_ptr(), "in whatever order they are given back"
@@ -89,7 +89,7 @@ def test_a_part_is_lent_again_when_all_ranks_are_done_with_it(memory: SharedMemo
 
 
 def test_what_is_larger_than_the_arena_finds_no_room(memory: SharedMemory) -> None:
-    assert Arena(memory.allocate(4096, torch.uint8), ranks=2).lend(4096, torch.uint8) is None
+    assert Arena(memory.allocate(4096, torch.uint8), ranks=2).lend(4096, torch.uint8, range(2)) is None
 
 
 def trained_with(case: Case, nbytes: int) -> tuple[list[float], bool, int]:

@@ -120,8 +120,9 @@ def peaks(instructions: Iterable[Instruction], shape: RankShape) -> Bytes:
     """Return the peak bytes of each component. Where some units lend their gradients and others do not, the peaks of
     both are added."""
     most = _most(instructions, shape)
-    lent, private = ({index for index, unit in shape.units.items() if _lends(unit, shape) is kind and any(unit.flows.values())}
-                     for kind in (True, False))  # fmt: skip
+    making = {index: unit for index, unit in shape.units.items() if any(unit.flows.values())}
+    lent = {index for index, unit in making.items() if _lends(unit, shape)}
+    private = making.keys() - lent
     if not lent or not private:
         return most._replace(lent=most.gradients if lent else 0)
     reserved = _most(instructions, _without_flows(shape, private)).gradients

@@ -50,7 +50,7 @@ class Scope(StrEnum):
 class Partners(StrEnum):
     """The ranks that an instruction may wait for: of which axes, or of what."""
 
-    TENSOR = "the tensor-parallel group"
+    TENSOR = "the tensor-parallel group, and the ranks that divide experts"
     DATA = "data-parallel ranks"
     STAGE = "ranks of the stage"
     NEIGHBOUR = "the rank of the next or the previous stage"

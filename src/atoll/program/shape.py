@@ -133,8 +133,8 @@ class RankShape:
     slices: units that are slices of what all pipeline ranks work on, by the name that rows have of them.
     rank, ranks: its place in the pipeline, and how many there are.
     is_scaled: whether gradients come multiplied by a loss scale.
-    sharding: the layout of all units but experts.  prefetch: as in `Plan`.  reads_in_place: whether the ranks of a group read each other's
-    memory.  arriving: bytes that are received while gradients are reduced and synced.
+    sharding: the layout of all units but experts.  prefetch: as in `Plan`.  reads_in_place: whether the ranks of a
+    group read each other's memory.  arriving: bytes that are received while gradients are reduced and synced.
     besides: bytes that instructions of a stage, or of a slice, take (above 0) and free (below) besides what their rows
     say, by component of `atoll.program.memory.Working`; known of a workload.
     """

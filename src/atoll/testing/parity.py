@@ -104,6 +104,8 @@ class Case:
     order: tuple[str, ...] = AXES
     codecs: Codecs = NO_CODECS
     outer: Outer | None = None
+    expert: int = 1
+    expert_layout: str | None = None
     model: Recipe = field(default_factory=TinyConfig)
 
     @property
@@ -114,7 +116,7 @@ class Case:
     @property
     def plan(self) -> Plan:
         """The plan that the ranks run."""
-        mesh = MeshShape(self.pipeline, self.inter, self.intra, self.tensor, self.order)
+        mesh = MeshShape(self.pipeline, self.inter, self.intra, self.tensor, self.order, self.expert)
         schedule = schedules.build(self.schedule, ranks=self.pipeline, microbatches=self.microbatches // mesh.data)
         precision = Precision.preset(self.precision)
         return Plan(
@@ -135,6 +137,7 @@ class Case:
             layers_per_stage=self.layers_per_stage,
             codecs=self.codecs,
             outer=self.outer,
+            expert_layout=None if self.expert_layout is None else Layout(self.expert_layout),
         )
 
     @property
@@ -414,4 +417,6 @@ def _neutral(case: Case) -> Case:
         reads_in_place=True,
         layers_per_stage=None,
         codecs=NO_CODECS,
+        expert=1,
+        expert_layout=None,
     )

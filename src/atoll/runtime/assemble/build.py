@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from atoll.base.errors import PlanError
-from atoll.plans.plan import Plan
+from atoll.plans.plan import Plan, View
 from atoll.program import EMBEDDING, HEAD, ModelShape, Phase, Using, groups_of
 from atoll.runtime.assemble.sharded import Sharded
+from atoll.runtime.experts.division import Experts
+from atoll.runtime.experts.kinds import deferred_in
 from atoll.runtime.models import Adapter, Block, Vocabulary, initialise_block, name_seed, shared_parameters
 from atoll.runtime.models.buffers import buffers_of, buffers_outside, modules_outside, on_meta, written
-from atoll.runtime.models.operations import is_deferrable
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.block import LocalBlock
 from atoll.runtime.pipeline.deferred import Collector, defer
@@ -34,24 +35,29 @@ def build_rank(
     around: Surroundings,
     collector: Collector,
     seed: int,
-    tensor: TensorParallel | None = None,
+    tensor: TensorParallel | None,
+    experts: Experts,
 ) -> Sharded:
     """Return units, stages and wiring. Materializes this rank's blocks one after the other, each into its units, and
     installs them in the model.
 
-    tensor: how blocks are split over a tensor-parallel group, if there is one. On `meta` no values are created.
+    tensor: how blocks are split over a tensor-parallel group, if there is one.  experts: of the model.
+    On `meta` no values are created.
     """
-    model = _Model.of(outline, around.transport.place.pp)
+    model = _Model.of(outline, around.transport.place.pp, experts)
     sliced: VocabularySlice | None = None
     if outline.vocabulary is not None:
         sliced = _slice_vocabulary(model, outline.vocabulary, around, seed=seed, tensor=tensor)
     units = _units(model, around, seed=seed, tensor=tensor, sliced=sliced)
     stages = tuple(_stage(model, stage, units, around=around, collector=collector) for stage in model.mine)
     ordered = tuple(units[index] for index in sorted(units))
-    shapes = [(len(unit.owners) > 1, [segment.flat.shape for segment in unit.segments]) for unit in ordered]
-    for unit, dealt in zip(ordered, around.sharding.dealt(shapes), strict=True):
-        for segment, shape in zip(unit.segments, dealt, strict=True):
-            segment.flat.matrix_owners = shape.owners
+    for view in View:
+        own = [unit for unit in ordered if unit.spec.view is view]
+        shapes = [(len(unit.owners) > 1, [segment.flat.shape for segment in unit.segments]) for unit in own]
+        sharding = outline.plan.sharding(around.transport.place, view)
+        for unit, dealt in zip(own, sharding.dealt(shapes), strict=True):
+            for segment, shape in zip(unit.segments, dealt, strict=True):
+                segment.flat.matrix_owners = shape.owners
     return Sharded(
         model.shape,
         model.specs,
@@ -80,22 +86,25 @@ class _Model:
     shape: ModelShape
     mine: tuple[int, ...]
     matrices: frozenset[str]
+    experts: Experts
 
     @staticmethod
-    def of(outline: Outline, rank: int) -> _Model:
+    def of(outline: Outline, rank: int, experts: Experts) -> _Model:
         adapter, runs = outline.adapter, outline.runs
         blocks = tuple(adapter.blocks())
         shared = shared_parameters(adapter)
         apart = () if outline.vocabulary is None else names_of(adapter, outline.vocabulary, shared)
         groups = groups_of([type(block.module) for block in blocks], runs, outline.plan.unit)
-        specs = unit_specs([(block.name, block.module) for block in blocks], groups, apart)
+        named = [(block.name, block.module) for block in blocks]
+        specs = unit_specs(named, groups, apart, experts=experts.names)
         trained = [at for at, block in enumerate(blocks) if any(p.requires_grad for _, p in block.named_parameters())]
         shape = ModelShape(
             outline.plan,
             runs,
-            tuple(Using(spec.blocks, spec.is_shared) for spec in specs),
+            tuple(Using(spec.blocks, spec.is_shared, spec.view) for spec in specs),
             first_trained=min(trained, default=len(blocks)),
             slices={} if outline.vocabulary is None else {EMBEDDING: 0, HEAD: len(apart) - 1},
+            exchanges=experts.exchanges,
         )
         return _Model(
             outline,
@@ -106,6 +115,7 @@ class _Model:
             shape=shape,
             mine=shape.stages_of(rank),
             matrices=_matrices(blocks, specs, shared, plan=outline.plan, apart=apart),
+            experts=experts,
         )
 
     @property
@@ -155,16 +165,18 @@ def _units(
             found_spreads = tensor.apply(at)
             spreads.update({shared.get(name, name): spread for name, spread in found_spreads.items()})
             replaced.update({key: tensor.now(parameter) for key, parameter in replaced.items()})
+        spreads.update(model.experts.apply(at))
         values.update(block.named_parameters())
         for spec in model.specs:
             if at not in spec.blocks or spec.index in units or not (spec.is_shared or at == spec.blocks[-1]):
                 continue
             owners = tuple(ranks[pp] for pp in model.shape.owners(spec.index))
             found = {name: _find(values, name, shared) for name in spec.names}
+            sharding = outline.plan.sharding(around.transport.place, spec.view)
             units[spec.index] = Unit(
                 spec,
                 found,
-                around,
+                around if spec.view is View.DENSE else replace(around, sharding=sharding),
                 owners=owners,
                 phases=phases,
                 spreads=spreads or None,
@@ -209,6 +221,8 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
         replaced = False
         if waits or (plan.compile == "none" and around.device.type != "meta"):
             replaced = bool(defer(block.module, own, collector, waits=waits, every=keeps))
+        if around.device.type != "meta":
+            replaced |= model.experts.install(at, own, collector, waits=waits)
         local.take_place("none" if has_end or is_table else plan.compile, has_waiting=waits and replaced)
     return Stage(
         stage,
@@ -297,7 +311,7 @@ def _phases(blocks: Sequence[Block], shared: Mapping[str, str], *, is_split: boo
         for prefix, module in block.named_modules():
             for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
                 qualified = f"{prefix}.{name}"
-                is_deferred = is_split and name == "weight" and is_deferrable(module)
+                is_deferred = is_split and name in deferred_in(module)
                 found.setdefault(shared.get(qualified, qualified), set()).add("W" if is_deferred else "I")
     return {name: frozenset(phases) for name, phases in found.items()}
 

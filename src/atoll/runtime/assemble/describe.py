@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NoReturn
@@ -16,6 +16,7 @@ from atoll.plans.layouts import Level
 from atoll.plans.plan import Plan
 from atoll.program import Program, Programs
 from atoll.runtime.assemble.build import build_rank
+from atoll.runtime.experts.division import Experts
 from atoll.runtime.models import adapter_for
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.deferred import Collector
@@ -52,7 +53,7 @@ def describe_rank(
     """
     first = next(each for each in range(plan.mesh.world) if plan.mesh.place(each).pp == rank)
     pretended: AbstractContextManager[None] = nullcontext()
-    if plan.mesh.tensor > 1 or plan.vocabulary_parallel:
+    if plan.mesh.tensor > 1 or plan.vocabulary_parallel or plan.mesh.expert > 1:
         pretended = pretended_ranks(first, plan.mesh.world)
     with pretended:
         transport = Nowhere(plan.mesh.place(first), torch.device("meta"))
@@ -61,8 +62,9 @@ def describe_rank(
         tensor = None
         if plan.mesh.tensor > 1:
             tensor = tensor_parallel(adapter, plan, transport.mesh_along("tp"), apart=outline.ends)
+        experts = Experts.of(adapter, plan, transport, None if tensor is None else tensor.mesh)
         around = Surroundings(plan.sharding(transport.place), transport, transport.device, lanes={})
-        sharded = build_rank(outline, around=around, collector=Collector(), seed=0, tensor=tensor)
+        sharded = build_rank(outline, around=around, collector=Collector(), seed=0, tensor=tensor, experts=experts)
         shape = sharded.rank(transport.place, reads_in_place=reads_in_place)
         end = plan.end if training else None
         program = outline.program(rank, outline.row(rank, training=training), shape, end=end)
@@ -111,6 +113,11 @@ class Nowhere(Transport):
         _refuse()
 
     def all_to_all(self, sent: Tensor, received: Tensor, peers: Peers, tag: Tag) -> None:
+        _refuse()
+
+    def exchange_rows(
+        self, sent: Tensor, received: Tensor, counts: tuple[Sequence[int], Sequence[int]], peers: Peers, tag: Tag
+    ) -> None:
         _refuse()
 
     def total_later(self, values: Tensor) -> Later:

@@ -22,6 +22,7 @@ from atoll.runtime.assemble.sharded import Sharded
 from atoll.runtime.assemble.ties import untie_as_stored
 from atoll.runtime.batches import Batches, Labels
 from atoll.runtime.checkpoint import is_complete
+from atoll.runtime.experts.division import Experts
 from atoll.runtime.lanes import JobLane, LaneKind, lane_of, lanes_of
 from atoll.runtime.mail import Mail
 from atoll.runtime.models import Adapter, Batch, Loss, adapter_for, weights_for
@@ -120,6 +121,7 @@ def assemble(
     tensor = None
     if plan.mesh.tensor > 1:
         tensor = tensor_parallel(adapter, plan, transport.mesh_along("tp"), apart=outline.ends)
+    experts = Experts.of(adapter, plan, transport, None if tensor is None else tensor.mesh)
     _open_links(outline, transport)
     is_alone, waits_on_host = plan.nest(place).ranks == 1, transport.waits_on_host
     lanes = lanes_of(device, alone=is_alone, waits_on_host=waits_on_host)
@@ -130,7 +132,7 @@ def assemble(
     for each in wasteful if place.rank == 0 else ():
         warnings.warn(each, CostWarning, stacklevel=3)
     collector = Collector()
-    sharded = build_rank(outline, around=around, collector=collector, seed=options.seed, tensor=tensor)
+    sharded = build_rank(outline, around=around, collector=collector, seed=options.seed, tensor=tensor, experts=experts)
     batches = Batches(
         plan,
         place,

@@ -143,7 +143,7 @@ class _Ranks:
             tags = Tag(Channel.GATHER_INTER, 0), Tag(Channel.REDUCE_INTER, 0)
 
         def reduce() -> None:
-            lent = transport.memory.lend(whole.numel(), whole.dtype) if axis == "intra" else None
+            lent = transport.memory.lend(whole.numel(), whole.dtype, peers) if axis == "intra" else None
             transport.reduce(whole if lent is None else lent, peers, tags[1], out=result)
             if lent is not None:
                 transport.memory.give_back(lent)

@@ -304,5 +304,8 @@ def compute_weights(unit: Unit, pending: list[tuple[str, Any]]) -> None:
         if isinstance(kept, Tensor):  # from autograd, of a weight that is also used outside of its layer
             buffer.add(kept)
         else:
-            buffer.add_product(*kept)
+            hidden, gradient, *of_experts = kept  # of experts: the rows of each, and whether weights are transposed
+            counts, is_transposed = of_experts or (None, False)
+            buffer.add_product(hidden, gradient, counts, is_transposed=is_transposed)
+            del hidden, gradient
         del kept

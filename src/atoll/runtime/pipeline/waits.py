@@ -61,7 +61,9 @@ class Waits:
         if peers is Partners.STAGE:
             return self._peers(*data, "tp"), ", ".join((*data, "tp"))
         if peers is Partners.TENSOR:
-            return self._peers("tp") if place.mesh.tensor > 1 else (), "tp"
+            sizes = {"expert": place.mesh.expert, "tp": place.mesh.tensor}
+            axes = [axis for axis, size in sizes.items() if size > 1]
+            return self._peers(*axes) if axes else (), ", ".join(axes)
         axes = [axis for axis in data if place.mesh.sizes[axis] > 1]
         return self._peers(*axes) if axes else (), ", ".join(axes)
 

@@ -27,7 +27,7 @@ from functools import partial
 
 import torch
 
-from atoll.plans.layouts import REDUCE_GRADIENT, SYNC_GRADIENT, Level, Move, MoveKind
+from atoll.plans.layouts import REDUCE_GRADIENT, SYNC_GRADIENT, Axis, Level, Move, MoveKind
 from atoll.program import Phase
 from atoll.runtime import lanes
 from atoll.runtime.sharding import coding
@@ -129,7 +129,7 @@ class Gradients:
             # Lent, so that the group reads it in place; None where nothing is shared, or nothing is free in time. A
             # cast copy is sent as messages: nobody would read the lent memory, nor set the bytes that release it.
             if shard.dtype == self._sent:
-                buffer = flat.around.transport.memory.lend(flat.map.padded, shard.dtype)
+                buffer = flat.around.transport.memory.lend(flat.map.padded, shard.dtype, flat.around.peers(Axis.INTRA))
             if buffer is None:
                 buffer = torch.empty(flat.map.padded, dtype=shard.dtype, device=shard.device)
             self.unsharded[phase] = buffer

@@ -20,7 +20,7 @@ from atoll.plans.layouts import Level
 from atoll.plans.plan import Place
 from atoll.runtime.sharding.outer import OuterSteps
 from atoll.runtime.sharding.segment import Segment
-from atoll.runtime.sharding.tensors import Spread
+from atoll.runtime.sharding.tensors import Spread, split_place
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Transport
 from atoll.runtime.verdict import named
@@ -68,13 +68,13 @@ def holdings(
 ) -> Iterator[Replica]:
     """Yield this rank's holdings. states: optimizer states by parameter name and key.  outer: outer steps, whose
     anchors are the same on all islands; all else is an island's own."""
-    tp, island = place.tp, -1 if outer is None else place.inter
+    island = -1 if outer is None else place.inter
     units = tuple(units)
     segments = {(unit.spec.index, part): each for unit in units for part, each in enumerate(unit.segments)}
     for at, part, tensors in () if outer is None else outer.holdings():
         segment, kind = segments[at, part], _KINDS.index("anchors")
         held = segment.flat.range(Level.G)
-        common = at, part, kind, held.start, held.stop, _position(segment, tp)
+        common = at, part, kind, held.start, held.stop, _position(segment)
         yield Replica(short(digest(repr(common).encode())), short(digest_of(tensors)), at, kind=kind)
     for unit in units:
         for part, segment in enumerate(unit.segments):
@@ -86,14 +86,15 @@ def holdings(
             for kind, (level, tensors) in enumerate(zip(levels, (master, parameter, own), strict=True)):
                 if tensors:
                     held = segment.flat.range(level)
-                    key = unit.spec.index, part, kind, held.start, held.stop, _position(segment, tp), island
+                    key = unit.spec.index, part, kind, held.start, held.stop, _position(segment), island
                     yield Replica(
                         short(digest(repr(key).encode())), short(digest_of(tensors)), unit.spec.index, kind=kind
                     )
 
 
-def _position(segment: Segment, tp: int) -> int:
-    return tp if segment.flat.spread is Spread.SPLIT else -1
+def _position(segment: Segment) -> int:
+    parameters = iter(segment.flat.parameters.values())
+    return split_place(next(parameters)) if segment.flat.spread is Spread.SPLIT else -1
 
 
 def _tensors(state: Mapping[str, Any]) -> list[torch.Tensor]:

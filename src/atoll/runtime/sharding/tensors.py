@@ -54,6 +54,12 @@ def is_split(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, DTensor) and isinstance(parameter.placements[0], Shard)
 
 
+def split_place(parameter: torch.Tensor) -> int:
+    """Return which part of a split parameter this rank has."""
+    assert isinstance(parameter, DTensor), "it is split"
+    return parameter.device_mesh.get_local_rank()
+
+
 def like_parameter(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """A parameter's gradient, lying on the ranks of a tensor-parallel group as the parameter does."""
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:

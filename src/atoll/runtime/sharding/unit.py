@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from atoll.plans.plan import View
 from atoll.program import PHASES, Phase, Using, by_index, using
 from atoll.runtime.sharding.gradient_buffer import GradientBuffer
 from atoll.runtime.sharding.segment import Segment
@@ -22,7 +23,7 @@ class UnitSpec:
 
     index: place in the model's order.  names: every name of a parameter, its first one being what checkpoints use.
     blocks: the blocks that use the unit, in order; none for slices of the vocabulary, which every rank has.
-    is_shared: whether several use the same parameters, and not each its own.
+    is_shared: whether several use the same parameters, and not each its own.  view: see `Using`.
     """
 
     index: int
@@ -30,12 +31,14 @@ class UnitSpec:
     names: tuple[str, ...]
     blocks: tuple[int, ...]
     is_shared: bool
+    view: View = View.DENSE
 
 
 def unit_specs(
     blocks: Sequence[tuple[str, nn.Module]],
     groups: Sequence[Sequence[int]],
     apart: Sequence[Sequence[str]] = (),
+    experts: Collection[str] = (),
 ) -> tuple[UnitSpec, ...]:
     """Partition the parameters of a model, given as (name, block) in execution order, into units.
 
@@ -43,7 +46,8 @@ def unit_specs(
     group's unit. Parameters shared by the same blocks are a unit of their own, placed before the unit of the first
     block that uses them. Names are qualified by the block's name.
 
-    apart: names of parameters that are a unit each time, before all others and of no block.
+    apart: names of parameters that are a unit each time, before all others and of no block.  experts: names of those
+    that are units beside the others of their blocks.
     """
     first_name: dict[int, str] = {}
     users: dict[int, list[int]] = {}
@@ -57,7 +61,8 @@ def unit_specs(
     elsewhere = {name for names in apart for name in names}
     for key, used in users.items():
         if first_name[key] not in elsewhere:
-            grouped.setdefault(using(used, groups), []).append(first_name[key])
+            view = View.EXPERTS if first_name[key] in experts else View.DENSE
+            grouped.setdefault(using(used, groups, view), []).append(first_name[key])
     specs = []
     for index, unit in enumerate(by_index(grouped, slices=len(apart))):
         if not unit.blocks:
@@ -67,7 +72,8 @@ def unit_specs(
             names = grouped[unit]
             first, last = (blocks[at][0] for at in (unit.blocks[0], unit.blocks[-1]))
             name = f"shared {names[0]}" if unit.is_shared else first if first == last else f"{first} to {last}"
-        specs.append(UnitSpec(index, name, tuple(names), blocks=unit.blocks, is_shared=unit.is_shared))
+            name = f"experts of {name}" if unit.view is View.EXPERTS else name
+        specs.append(UnitSpec(index, name, tuple(names), blocks=unit.blocks, is_shared=unit.is_shared, view=unit.view))
     return tuple(specs)
 
 
@@ -104,7 +110,7 @@ class Unit:
         grouped: dict[tuple[torch.dtype, frozenset[Phase], Spread, bool], dict[str, nn.Parameter]] = {}
         for name, parameter in parameters.items():
             used = together if spec.is_shared else phases[name]
-            spread = spreads[name] if spreads is not None else Spread.SAME
+            spread = Spread.SAME if spreads is None else spreads.get(name, Spread.SAME)
             key = (parameter.dtype, used if parameter.requires_grad else frozenset(), spread, name in matrices)
             grouped.setdefault(key, {})[name] = parameter
         for part, ((_, used, spread, is_whole), group) in enumerate(grouped.items()):

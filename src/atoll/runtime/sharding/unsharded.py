@@ -178,8 +178,9 @@ class UnshardedParameters:
         """Run the part of a gather that sends messages: all of it, or the first of two moves."""
         own = self._shards.gathered_from
         if self._stages:
-            transport = self._flat.around.transport
-            self._staged = transport.memory.lend(len(self._flat.range(Level.I)), self._flat.compute)
+            around = self._flat.around
+            readers = around.peers(self._moves[1].axis)
+            self._staged = around.transport.memory.lend(len(self._flat.range(Level.I)), self._flat.compute, readers)
         if self._staged is not None:
             self._move(self._staged, self._moves[0], own=own)
         else:  # one move; or both, if nothing could be lent since others still read what was lent before

@@ -48,6 +48,8 @@ class Channel(IntEnum):
     REDUCE_INTRA = 6
     REDUCE_INTER = 7
     SHARED = 8
+    EXCHANGE = 9
+    EXCHANGE_COUNTS = 10
     CHAIN = 11
     VERDICT = 12
     SUM_ALL = 13
@@ -249,8 +251,11 @@ class GroupMemory:
     def wait_for_readers(self) -> None:
         """Wait, as all ranks of a group do, until no rank reads this rank's allocated memory."""
 
-    def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return uninitialized memory that the other ranks of the group read in place; None if there is none."""
+    def lend(self, numel: int, dtype: torch.dtype, readers: Peers) -> torch.Tensor | None:
+        """Return uninitialized memory that other ranks read in place; None if there is none, or if they do not.
+
+        readers: these ranks, of this rank's group, and this one.
+        """
         return None
 
     def give_back(self, tensor: torch.Tensor, *, was_read: bool = True) -> None:
@@ -323,6 +328,21 @@ class Transport(ABC):
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, peers: Peers, tag: Tag) -> None:
         """Send each block of `sent` to the rank at its position, and receive that rank's block for this one at the same
         position of `received`. The own blocks are undefined."""
+
+    @abstractmethod
+    def exchange_rows(
+        self,
+        sent: torch.Tensor,
+        received: torch.Tensor,
+        counts: tuple[Sequence[int], Sequence[int]],
+        peers: Peers,
+        tag: Tag,
+    ) -> None:
+        """Send each rank its rows of `sent`, and receive its rows of `received`: tensors of two dimensions, with ranges
+        of rows in the order of the ranks.
+
+        counts: rows for each rank, and from each. What a rank keeps is copied.
+        """
 
     def swap(
         self, out: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor], ranks: Sequence[int], tag: Tag

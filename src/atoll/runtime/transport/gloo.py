@@ -3,7 +3,7 @@ host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
@@ -110,7 +110,7 @@ class GlooTransport(Transport):
             for at, rank in peers.others:  # after the caller's reads: the byte lets the owner write there again
                 done = int(heard[at][1])
                 if done >= 0:
-                    self.memory.others[rank][done + peers.index] = 1
+                    self.memory.others[rank][done + self.memory.index] = 1
         for message in sending:
             message.wait()
 
@@ -179,6 +179,23 @@ class GlooTransport(Transport):
         for message in messages:
             message.wait()
         self._count(peers.axis, peers.own(sent).nbytes * len(peers.others))
+
+    def exchange_rows(
+        self,
+        sent: torch.Tensor,
+        received: torch.Tensor,
+        counts: tuple[Sequence[int], Sequence[int]],
+        peers: Peers,
+        tag: Tag,
+    ) -> None:
+        out, into = (whole.split(list(each)) for whole, each in zip((sent, received), counts, strict=True))
+        # No message of no rows: both ends know that there are none.
+        messages = [self.receive(into[at], rank, tag) for at, rank in peers.others if len(into[at])]
+        messages += [self.send(out[at], rank, tag) for at, rank in peers.others if len(out[at])]
+        into[peers.index].copy_(out[peers.index])
+        for message in messages:
+            message.wait()
+        self._count(peers.axis, sum(out[at].nbytes for at, _ in peers.others))
 
 
 # Channels of the places of blocks, for the two moves inside a group. A place has the tag of its block but for this, so

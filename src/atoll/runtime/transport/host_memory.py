@@ -89,8 +89,15 @@ class HostMemory(GroupMemory):
         if self.others:
             self._exchange(torch.zeros(1), self._group.ranks, Tag(Channel.MEMORY, 1)).wait()
 
-    def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        return None if self._arena is None else self._arena.lend(numel, dtype)
+    def lend(self, numel: int, dtype: torch.dtype, readers: Peers) -> torch.Tensor | None:
+        if self._arena is None or not readers.others or not self.sees(readers):
+            return None
+        return self._arena.lend(numel, dtype, [self._group.ranks.index(rank) for rank in readers.ranks])
+
+    @property
+    def index(self) -> int:
+        """The position of this rank in its group, where its done bytes are."""
+        return self._group.index
 
     def give_back(self, tensor: torch.Tensor, *, was_read: bool = True) -> None:
         done = None if self._arena is None else self._arena.done(tensor)

@@ -64,7 +64,7 @@ class Collective:
 #     world                 all                               that in which all ranks ask (`total_later`)
 #     island                those of one inter, with islands  an island's own, apart from the world's
 #     inter, intra, tp      along the axis                    the program's: the computing thread launches everything,
-#                                                             jobs of lanes too; data-parallel peers compare programs
+#     expert, shard         the two parts of intra            jobs of lanes too; data-parallel peers compare programs
 #     link a -> b           a and b                           that of a's sends: b has to post its receives in it
 #     vocabulary link       hub and slice, by channel         the same, for one kind of message
 #     swap                  holders of whole matrices         the program's: swaps are jobs of the sync lane
@@ -93,8 +93,8 @@ class NcclTransport(Transport):
         # Instead of the base's, whose thread would wait for one send after the other.
         self._outbox = StreamOutbox()
         # Groups of this rank, made once: they live until the process group is destroyed.
-        # Axis -> its ranks through this one. An axis with one rank has no entry, and nothing to send.
-        self._axes: dict[str, dist.ProcessGroup] = {}
+        # World ranks -> these, along an axis through this one. An axis with one rank has no entry, and nothing to send.
+        self._axes: dict[tuple[int, ...], dist.ProcessGroup] = {}
         # (kind, sender, receiver), world ranks -> the two. Two entries of one pair are different communicators.
         self._links: dict[tuple[Channel | None, int, int], dist.ProcessGroup] = {}
         # (kind, sender, receiver) by pipeline position: those that all ranks have opened.
@@ -106,8 +106,8 @@ class NcclTransport(Transport):
         # In all loops below every rank makes every group, its own or not, in one order: [Note: eager communicators] in
         # world.py. A rank that left one out would leave the others waiting in the split.
         mesh = place.mesh
-        for axis in ("inter", "intra", "tp"):
-            seen: set[tuple[int, ...]] = set()
+        seen: set[tuple[int, ...]] = set()
+        for axis in ("inter", "intra", "tp", *(("expert", "shard") if mesh.expert > 1 else ())):
             for rank in range(mesh.world):
                 ranks = mesh.place(rank).peers(axis)
                 # All members of a group get the same tuple: the first one makes the group for all.
@@ -116,7 +116,7 @@ class NcclTransport(Transport):
                 seen.add(ranks)
                 group = dist.new_group(list(ranks))
                 if place.rank in ranks:
-                    self._axes[axis] = group
+                    self._axes[ranks] = group
         self.open_links(None, ways_between_neighbours(mesh.pipeline))
 
         # None without islands: all ranks take steps together, and the world's communicator is right for both sums.
@@ -203,9 +203,10 @@ class NcclTransport(Transport):
             values.copy_(there)
 
     def total_along(self, values: torch.Tensor, axis: str, tag: Tag) -> None:
-        if axis in self._axes:
-            dist.all_reduce(values, group=self._axes[axis])
-            self._count(axis, values.nbytes * (len(self.place.peers(axis)) - 1))
+        ranks = self.place.peers(axis)
+        if ranks in self._axes:
+            dist.all_reduce(values, group=self._axes[ranks])
+            self._count(axis, values.nbytes * (len(ranks) - 1))
 
     def send(self, tensor: torch.Tensor, peer: int, tag: Tag) -> Message:
         work = dist.isend(tensor, peer, group=self._link(self.place.rank, peer, tag))
@@ -228,7 +229,7 @@ class NcclTransport(Transport):
             own = None
         if not peers.others:
             return
-        dist.all_gather_into_tensor(whole, place if own is None else own, group=self._axes[peers.axis])
+        dist.all_gather_into_tensor(whole, place if own is None else own, group=self._axes[peers.ranks])
         self._count(peers.axis, place.nbytes * len(peers.others))
 
     def reduce(self, whole: torch.Tensor, peers: Peers, tag: Tag, *, out: torch.Tensor | None = None) -> None:
@@ -239,10 +240,23 @@ class NcclTransport(Transport):
             if out is not None:
                 out.copy_(own)
             return
-        dist.reduce_scatter_tensor(target, whole, group=self._axes[peers.axis])
+        dist.reduce_scatter_tensor(target, whole, group=self._axes[peers.ranks])
         self._count(peers.axis, own.nbytes * len(peers.others))
 
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, peers: Peers, tag: Tag) -> None:
         if peers.others:
-            dist.all_to_all_single(received, sent, group=self._axes[peers.axis])
+            dist.all_to_all_single(received, sent, group=self._axes[peers.ranks])
             self._count(peers.axis, peers.own(sent).nbytes * len(peers.others))
+
+    def exchange_rows(
+        self,
+        sent: torch.Tensor,
+        received: torch.Tensor,
+        counts: tuple[Sequence[int], Sequence[int]],
+        peers: Peers,
+        tag: Tag,
+    ) -> None:
+        out, into = (list(each) for each in counts)
+        dist.all_to_all_single(received, sent, into, out, group=self._axes[peers.ranks])
+        own = sent.shape[1] * sent.itemsize
+        self._count(peers.axis, own * (sum(out) - out[peers.index]))

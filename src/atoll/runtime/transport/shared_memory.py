@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,8 +134,10 @@ class Arena:
         # waiting.
         self._lock = threading.Lock()
 
-    def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def lend(self, numel: int, dtype: torch.dtype, readers: Sequence[int]) -> torch.Tensor | None:
         """Return uninitialized memory, or None if there is none free and others do not release any soon.
+
+        readers: positions in the group of those that will be done with it; all others are from the beginning.
 
         They release it by a byte and not by a message, so a rank that is ahead of them polls.
         """
@@ -145,13 +148,13 @@ class Arena:
         # None is no error: the caller takes private memory, which it sends. So a byte that is set late costs time, and
         # nothing else.
         until = time.monotonic() + _PATIENCE
-        while (start := self._take(size)) is None:
+        while (start := self._take(size, readers)) is None:
             if time.monotonic() > until:
                 return None
             time.sleep(_GLANCE)
         return self._piece[start + header : start + header + nbytes].view(dtype)
 
-    def _take(self, size: int) -> int | None:
+    def _take(self, size: int, readers: Sequence[int]) -> int | None:
         with self._lock:  # two reductions and a gather may call it at the same time, each on a thread of its lane
             self._regions = [region for region in self._regions if not bool(region.done.all())]
             start, at = 0, 0
@@ -160,7 +163,8 @@ class Arena:
             if start + size > self._piece.nbytes:
                 return None
             done = self._piece[start : start + self._ranks]
-            done.zero_()  # before any rank knows of the part: a byte of an earlier part would free it
+            done.fill_(1)
+            done[list(readers)] = 0  # before any rank knows of the part: a byte of an earlier part would free it
             self._regions.insert(at, _Region(start, start + size, done))
             return start
 

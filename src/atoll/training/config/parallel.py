@@ -153,8 +153,8 @@ class Parallel(Section):
     intra: Positive = 1
     """data-parallel ranks of a group; there are ranks / (pipeline · tensor · intra) groups"""
     expert: Positive = 1
-    """ranks of a group that divide the experts of a mixture among them, a divisor of `intra` and, times `tensor`, of the
-    number of experts: docs/experts.md"""
+    """ranks of a group that divide the experts of a mixture, a divisor of `intra` and, times `tensor`, of the number of
+    experts: docs/experts.md"""
     expert_layout: Annotated[str | None, BeforeValidator(_as_layout)] = None
     """layout of the experts, over the ranks that share them; `layout` if not given"""
     imbalance: Annotated[float, Field(ge=1)] = 1.0
