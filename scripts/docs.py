@@ -10,6 +10,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,12 @@ from atoll.plans.layouts import (
 )
 from atoll.plans.schedules import CATALOGUE, build
 from atoll.prediction.cost import Cluster
+from atoll.prediction.cost.mixture import MixtureConfig
 from atoll.program.sim import Costs, simulate
 from atoll.training.config import load
+from atoll.training.config.model import DecoderOptions
 from atoll.training.config.schema import tables
+from atoll.training.config.section import Section
 from atoll.training.setup.prediction import predict_plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,6 +71,7 @@ DEFAULTS: Mapping[str, str] = {
     "model.ffn": "8/3 of `hidden`, rounded up to a multiple of 8",
     "model.vocabulary": "the tokenizer's",
     "model.weights": "those of the source",
+    "model.config.expert_ffn": "`model.ffn`",
     "parallel.residency": "`step` where a gather sends nothing, else `action`",
     "data.cache": "`$XDG_CACHE_HOME/atoll` or `~/.cache/atoll`",
     "data.source": "must be given to train",
@@ -83,19 +88,27 @@ PAGE = "training.md"
 
 
 def config_keys() -> str:
-    parts, known = [], tables()
+    known = tables()
+    parts = []
     for table, section in known.items():
-        properties = section.model_json_schema()["properties"]
-        rows = []
-        for key, each in section.model_fields.items():
-            name = f"{table}.{key}"
-            if name in known and name not in DEFAULTS:
-                continue
-            value = each.get_default(call_default_factory=True)
-            default = DEFAULTS.get(name) or ("not set" if value is None else f"`{value_to_toml(value)}`")
-            rows.append([f"`{key}`", _type_of(properties[key]), default, _meaning(each.description)])
-        parts.append(f"### `[{table}]`\n\n" + markdown_table(["key", "type", "default", "meaning"], rows))
+        keys = [key for key in section.model_fields if f"{table}.{key}" not in known or f"{table}.{key}" in DEFAULTS]
+        parts.append(f"### `[{table}]`\n\n" + _keys_of(section, table, keys))
     return "\n".join(parts)
+
+
+def mixture_keys() -> str:
+    return _keys_of(DecoderOptions, "model.config", [field.name for field in fields(MixtureConfig)])
+
+
+def _keys_of(section: type[Section], table: str, keys: Iterable[str]) -> str:
+    properties = section.model_json_schema()["properties"]
+    rows = []
+    for key in keys:
+        field = section.model_fields[key]
+        value = field.get_default(call_default_factory=True)
+        default = DEFAULTS.get(f"{table}.{key}") or ("not set" if value is None else f"`{value_to_toml(value)}`")
+        rows.append([f"`{key}`", _type_of(properties[key]), default, _meaning(field.description)])
+    return markdown_table(["key", "type", "default", "meaning"], rows)
 
 
 def _meaning(description: str) -> str:
@@ -333,6 +346,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "layout-example": layout_example,
     "layout-formulas": layout_formulas,
     "matrix": matrix,
+    "mixture-keys": mixture_keys,
     "prediction": prediction,
     **cluster_page.PARTS,
     **explain_page.PARTS,

@@ -167,10 +167,10 @@ PAGES = (
         {
             "atoll.runtime.models": [
                 *("Adapter", "Block", "Vocabulary", "Batch", "adapter_for", "check_blocks", "shared_parameters"),
-                *("Decoder", "DecoderConfig", "DecoderAdapter", "SequentialAdapter", "token_cross_entropy"),
+                *("Decoder", "DecoderConfig", "MixtureConfig", "DecoderAdapter", "SequentialAdapter"),
                 *("Weights", "weights_for", "initialise_model", "initialise_block", "initial_values", "reset_module"),
                 *("name_seed", "count", "weigh_blocks", "relative_score", "transformer_of", "STYLES"),
-                *("Loss", "check_documents"),
+                *("Loss", "token_cross_entropy", "check_documents"),
             ],
         },
     ),

@@ -24,6 +24,7 @@ from atoll.runtime.models.initialise import (
     name_seed,
     shared_parameters,
 )
+from atoll.runtime.models.mixture import MixtureConfig
 from atoll.runtime.models.sizes import transformer_of
 from atoll.runtime.models.weigh import relative_score, weigh_blocks
 from atoll.runtime.models.weights import Weights, weights_for
@@ -37,6 +38,7 @@ __all__ = [
     "DecoderAdapter",
     "DecoderConfig",
     "Loss",
+    "MixtureConfig",
     "SequentialAdapter",
     "Vocabulary",
     "Weights",

@@ -40,7 +40,8 @@ from atoll.base.errors import PlanError
 from atoll.base.labels import IGNORED_LABEL
 from atoll.prediction.cost.layer import head_problem
 from atoll.runtime.models.batch import Batch
-from atoll.runtime.models.decoder import Decoder, document_mask
+from atoll.runtime.models.decoder import Attention, Decoder, document_mask
+from atoll.runtime.models.mixture import Experts, FeedForward, Router
 
 Loss = Callable[[Any, Batch], "Tensor | tuple[Tensor, Tensor | float]"]
 """(outputs, batch) -> the loss SUMMED over what counts, or a pair of this sum and its count.
@@ -205,6 +206,9 @@ class DecoderAdapter:
         self.model = model
         layers = [Block(f"layers.{index}", layer) for index, layer in enumerate(model.layers)]
         self._blocks = (Block("embed", model.embed), *layers, Block("head", model.head))
+        parts = list(model.modules())
+        self._to_residual = {part.output for part in parts if isinstance(part, Attention)}
+        self._to_residual |= {part.down for part in parts if isinstance(part, FeedForward)}
         check_blocks(self._blocks, model)
 
     def blocks(self) -> Sequence[Block]:
@@ -227,28 +231,36 @@ class DecoderAdapter:
         return token_cross_entropy(logits, batch)
 
     def initialise(self, module: nn.Module, generator: torch.Generator) -> None:
-        """Set norms to one, and linear and embedding weights to normal values; see `DecoderConfig.initial_std`."""
-        config = self.model.config
+        """Set norms to one, selection biases to zero, and other weights to normal values; see
+        `DecoderConfig.initial_std`."""
+        std = self.model.config.initial_std
+        shrunk = std / math.sqrt(2 * self.model.config.layers)
         match module:
             case nn.RMSNorm():
                 nn.init.ones_(module.weight)
             case nn.Linear() | nn.Embedding():
-                residual = any(module in (layer.attention.output, layer.feed_forward.down) for layer in self._layers())
-                shrink = math.sqrt(2 * config.layers) if residual else 1.0
-                nn.init.normal_(module.weight, std=config.initial_std / shrink, generator=generator)
+                nn.init.normal_(module.weight, std=shrunk if module in self._to_residual else std, generator=generator)
+            case Router():
+                nn.init.normal_(module.weight, std=std, generator=generator)
+                if module.selection_bias is not None:
+                    nn.init.zeros_(module.selection_bias)
+            case Experts():
+                nn.init.normal_(module.gate_up_proj, std=std, generator=generator)
+                nn.init.normal_(module.down_proj, std=shrunk, generator=generator)
             case _ if any(True for _ in module.parameters(recurse=False)):
                 raise PlanError(f"the decoder has no initial values for a {type(module).__name__}")
 
     def tensor_plan(self, ranks: int) -> Mapping[str, str]:
-        """Split heads and features of layers, and the vocabulary of embedding and head."""
+        """Split heads and features of layers, and the vocabulary of embedding and head. Routers and experts are
+        whole."""
         config = self.model.config
         check_heads(ranks, config.heads, config.kv_heads)
         return {
             "embed": "embedding_rowwise",
             **{f"layers.*.attention.{name}": "colwise" for name in ("query", "key", "value")},
             "layers.*.attention.output": "rowwise",
-            **{f"layers.*.feed_forward.{name}": "colwise" for name in ("gate", "up")},
-            "layers.*.feed_forward.down": "rowwise",
+            **{f"layers.*.{part}.{name}": "colwise" for part in _DENSE for name in ("gate", "up")},
+            **{f"layers.*.{part}.down": "rowwise" for part in _DENSE},
             "head.output": "colwise_gather_output",
         }
 
@@ -256,8 +268,9 @@ class DecoderAdapter:
         """Return the embedding, and the projection after the final norm."""
         return Vocabulary("embed", "head.output")
 
-    def _layers(self) -> Iterable[Any]:
-        return self.model.layers
+
+_DENSE = ("feed_forward", "feed_forward.shared")
+"""Names in a layer of the decoder under which there may be a `FeedForward`."""
 
 
 def _separate(model: nn.Sequential) -> None:

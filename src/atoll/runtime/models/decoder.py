@@ -3,10 +3,11 @@
     embed -> layers.0 -> ... -> layers.n-1 -> head          each is a block; only the hidden state is passed on
 
     layer:  x = x + dropout(attention(norm(x)))             RMSNorm: arXiv:1910.07467, pre-norm
-            x = x + dropout(feed_forward(norm(x)))          SwiGLU: arXiv:2002.05202
+            x = x + dropout(feed_forward(norm(x)))          SwiGLU: arXiv:2002.05202, or a mixture of experts
 
-Attention has rotary positions (arXiv:2104.09864) and grouped queries (arXiv:2305.13245). There are no buffers: rotary
-angles are computed from the sequence length, so a model built on the meta device needs nothing but its parameters.
+Attention has rotary positions (arXiv:2104.09864) and grouped queries (arXiv:2305.13245). There are no buffers but the
+selection biases of a mixture: rotary angles are computed from the sequence length, so a model built on the meta device
+needs nothing but its parameters.
 
 Position ids that restart inside a row separate documents: each has rotary positions of its own, and attention does not
 cross from one to another.
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atoll.base.errors import PlanError
+from atoll.runtime.models.mixture import FeedForward, MixtureConfig, MixtureFeedForward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,7 @@ class DecoderConfig:
 
     initial_std: standard deviation of the initial linear and embedding weights; the two linears of a layer that write
     to the residual stream start smaller, by 1/sqrt(2 * layers).
+    mixture: the experts that replace the feed-forward; None for a dense decoder.
     """
 
     vocabulary: int
@@ -42,6 +45,7 @@ class DecoderConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     initial_std: float = 0.02
+    mixture: MixtureConfig | None = None
 
     def __post_init__(self) -> None:
         problems = [
@@ -72,6 +76,8 @@ class DecoderConfig:
             )
         if self.heads % self.kv_heads:
             problems.append(f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}")
+        if self.mixture is not None and (problem := self.mixture.layer_problem(self.layers)) is not None:
+            problems.append(problem)
         return problems
 
     @property
@@ -155,31 +161,21 @@ class Attention(nn.Module):
         return projected.unflatten(-1, (-1, self.config.head_size)).transpose(1, 2)
 
 
-class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
-
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.gate = nn.Linear(config.hidden, config.ffn, bias=False)
-        self.up = nn.Linear(config.hidden, config.ffn, bias=False)
-        self.down = nn.Linear(config.ffn, config.hidden, bias=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Transform each position by itself: [B, S, hidden] -> [B, S, hidden]."""
-        return self.down(F.silu(self.gate(hidden)) * self.up(hidden))
-
-
 class DecoderLayer(nn.Module):
     """One pre-norm layer: [B, S, hidden] -> [B, S, hidden]."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, mixture: MixtureConfig | None = None) -> None:
         super().__init__()
         self.dropout = config.dropout
         # torch's RMSNorm squares and averages in fp32 for half precisions and in the input's dtype otherwise.
         self.attention_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.attention = Attention(config)
         self.feed_forward_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = (
+            FeedForward(config.hidden, config.ffn)
+            if mixture is None
+            else MixtureFeedForward(config.hidden, config.ffn, mixture)
+        )
 
     def forward(self, hidden: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Add the attention branch, then the feed-forward branch."""
@@ -213,7 +209,11 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocabulary, config.hidden)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.layers))
+        mixture = config.mixture
+        dense = config.layers if mixture is None else mixture.dense_layers
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, None if at < dense else mixture) for at in range(config.layers)
+        )
         self.head = Head(config)
         if config.tie_embeddings:
             self.head.output.weight = self.embed.weight

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
+from atoll.base.errors import PlanError
+from atoll.prediction.cost.mixture import MixtureConfig, Scoring
 from atoll.training.config.planning import divisors
 from atoll.training.config.section import Names, Natural, Positive, Probability, Section, join_or, raise_all
 
@@ -21,6 +24,50 @@ class DecoderOptions(Section):
     """base of the rotary position embedding"""
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     """epsilon of the RMSNorms"""
+    experts: Annotated[int, Field(ge=0, le=1000)] = 0
+    """experts of a layer, each a SwiGLU feed-forward, of which every token takes some; 0: a dense decoder"""
+    experts_per_token: Positive = 2
+    """experts that a token takes"""
+    expert_ffn: Positive | None = None
+    """inner width of an expert"""
+    shared_experts: Annotated[int, Field(ge=0, le=1000)] = 0
+    """experts that every token takes in addition"""
+    dense_layers: Annotated[int, Field(ge=0, le=1000)] = 0
+    """first layers that stay dense"""
+    scoring: Scoring = "softmax"
+    """score of an expert for a token: a softmax over the experts, or a sigmoid of each alone"""
+    normalise_weights: bool = True
+    """divide the weights of a token's experts by their sum"""
+    route_scale: Annotated[float, Field(gt=0)] = 1.0
+    """factor of the weights"""
+    groups: Positive = 1
+    """groups of experts, a divisor of `experts`"""
+    groups_per_token: Positive = 1
+    """groups, those with the best sums of two scores, among whose experts a token chooses"""
+    selection_bias: bool = False
+    """add a bias, zero at first, to the scores that choose the experts, but not to the weights"""
+
+    @property
+    def mixture(self) -> MixtureConfig | None:
+        """The experts of a layer; None if the decoder is dense. Raises PlanError for sizes that do not fit together."""
+        if not self.experts:
+            return None
+        return MixtureConfig(**{field.name: getattr(self, field.name) for field in fields(MixtureConfig)})
+
+    def problems(self, layers: int) -> list[str]:
+        """Return problems of these options together, in a decoder of so many layers."""
+        try:
+            mixture = self.mixture
+        except PlanError as error:
+            return [f"model.config.{line.strip()}" for line in str(error).splitlines()[1:]]
+        if mixture is not None:
+            problem = mixture.layer_problem(layers)
+            return [] if problem is None else [f"model.config.{problem}"]
+        useless = sorted(
+            self.model_fields_set.intersection(field.name for field in fields(MixtureConfig)) - {"experts"}
+        )
+        given = ", ".join(f"model.config.{key}" for key in useless)
+        return [f"{given}: of a mixture of experts; set model.config.experts too"] if useless else []
 
 
 class Model(Section):
@@ -30,9 +77,9 @@ class Model(Section):
     """"builtin", the decoder of `atoll.runtime.models`; "transformers:llama" or another family, from scratch; or the
     folder of a Hugging Face model: docs/models.md"""
     config: dict[str, Any] = Field(default_factory=dict)
-    """further options of the model. Of the builtin one `dropout` (0.0), `tie_embeddings` (true), `rope_theta` (10000.0)
-    and `norm_eps` (1e-5); of others, values that override the `transformers` configuration, where `attn_implementation`
-    chooses the attention"""
+    """further options of the model. Of the builtin one `dropout` (0.0), `tie_embeddings` (true), `rope_theta`
+    (10000.0), `norm_eps` (1e-5) and those of a mixture of experts: docs/models.md#mixture-of-experts; of others, values
+    that override the `transformers` configuration, where `attn_implementation` chooses the attention"""
     weights: str | None = None
     """a folder of safetensors or a checkpoint to start from, or "initial" for random weights; by default the weights in
     the source's folder if it has any"""
@@ -86,7 +133,8 @@ class Model(Section):
                     "under [model.config], by their names in transformers"
                 )
         else:
-            problems += DecoderOptions.problems_of(self.config, "model.config")
+            wrong = DecoderOptions.problems_of(self.config, "model.config")
+            problems += wrong or self.options.problems(self.layers)
         if self.hidden % self.heads:
             problems.append(
                 f"model.hidden = {self.hidden} is not a multiple of model.heads = {self.heads}; use hidden = "

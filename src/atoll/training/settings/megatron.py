@@ -158,6 +158,8 @@ def _model(subject: Subject, limits: list[str]) -> list[str]:
         limits.append(f"the sizes of {model.source!r}: take them from its configuration")
         return []
     options, grouped = model.options, model.kv_heads != model.heads
+    if options.experts:
+        limits.append("the mixture of experts: the flags are those of a dense model")
     return [
         f"--num-layers {model.layers}",
         f"--hidden-size {model.hidden}",

@@ -112,6 +112,9 @@ def _flavor(subject: Subject, limits: list[str]) -> str:
     if not model.is_builtin:
         limits.append(f"the model {model.source!r}: choose one of torchtitan's models and flavors")
         return "FLAVOR"
+    if model.options.experts:
+        limits.append("the mixture of experts: choose one of torchtitan's models with experts and its flavor")
+        return "FLAVOR"
     found = FLAVORS.get((model.hidden, model.layers, model.heads, model.kv_heads, model.ffn))
     if found is None:
         limits.append(

@@ -48,6 +48,7 @@ def build_as_stored(config: Config, vocabulary: int) -> tuple[nn.Module, list[st
 
 
 def _decoder(model: Model, vocabulary: int) -> Decoder:
+    options = model.options
     return Decoder(
         DecoderConfig(
             vocabulary=vocabulary,
@@ -56,7 +57,11 @@ def _decoder(model: Model, vocabulary: int) -> Decoder:
             heads=model.heads,
             kv_heads=model.kv_heads,
             ffn=model.ffn,
-            **model.options.model_dump(),
+            dropout=options.dropout,
+            tie_embeddings=options.tie_embeddings,
+            rope_theta=options.rope_theta,
+            norm_eps=options.norm_eps,
+            mixture=options.mixture,
         )
     )
 

@@ -1,5 +1,5 @@
-"""Prediction of a config's plan before it runs. No torch, unless the model is of `transformers`, some of its parameters
-are frozen, or the optimizer is not AdamW."""
+"""Prediction of a config's plan before it runs. No torch, unless the model is of `transformers` or has a mixture of
+experts, some of its parameters are frozen, or the optimizer is not AdamW."""
 
 from __future__ import annotations
 
@@ -177,6 +177,8 @@ def _sizes(config: Config, vocabulary: int, on_cpu: bool) -> Transformer | None:
         is_known = found.model_type in PREDICTED and not config.train.is_masked
         return transformer_of(found) if is_known else None
     model = config.model
+    if model.options.mixture is not None:
+        return None
     return Transformer.decoder(
         layers=model.layers,
         hidden=model.hidden,
