@@ -12,7 +12,8 @@ their first dimension, so checkpoints, edits and norms know them as they know ot
     weigh      each row by the router's weight, where its token is, and add up
 
 Ranks of a tensor-parallel group have the same tokens. Each exchanges and computes the pairs of its own experts, and the
-outputs are added up over the group, as are the gradients of hidden state and weights: no row is sent twice.
+outputs are added up over the group, as are the gradients of hidden state and weights: no row is sent twice. With
+`sequence_parallel` they have tokens of their own, and all e t ranks send each other rows.
 """
 
 from __future__ import annotations
@@ -26,8 +27,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from atoll.base.errors import PlanError
-from atoll.plans.layouts import Box
 from atoll.plans.plan import Plan
 from atoll.runtime.experts.exchange import Exchange
 from atoll.runtime.experts.grouped import GroupedWeight
@@ -46,7 +45,8 @@ EXCHANGES = 2
 class Experts:
     """The experts of a model under a plan.
 
-    mesh: the ranks that divide them; None if each has all.  tensor: the tensor-parallel ranks among these.
+    mesh: the ranks that divide them; None if each has all.  tensor: the tensor-parallel ranks among these, if they have
+    the same tokens.  axes: those of the mesh along which rows are exchanged.
     """
 
     blocks: tuple[Block, ...]
@@ -54,6 +54,7 @@ class Experts:
     transport: Transport
     mesh: DeviceMesh | None
     tensor: DeviceMesh | None
+    axes: tuple[str, ...]
     _divisions: list[Division] = field(default_factory=list)
 
     @staticmethod
@@ -62,14 +63,18 @@ class Experts:
         blocks, mesh = tuple(adapter.blocks()), plan.mesh
         check_division(blocks, mesh.expert, mesh.tensor)
         has_any = any(True for block in blocks for _ in experts_in(block))
-        if plan.sequence_parallel and has_any:
-            raise PlanError(
-                "sequence_parallel: each tensor-parallel rank would send the rows of its part of the sequence to "
-                "experts that the group divides, which is not built; turn it off, or use tensor = 1"
-            )
-        axes = [axis for axis, size in (("expert", mesh.expert), ("tp", mesh.tensor)) if size > 1]
-        is_divided = bool(axes) and has_any
-        return Experts(blocks, plan, transport, transport.mesh_along(*axes) if is_divided else None, tensor)
+        axes = tuple(axis for axis, size in (("expert", mesh.expert), ("tp", mesh.tensor)) if size > 1 and has_any)
+        exchanging = axes if plan.sequence_parallel else tuple(axis for axis in axes if axis == "expert")
+        if exchanging:
+            transport.open_swaps(*exchanging)
+        return Experts(
+            blocks,
+            plan,
+            transport,
+            transport.mesh_along(*axes) if axes else None,
+            None if plan.sequence_parallel or not has_any else tensor,
+            exchanging,
+        )
 
     @property
     def names(self) -> frozenset[str]:
@@ -86,7 +91,7 @@ class Experts:
     @property
     def exchanges(self) -> Mapping[int, int]:
         """For each block that exchanges rows, how often a forward does."""
-        if self.plan.mesh.expert == 1:
+        if not self.axes:
             return {}
         counts = {at: sum(1 for _ in experts_in(block)) for at, block in enumerate(self.blocks)}
         return {at: EXCHANGES * count for at, count in counts.items() if count}
@@ -112,7 +117,7 @@ class Experts:
         if self.mesh is None and not waits:
             return False
         owners = {id(p): (unit, name) for unit in units for name, p in unit.parameters.items()}
-        exchange = Exchange(self.transport, at) if self.plan.mesh.expert > 1 else None
+        exchange = Exchange(self.transport, self.axes, at) if self.axes else None
         any_waits = False
         for _, module in experts_in(self.blocks[at]):
             weights = {}
@@ -231,9 +236,3 @@ def _summed(part: Tensor, mesh: DeviceMesh | None) -> Tensor:
     return (
         DTensor.from_local(part, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
     )
-
-
-def local_experts(experts: int, plan: Plan, expert: int, tp: int) -> Box:
-    """The experts that the rank at a place has, as a box of [experts]."""
-    mesh = plan.mesh
-    return Box.part((experts,), 0, expert * mesh.tensor + tp, count=mesh.expert * mesh.tensor)

@@ -33,13 +33,12 @@ class Route:
 
 
 class Exchange:
-    """The ranks that divide the experts of one module. index: the block's, for the tags of messages."""
+    """The ranks, along some axes, that send each other rows. index: of the block, for the tags of messages."""
 
-    def __init__(self, transport: Transport, index: int) -> None:
-        place = transport.place
-        ranks = place.peers("expert")
+    def __init__(self, transport: Transport, axes: tuple[str, ...], index: int) -> None:
+        ranks = transport.place.peers(*axes)
         self._transport, self._index = transport, index
-        self.peers = Peers("expert", ranks, ranks.index(place.rank))
+        self.peers = Peers("expert", ranks, ranks.index(transport.place.rank))
 
     def route(self, counts: Tensor) -> Route:
         """Tell every rank how many rows of each of its experts come from this one. counts: [ranks, experts of a rank],

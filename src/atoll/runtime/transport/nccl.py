@@ -64,10 +64,11 @@ class Collective:
 #     world                 all                               that in which all ranks ask (`total_later`)
 #     island                those of one inter, with islands  an island's own, apart from the world's
 #     inter, intra, tp      along the axis                    the program's: the computing thread launches everything,
-#     expert, shard         the two parts of intra            jobs of lanes too; data-parallel peers compare programs
+#     shard                 those that share experts          jobs of lanes too; data-parallel peers compare programs
 #     link a -> b           a and b                           that of a's sends: b has to post its receives in it
 #     vocabulary link       hub and slice, by channel         the same, for one kind of message
 #     swap                  holders of whole matrices         the program's: swaps are jobs of the sync lane
+#     exchange              those that divide experts         the program's: the computation's own, within F and I
 #
 # Why a link has a communicator for each direction. Unbatched operations of one communicator run one after the other, in
 # the order in which a rank launches them. Suppose that both ends send first:
@@ -107,7 +108,7 @@ class NcclTransport(Transport):
         # world.py. A rank that left one out would leave the others waiting in the split.
         mesh = place.mesh
         seen: set[tuple[int, ...]] = set()
-        for axis in ("inter", "intra", "tp", *(("expert", "shard") if mesh.expert > 1 else ())):
+        for axis in ("inter", "intra", "tp", *(("shard",) if mesh.expert > 1 else ())):
             for rank in range(mesh.world):
                 ranks = mesh.place(rank).peers(axis)
                 # All members of a group get the same tuple: the first one makes the group for all.
@@ -245,7 +246,8 @@ class NcclTransport(Transport):
 
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, peers: Peers, tag: Tag) -> None:
         if peers.others:
-            dist.all_to_all_single(received, sent, group=self._axes[peers.ranks])
+            group = self._axes[peers.ranks] if peers.ranks in self._axes else self._swaps[peers.ranks]
+            dist.all_to_all_single(received, sent, group=group)
             self._count(peers.axis, peers.own(sent).nbytes * len(peers.others))
 
     def exchange_rows(
@@ -257,6 +259,6 @@ class NcclTransport(Transport):
         tag: Tag,
     ) -> None:
         out, into = (list(each) for each in counts)
-        dist.all_to_all_single(received, sent, into, out, group=self._axes[peers.ranks])
+        dist.all_to_all_single(received, sent, into, out, group=self._swaps[peers.ranks])
         own = sent.shape[1] * sent.itemsize
         self._count(peers.axis, own * (sum(out) - out[peers.index]))

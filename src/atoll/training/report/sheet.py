@@ -99,7 +99,7 @@ def predicted_sheet(prediction: Prediction, name: str, kind: str = "plan") -> Sh
         blocks=names,
         units={
             unit: _joined([names[at] for at in blocks])
-            for unit, (blocks, is_shared) in enumerate(prediction.ranks.shape.units)
+            for unit, (blocks, is_shared, _) in enumerate(prediction.ranks.shape.units)
             if blocks and not is_shared
         },
         notes=() if is_timed else ("No cluster is named, so seconds are not predicted: name one with --cluster.",),

@@ -1,0 +1,78 @@
+"""Experts divided over the ranks of a group: every layout and schedule gives one process's result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import nn
+
+from atoll.plans.layouts import EFFECTIVE
+from atoll.runtime.models import Decoder, DecoderConfig, MixtureConfig
+from atoll.testing.parity import Case, assert_parity
+from atoll.testing.tiny import TinyConfig
+
+MIXTURE = MixtureConfig(
+    experts=8, experts_per_token=3, expert_ffn=8, shared_experts=1, dense_layers=1, scoring="sigmoid", route_scale=2.5
+)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The built-in decoder with a mixture, as a recipe."""
+
+    config: MixtureConfig = MIXTURE
+
+    def build(self) -> Decoder:
+        sizes = {"vocabulary": 19, "layers": 4, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 24}
+        return Decoder(DecoderConfig(**sizes, mixture=self.config))
+
+    def batch(self, step: int, samples: int) -> dict[str, torch.Tensor]:
+        return TinyConfig(vocabulary=19).batch(step, samples)
+
+    def initialise(self, name: str, module: nn.Module) -> None:
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                residual = key == "down_proj" or name.endswith((".attention.output", ".down"))
+                parameter.normal_(std=0.02 / 8**0.5 if residual else 0.02)
+
+
+PAIR = Case(intra=2, expert=2, microbatches=4, steps=2, model=Mixture())
+
+
+@pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
+def test_every_layout(layout: str) -> None:
+    assert_parity(replace(PAIR, layout=layout, inter=2))
+
+
+@pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
+def test_every_layout_where_two_ranks_share_experts(layout: str) -> None:
+    assert_parity(replace(PAIR, layout=layout, intra=4))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "breadth-first"])
+@pytest.mark.parametrize("layout", ["NNG", "GGG"])
+def test_schedules(layout: str, schedule: str) -> None:
+    assert_parity(replace(PAIR, layout=layout, pipeline=2, schedule=schedule))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("intra", [1, 2])
+@pytest.mark.parametrize("layout", ["NNG", "IIG", "GGG"])
+def test_tensor_parallel_ranks_divide_experts_too(layout: str, intra: int, sequence_parallel: bool) -> None:
+    case = replace(PAIR, layout=layout, intra=intra, expert=intra, tensor=2, sequence_parallel=sequence_parallel)
+    assert_parity(case)
+
+
+@pytest.mark.parametrize("layout", ["NNG", "GGG"])
+def test_weight_gradients_wait_for_w_without_an_expert_axis(layout: str) -> None:
+    assert_parity(replace(PAIR, layout=layout, intra=1, expert=1, pipeline=2, schedule="zb-h1"))
+
+
+@pytest.mark.parametrize("experts", ["GGG", "NNG", "III"])
+@pytest.mark.parametrize("layout", ["NNG", "GGG"])
+def test_experts_have_a_layout_of_their_own(layout: str, experts: str) -> None:
+    assert_parity(replace(PAIR, layout=layout, expert_layout=experts, inter=2))
