@@ -168,22 +168,19 @@ class Division:
             pairs = pairs[(experts // self._each) % self._tensors == at]
             counts = counts[:, at]
         counts = counts.reshape(self._groups, self._each)
-        rows = hidden[pairs // k]
+        tokens_of_pairs = pairs // k
         if self._exchange is None:
-            own = counts[0].tolist()
-            out = self._compute(rows, own)
+            own: Sequence[int] = counts[0].tolist()
+            out = self._compute(hidden.index_select(0, tokens_of_pairs), own)
         else:
             route = self._exchange.route(counts.contiguous())
-            arrived = self._exchange.dispatch(rows, route)
-            order, own = _by_expert(route.counts, rows.device)
-            out = self._compute(arrived[order], own)
-            out = self._exchange.combine(_put_back(out, order), route)
+            own = route.experts
+            out = self._compute(self._exchange.dispatch(hidden, tokens_of_pairs, route), own)
+            out = self._exchange.combine(out, route)
         self.rows += sum(own)
-        weighed = out * weights.reshape(-1)[pairs, None]
+        weighed = out * weights.reshape(-1).index_select(0, pairs)[:, None]
         if self._tensors == 1:
-            back = torch.empty_like(pairs)
-            back[pairs] = torch.arange(len(pairs), device=pairs.device)
-            every = weighed[back]
+            every = weighed.index_select(0, torch.argsort(pairs))
         else:
             every = weighed.new_zeros(tokens * k, weighed.shape[1]).index_copy(0, pairs, weighed)
         total = every.view(tokens, k, -1).sum(1)
@@ -204,22 +201,6 @@ class Division:
         own: Tensor = bias.to_local() if isinstance(bias, DTensor) else bias
         each = torch.tensor(counts, device=rows.device)
         return rows + own.repeat_interleave(each, dim=0, output_size=rows.shape[0])
-
-
-def _by_expert(counts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, list[int]]:
-    """Return the order that sorts rows by expert which are sorted by rank, and then by expert; and the rows of each
-    expert."""
-    table = torch.tensor(counts)
-    experts = torch.arange(table.shape[1]).repeat(table.shape[0])
-    order = torch.sort(experts.repeat_interleave(table.view(-1)), stable=True).indices
-    return order.to(device, non_blocking=True), table.sum(0).tolist()
-
-
-def _put_back(rows: Tensor, order: Tensor) -> Tensor:
-    """Return rows in the order that they had before they were sorted."""
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
-    return rows[back]
 
 
 def _copied(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
