@@ -187,6 +187,28 @@ def test_a_process_that_says_goodbye_is_not_missed() -> None:
         monitor.close()
 
 
+def test_a_rank_that_closes_its_connection_to_connect_again_is_not_missed() -> None:
+    """Past bug: a monitor that answered too late, and then saw that the connection had ended, ended the run."""
+    clock = Clock()
+    monitor = Monitor(1, host="127.0.0.1", limit=60.0, clock=clock, sleep=clock.pause)
+    rank, goes_on = Watch(monitor.address, 0, 1), threading.Event()
+    try:
+        assert rank.is_heard()
+        monitor._loop.call_soon_threadsafe(goes_on.wait)
+        with pytest.raises(TimeoutError):
+            rank._ask(beat(60.0), seconds=0.01)
+        goes_on.set()
+        wait_until(lambda: not monitor._open)
+        assert not monitor._missed
+        clock.advance(GONE_SECONDS + 0.5)
+        assert monitor.failure is None
+        rank.stop()  # it connects again to say goodbye
+        wait_until(lambda: 0 in monitor._left)
+    finally:
+        goes_on.set()
+        monitor.close()
+
+
 WAITS = """
 from atoll.runtime import failure
 failure.RUNTIME = "<string>"  # this code counts as the runtime's: whoever is in it waits for others

@@ -184,10 +184,11 @@ class Watch:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=2 * ANSWERED_SECONDS)
+        if self._address is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._ask({"bye": True})
         with self._lock:
             if self._connection is not None:
-                with contextlib.suppress(OSError, ValueError):
-                    self._connection.ask({"bye": True})
                 self._connection.close()
         if self.hosts is not None:
             self.hosts.close()
@@ -438,6 +439,9 @@ class _Connection:
         return words
 
     def close(self) -> None:
+        """Close it with a last word: otherwise its end would mean to the monitor that this process has died."""
+        with contextlib.suppress(OSError):
+            self._write({"again": True})
         self._file.close()
         self._socket.close()
 
