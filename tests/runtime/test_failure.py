@@ -209,6 +209,36 @@ def test_a_rank_that_closes_its_connection_to_connect_again_is_not_missed() -> N
         monitor.close()
 
 
+def test_a_monitor_that_was_late_itself_reads_what_was_sent_before_it_judges() -> None:
+    """Past bug: after a pause of its own process all ranks were silent."""
+    clock, looks = Clock(), 0
+
+    async def pause(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        await clock.pause(seconds)
+
+    monitor = Monitor(1, host="127.0.0.1", limit=60.0, clock=clock, sleep=pause)
+
+    def failure_after(seconds: float) -> dict[str, Any] | None:
+        before = looks
+        clock.advance(seconds)
+        wait_until(lambda: looks > before or monitor.failure is not None)
+        return monitor.failure
+
+    try:
+        wait_until(lambda: looks > 0)
+        monitor.answer(0, beat(60.0))
+        assert failure_after(100.0) is None
+        monitor.answer(0, beat(60.0))
+        assert not any(failure_after(SILENT_SECONDS) for _ in range(20))
+        found = failure_after(BEAT_SECONDS)
+        assert found is not None
+        assert "rank 0 sent no heartbeat for 60 s" in found["message"]
+    finally:
+        monitor.close()
+
+
 WAITS = """
 from atoll.runtime import failure
 failure.RUNTIME = "<string>"  # this code counts as the runtime's: whoever is in it waits for others

@@ -334,8 +334,12 @@ class Monitor:
     async def _judge(self) -> None:
         """Find a late rank, request its stack, and report the verdict."""
         while self.failure is None:
+            before = self._clock()
             await self._sleep(BEAT_SECONDS)
             states, now = dict(self._states), self._clock()
+            if now - before > SILENT_SECONDS:  # this process was late itself: first it reads what it has not heard
+                await self._sleep(SILENT_SECONDS)
+                continue
             found = judge(states, now, self._limit)
             if found is None:
                 continue
