@@ -187,6 +187,13 @@ def test_a_process_that_says_goodbye_is_not_missed() -> None:
         monitor.close()
 
 
+def test_a_rank_is_heard_before_it_goes_on(monitor: Monitor) -> None:
+    """Past bug: a rank that stopped within a quarter of a second was not known, had a minute to start, and gloo gave up
+    first."""
+    watch(monitor, 1).start()
+    assert monitor._states[1].pid == os.getpid()
+
+
 def test_a_rank_that_closes_its_connection_to_connect_again_is_not_missed() -> None:
     """Past bug: a monitor that answered too late, and then saw that the connection had ended, ended the run."""
     clock = Clock()

@@ -172,8 +172,10 @@ class Watch:
         self._in_thread = threading.main_thread().ident or 0
 
     def start(self) -> Watch:
-        """Start to watch."""
+        """Start to watch, once the monitor has heard this rank: one that stops at once is known by its process."""
         if self._address is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._ask({"beat": self._beat_of(None)}, min(LONGEST_SECONDS, self._limit or LONGEST_SECONDS))
             self._thread.start()
         return self
 
