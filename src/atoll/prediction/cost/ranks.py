@@ -3,15 +3,16 @@ without torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from atoll.base.errors import PlanError
 from atoll.plans.ir import Placement, Schedule, lower
 from atoll.plans.layouts import ITEM_BYTES
-from atoll.plans.plan import Place, Plan
+from atoll.plans.plan import Place, Plan, View
 from atoll.plans.stages import BlockWeight, split_blocks
+from atoll.prediction.cost.kernels import Kernel, Product
 from atoll.prediction.cost.segments import Segments, model_shape, segments_of
 from atoll.prediction.cost.slices import Slices, VocabularySlices
 from atoll.prediction.cost.work import BlockOf, Use, Work, Workload
@@ -24,6 +25,11 @@ def _split(
 ) -> tuple[range, ...]:
     """Split blocks like `split_blocks`, cached for plans that differ in other choices."""
     return split_blocks(weights, placement, layers_per_stage=layers_per_stage)
+
+
+def _flops(kernels: Iterable[Kernel]) -> float:
+    """Return the operations of products."""
+    return sum(kernel.flops for kernel in kernels if isinstance(kernel, Product))
 
 
 @dataclass(frozen=True)
@@ -145,18 +151,26 @@ class Ranks:
         return model_shape(self)
 
     @cached_property
-    def weighed_with(self) -> Mapping[int, int]:
-        """For each block with matrices, the unit whose W computes their gradients; none if there is one stage."""
-        units, shared = self.shape.units, self.shared
-        return {
-            at: next(
-                unit
-                for unit in self.shape.units_of[at]
-                if units[unit].is_shared == (at in self.ends and work.matrices == shared)
-            )
-            for at, work in enumerate(self.works)
-            if work.matrices and self.is_split
-        }
+    def weighed_with(self) -> Mapping[int, Mapping[int, float]]:
+        """For each block with matrices, the units whose W computes their gradients, and the share of its W that each
+        has; none if there is one stage."""
+        works = enumerate(self.works)
+        return {at: dict(self._weighed(at, work)) for at, work in works if work.matrices and self.is_split}
+
+    def _weighed(self, block: int, work: Work) -> Iterator[tuple[int, float]]:
+        units, is_shared = self.shape.units, block in self.ends and work.matrices == self.shared
+        apart = _flops(work.expert_weights) / _flops(work.weights) if work.expert_weights and self.plan.divides_experts else 0.0
+        share = {View.DENSE: 1.0 - apart, View.EXPERTS: apart}
+        for unit in self.shape.units_of[block]:
+            view = units[unit].view
+            if units[unit].is_shared == is_shared and share[view]:
+                yield unit, share[view]
+
+    def kept_for(self, unit: int, block: int) -> int:
+        """Return the bytes that a block keeps from I to the W of a unit."""
+        work = self.works[block]
+        apart = work.kept_for_experts if self.plan.divides_experts else 0
+        return apart if self.shape.units[unit].view is View.EXPERTS else work.kept_for_weights - apart
 
     @property
     def message_bytes(self) -> int:
