@@ -74,8 +74,8 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A collective over the tensor-parallel group, of a whole buffer of `nbytes`; or over the ranks that divide experts,
-    an all-to-all of so many bytes of each of them, after the numbers of rows."""
+    """A collective over the tensor-parallel group, of a whole buffer of `nbytes`; or an all-to-all over the ranks that
+    divide experts, of so many bytes of each of them, after the numbers of rows."""
 
     kind: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
     nbytes: float

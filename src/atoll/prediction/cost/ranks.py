@@ -159,7 +159,11 @@ class Ranks:
 
     def _weighed(self, block: int, work: Work) -> Iterator[tuple[int, float]]:
         units, is_shared = self.shape.units, block in self.ends and work.matrices == self.shared
-        apart = _flops(work.expert_weights) / _flops(work.weights) if work.expert_weights and self.plan.divides_experts else 0.0
+        apart = (
+            _flops(work.expert_weights) / _flops(work.weights)
+            if work.expert_weights and self.plan.divides_experts
+            else 0.0
+        )
         share = {View.DENSE: 1.0 - apart, View.EXPERTS: apart}
         for unit in self.shape.units_of[block]:
             view = units[unit].view

@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from atoll.prediction.cost.ends import Embedding, HeadBlock
+from atoll.prediction.cost.experts import Mixture
 from atoll.prediction.cost.implementation import DECODER, DECODER_ON_CPU, MEGATRON, Implementation
+from atoll.prediction.cost.latent import Latent
 from atoll.prediction.cost.layer import TransformerLayer
 from atoll.prediction.cost.vocabulary import EmbeddingSlice, HeadSlice, LookedUp, Scored
 from atoll.prediction.cost.work import BlockOf, VocabularyRows, Workload
@@ -20,7 +22,9 @@ class Transformer:
     products, as SwiGLU.  norm: parameters of a norm, an element of the hidden size.  biases: whether
     linear layers have them, or "qkv" for those of queries, keys and values alone.  positions: rows of a learned
     embedding of positions.  rotary: positions rotate queries and keys.
-    head_norms: whether queries and keys are normalized per head.
+    head_norms: whether queries and keys are normalized, "head" by head or over "all" of them.
+    sinks: whether each head of attention has a logit of its own.
+    latent: where queries, keys and values come from latent vectors.  mixture: experts in place of the feed-forward.
     order: "pre" normalizes before attention and before the feed-forward, "post" their sums with the residual;
     "parallel" adds both to the same residual.
     types: rows of an embedding of token types, which is followed by a norm.
@@ -44,7 +48,10 @@ class Transformer:
     tied: bool = False
     dropout: bool = False
     causal: bool = True
-    head_norms: bool = False
+    head_norms: Literal["head", "all"] | None = None
+    sinks: bool = False
+    latent: Latent | None = None
+    mixture: Mixture | None = None
     order: Literal["pre", "post", "parallel"] = "pre"
     types: int = 0
     transform: bool = False
@@ -123,6 +130,23 @@ class Transformer:
         return self.hidden // self.heads if self.width is None else self.width
 
     @property
+    def values(self) -> int:
+        """Number of elements of a token's values."""
+        return self.keys if self.latent is None else self.heads * self.latent.values
+
+    @property
+    def attended(self) -> int:
+        """Number of elements of attention's output."""
+        return self.queries if self.latent is None else self.values
+
+    @property
+    def attention(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of the linear layers of attention, the last one at its end."""
+        if self.latent is not None:
+            return self.latent.linear(self.hidden, self.heads, self.head_width)
+        return {"qkv": (self.hidden, self.queries + 2 * self.keys), "out": (self.queries, self.hidden)}
+
+    @property
     def up(self) -> int:
         """Number of outputs of the first part of the feed-forward."""
         return self.ffn * (2 if self.gated else 1)
@@ -142,10 +166,13 @@ class Transformer:
 
     def _around_layers(self, first: BlockOf, last: BlockOf, rows: int) -> Workload:
         """Return the workload of layers between two ends. rows: of the head that its block multiplies by."""
-        layers = [TransformerLayer(f"layers.{at}", self) for at in range(self.layers)]
+        dense = () if self.mixture is None else self.mixture.dense
+        plain = replace(self, mixture=None)
+        layers = [TransformerLayer(f"layers.{at}", plain if at in dense else self) for at in range(self.layers)]
         head = rows * self.hidden + (self.hidden**2 if self.transform else 0)
-        costs = (0.0, *[3.0 * layers[0].matrices] * self.layers, 3.0 * head)
-        return Workload(self.name, (first, *layers, last), range(1, self.layers + 1), costs=costs)
+        costs = (0.0, *(3.0 * layer.cost for layer in layers), 3.0 * head)
+        blocks, every = (first, *layers, last), range(1, self.layers + 1)
+        return Workload(self.name, blocks, every, costs=costs, mixture=self.mixture)
 
     @property
     def parameters(self) -> int:
