@@ -34,7 +34,7 @@ class Mixture:
 
     chosen: experts that a token takes, of `experts`.  ffn: inner width of an expert.  shared: inner width of what every
     token takes besides, 0 if nothing.  weighs_shared: whether a gate weighs that.  dense: layers with a feed-forward
-    instead.  biases: whether router and experts have biases.
+    instead.  biases: whether router and experts have biases.  has_precise_router: whether it multiplies in fp32.
     """
 
     experts: int
@@ -44,6 +44,7 @@ class Mixture:
     weighs_shared: bool = False
     dense: tuple[int, ...] = ()
     biases: bool = False
+    has_precise_router: bool = False
 
     @property
     def break_even(self) -> float:
@@ -237,6 +238,8 @@ class MixtureWork:
         """Yield the tensors that F saves, without its input."""
         m, i, tokens = self.mixture, self.use.item, self.use.tokens
         results, sent, rows = self.sizes.implementation.results, self.sent, self.rows
+        if m.has_precise_router and i < 4:
+            yield Saved("router's input in fp32", 4 * (tokens + m.experts) * self.sizes.hidden, "I")
         yield Saved("router's scores", 4 * tokens * m.experts, "I")
         yield Saved("router's weights", (_INDEX + 8) * tokens * m.chosen, "I")
         yield Saved("order of rows", int(3 * _INDEX * sent + i * sent), "I")

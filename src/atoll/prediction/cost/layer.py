@@ -214,7 +214,7 @@ class TransformerLayer:
         s, i = self.sizes, use.item
         heads, length = use.samples * s.heads // self._heads_over(use), use.sequence
         value_width = s.head_width if s.latent is None else s.latent.values
-        if use.attention != "eager":
+        if not s.is_eager(use):
             width = (s.queries + s.keys + s.values + s.attended) // self._heads_over(use)
             share = 0.5 if s.causal else 1.0
             flops = 2.0 * share * heads * length * length * (s.head_width + value_width)
@@ -357,7 +357,7 @@ class TransformerLayer:
     def _saved_by_attention(self, use: Use) -> Iterator[Saved]:
         """Return the tensors saved between the linear layers of attention."""
         s, i, tokens, t = self.sizes, use.item, use.tokens, self._heads_over(use)
-        how, is_eager = s.implementation, use.attention == "eager"
+        how, is_eager = s.implementation, s.is_eager(use)
         for name, width in s.latent.normalized if s.latent else ():
             yield from how.saved_by_norm(use, f"norm of {name}", tokens * width, width, is_kept=False)
             yield Saved(f"{name}, normalized", i * tokens * width, "W")
@@ -423,7 +423,7 @@ class TransformerLayer:
         memory."""
         s = self.sizes
         is_repeated = s.implementation.repeats_keys and s.queries != s.keys
-        return use.attention == "eager" and (use.samples > 1 or is_repeated)
+        return s.is_eager(use) and (use.samples > 1 or is_repeated)
 
     def _is_slice(self, use: Use) -> bool:
         """Return True if values are a part of a larger product, which is saved as a whole."""

@@ -10,8 +10,9 @@ from atoll.prediction.cost.experts import Mixture
 from atoll.prediction.cost.implementation import DECODER, DECODER_ON_CPU, MEGATRON, Implementation
 from atoll.prediction.cost.latent import Latent
 from atoll.prediction.cost.layer import TransformerLayer
+from atoll.prediction.cost.mixture import MixtureConfig
 from atoll.prediction.cost.vocabulary import EmbeddingSlice, HeadSlice, LookedUp, Scored
-from atoll.prediction.cost.work import BlockOf, VocabularyRows, Workload
+from atoll.prediction.cost.work import BlockOf, Use, VocabularyRows, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,7 @@ class Transformer:
     linear layers have them, or "qkv" for those of queries, keys and values alone.  positions: rows of a learned
     embedding of positions.  rotary: positions rotate queries and keys.
     head_norms: whether queries and keys are normalized, "head" by head or over "all" of them.
-    sinks: whether each head of attention has a logit of its own.
+    sinks: whether each head of attention has a logit of its own.  eager: whether attention is eager by default.
     latent: where queries, keys and values come from latent vectors.  mixture: experts in place of the feed-forward.
     order: "pre" normalizes before attention and before the feed-forward, "post" their sums with the residual;
     "parallel" adds both to the same residual.
@@ -50,6 +51,7 @@ class Transformer:
     causal: bool = True
     head_norms: Literal["head", "all"] | None = None
     sinks: bool = False
+    eager: bool = False
     latent: Latent | None = None
     mixture: Mixture | None = None
     order: Literal["pre", "post", "parallel"] = "pre"
@@ -96,13 +98,25 @@ class Transformer:
 
     @staticmethod
     def decoder(*, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocabulary: int, tied: bool = False,
-                dropout: bool = False, on_cpu: bool = False) -> Transformer:  # fmt: skip
+                dropout: bool = False, on_cpu: bool = False,
+                mixture: MixtureConfig | None = None) -> Transformer:  # fmt: skip
         """Return Atoll's own decoder, with the tensors that its code saves on CUDA or on the CPU."""
         sizes = Transformer.llama(
             layers=layers, hidden=hidden, heads=heads, ffn=ffn, vocabulary=vocabulary, kv_heads=kv_heads, tied=tied
         )
         implementation = DECODER_ON_CPU if on_cpu else DECODER
-        return replace(sizes, name="decoder", dropout=dropout, implementation=implementation)
+        experts = None
+        if mixture is not None:
+            inner = ffn if mixture.expert_ffn is None else mixture.expert_ffn
+            experts = Mixture(
+                experts=mixture.experts,
+                chosen=mixture.experts_per_token,
+                ffn=inner,
+                shared=mixture.shared_experts * inner,
+                dense=tuple(range(mixture.dense_layers)),
+                has_precise_router=True,
+            )
+        return replace(sizes, name="decoder", dropout=dropout, mixture=experts, implementation=implementation)
 
     @staticmethod
     def bert(*, layers: int, hidden: int, heads: int, vocabulary: int, positions: int,
@@ -138,6 +152,10 @@ class Transformer:
     def attended(self) -> int:
         """Number of elements of attention's output."""
         return self.queries if self.latent is None else self.values
+
+    def is_eager(self, use: Use) -> bool:
+        """Return True if attention is eager."""
+        return self.eager if use.attention is None else use.attention == "eager"
 
     @property
     def attention(self) -> dict[str, tuple[int, int]]:

@@ -80,6 +80,7 @@ def _routed(config: Any) -> Mixture:
         ffn=config.moe_intermediate_size,
         shared=config.moe_intermediate_size * (config.n_shared_experts or 0),
         dense=tuple(range(config.first_k_dense_replace)),
+        has_precise_router=True,
     )
 
 
@@ -112,7 +113,8 @@ def _deepseek(config: Any) -> Transformer:
 
 
 def _gpt_oss(config: Any) -> Transformer:
-    """Return the sizes of gpt-oss. Its layers that attend to a window are counted as if they attended to all tokens."""
+    """Return the sizes of gpt-oss. Its attention is eager unless a fused one with sinks is set. Layers that attend to a
+    window are counted as if they attended to all tokens."""
     experts = Mixture(
         experts=config.num_local_experts,
         chosen=config.num_experts_per_tok,
@@ -124,6 +126,7 @@ def _gpt_oss(config: Any) -> Transformer:
         experts,
         biases=config.attention_bias,
         sinks=True,
+        eager=True,
         implementation=replace(LLAMA, results=_CLAMPED),
     )
 

@@ -19,13 +19,9 @@ def transformer_of(config: Any) -> Transformer:
 
     config: a `DecoderConfig`, or a configuration of transformers of a family in `FAMILIES`.
 
-    Raises ConfigError for other families and a mixture of experts, and for options that change what a layer computes.
+    Raises ConfigError for other families, and for options that change what a layer computes.
     """
     if isinstance(config, DecoderConfig):
-        if config.mixture is not None:
-            raise ConfigError(
-                "no formulas for a decoder with a mixture of experts; atoll.runtime.models.count(model) counts it"
-            )
         return _decoder(config)
     kind = str(getattr(config, "model_type", type(config).__name__))
     if kind not in FAMILIES:
@@ -95,6 +91,7 @@ def _decoder(config: DecoderConfig) -> Transformer:
         vocabulary=config.vocabulary,
         tied=config.tie_embeddings,
         dropout=config.dropout > 0,
+        mixture=config.mixture,
     )
 
 
