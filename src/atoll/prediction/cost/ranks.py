@@ -63,7 +63,10 @@ class Ranks:
     def works(self) -> tuple[Work, ...]:
         """The work of each block. Blocks before the first trained one have no backward, and keep nothing for one."""
         whole, first = self._whole_works, self.first_trained
-        frozen = (replace(work, backward=(), weights=(), expert_weights=(), saved=(), pending=(), again=()) for work in whole[:first])
+        frozen = (
+            replace(work, backward=(), weights=(), expert_weights=(), saved=(), pending=(), again=())
+            for work in whole[:first]
+        )
         return *frozen, *whole[first:]
 
     @cached_property

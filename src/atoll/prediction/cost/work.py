@@ -203,6 +203,11 @@ class Workload:
         return sum(work.parameters for work in self._works) - self.shared
 
     @property
+    def experts(self) -> int:
+        """Number of experts of a layer; 0 if there are none, or if they are not known."""
+        return 0 if self.mixture is None else self.mixture.experts
+
+    @property
     def active(self) -> int:
         """The same with those experts alone that a token takes."""
         if self.mixture is None:

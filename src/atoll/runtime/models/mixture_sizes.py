@@ -41,9 +41,7 @@ def _decoder(config: Any, mixture: Mixture, **options: Any) -> Transformer:
 
 def _mixtral(config: Any) -> Transformer:
     """Return the sizes of Mixtral."""
-    experts = Mixture(
-        experts=config.num_local_experts, chosen=config.num_experts_per_tok, ffn=config.intermediate_size
-    )
+    experts = Mixture(experts=config.num_local_experts, chosen=config.num_experts_per_tok, ffn=config.intermediate_size)
     return _decoder(config, experts)
 
 
