@@ -3,6 +3,7 @@ without torch."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -12,11 +13,11 @@ from atoll.plans.ir import Placement, Schedule, lower
 from atoll.plans.layouts import ITEM_BYTES
 from atoll.plans.plan import Place, Plan, View
 from atoll.plans.stages import BlockWeight, split_blocks
-from atoll.prediction.cost.kernels import Kernel, Product
+from atoll.prediction.cost.kernels import Exchange, Kernel, Product
 from atoll.prediction.cost.segments import Segments, model_shape, segments_of
 from atoll.prediction.cost.slices import Slices, VocabularySlices
 from atoll.prediction.cost.work import BlockOf, Use, Work, Workload
-from atoll.program import ModelShape, Program, Programs, RankShape, lower_row
+from atoll.program import Do, ModelShape, Program, Programs, RankShape, lower_row
 
 
 @lru_cache(maxsize=256)
@@ -204,6 +205,23 @@ class Ranks:
     def segments(self) -> tuple[Segments, ...]:
         """The segments of each pipeline rank, by unit: its sizes, of which the rest of its description follows."""
         return tuple(segments_of(self, rank) for rank in range(self.plan.mesh.pipeline))
+
+    def sent_inside(self, rank: int) -> dict[tuple[str, str], tuple[int, float]]:
+        """Return the number of collectives within blocks of a pipeline rank in a step, and the bytes that they send, by
+        axis and field of `Breakdown`."""
+        sizes = {"tp": self.plan.mesh.tensor, "expert": self.plan.mesh.expert}
+        found: dict[tuple[str, str], tuple[int, float]] = {}
+        if max(sizes.values()) == 1:
+            return found
+        times = Counter((do, of) for do, _, of, _ in self.programs.ranks[rank].instructions if do in (Do.F, Do.I))
+        for (do, of), count in times.items():
+            work = self.works[of]
+            kernels = work.forward if do is Do.F else (*work.backward, *work.weights)
+            for each in (kernel for kernel in kernels if isinstance(kernel, Exchange) and sizes[kernel.axis] > 1):
+                key = each.axis, "tensor" if each.axis == "tp" else "exchanges"
+                before, nbytes = found.get(key, (0, 0.0))
+                found[key] = before + count, nbytes + count * each.sent(sizes[each.axis])
+        return found
 
     # ---- programs
 
