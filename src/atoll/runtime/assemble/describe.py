@@ -117,8 +117,8 @@ class Nowhere(Transport):
         _refuse()
 
     def exchange_rows(
-        self, sent: Tensor, received: Tensor, counts: tuple[Sequence[int], Sequence[int]], peers: Peers, tag: Tag
-    ) -> None:
+        self, sent: Tensor, counts: tuple[Sequence[int], Sequence[int]], peers: Peers, tag: Tag
+    ) -> AbstractContextManager[list[Tensor]]:
         _refuse()
 
     def total_later(self, values: Tensor) -> Later:

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from atoll.plans.plan import Plan
 from atoll.runtime.experts.exchange import Exchange
 from atoll.runtime.experts.grouped import GroupedWeight
-from atoll.runtime.experts.kinds import check_division, experts_in, weight_of
+from atoll.runtime.experts.kinds import Kind, check_division, experts_in, kind_of
 from atoll.runtime.models import Adapter, Block
 from atoll.runtime.pipeline.deferred import Collector
 from atoll.runtime.sharding.tensors import Spread
@@ -107,7 +107,21 @@ class Experts:
                 parts = DTensor.from_local(own, self.mesh, [Shard(0)], run_check=False)
                 module.register_parameter(key, nn.Parameter(parts, requires_grad=parameter.requires_grad))
                 found[f"{name}.{key}"] = Spread.SPLIT
+            if self.plan.mesh.tensor > 1:
+                found.update(self._beside(at, name, module))
         return found
+
+    def _beside(self, at: int, name: str, module: nn.Module) -> dict[str, Spread]:
+        """Prepare what is computed beside divided experts in a tensor-parallel group; return what becomes of its
+        parameters, whose gradients are those of a rank's own experts."""
+        kind = kind_of(module)
+        if kind is not None and kind.takes_all:
+            block = self.blocks[at]
+            parent = block.module.get_submodule(name.rpartition(".")[0].removeprefix(block.name).removeprefix("."))
+            for child in parent.children():
+                child.register_forward_hook(_writable)
+        inside = (key for key, _ in module.named_parameters() if "." in key)
+        return {f"{name}.{key}": Spread.SUMMED for key in inside}
 
     def install(self, at: int, units: Sequence[Unit], collector: Collector, *, waits: bool) -> bool:
         """Replace the forward of a block's experts where the ranks divide them, or their weights' gradients wait for W.
@@ -120,13 +134,16 @@ class Experts:
         exchange = Exchange(self.transport, self.axes, at) if self.axes else None
         any_waits = False
         for _, module in experts_in(self.blocks[at]):
-            weights = {}
-            for key in (weight_of(module), "down_proj"):
+            kind = kind_of(module)
+            assert kind is not None, "it is experts"
+            weights = []
+            for key in (kind.first, "down_proj"):
                 parameter = module.get_parameter(key)
                 owner = owners.get(id(parameter)) if parameter.requires_grad else None
-                weights[key] = GroupedWeight(module, key, owner, collector, waits=waits)
+                grouped = GroupedWeight(module, key, owner, collector, is_transposed=kind.is_transposed, waits=waits)
+                weights.append(grouped)
                 any_waits |= waits and owner is not None
-            self._divisions.append(Division(module, weights, exchange, self.tensor))
+            self._divisions.append(Division(module, kind, weights, exchange=exchange, tensor=self.tensor))
         return any_waits
 
 
@@ -140,24 +157,34 @@ class Division:
     def __init__(
         self,
         module: Any,
-        weights: Mapping[str, GroupedWeight],
+        kind: Kind,
+        weights: Sequence[GroupedWeight],
+        *,
         exchange: Exchange | None,
         tensor: DeviceMesh | None,
     ) -> None:
-        self._module, self._exchange, self._tensor = module, exchange, tensor
-        first, self._down = weights.values()
-        self._up, self._weight = first, weight_of(module)
+        self._module, self._kind, self._exchange, self._tensor = module, kind, exchange, tensor
+        self._up, self._down = weights
         self._experts = module.num_experts
         self._groups = 1 if exchange is None else len(exchange.peers.ranks)
         self._tensors = 1 if tensor is None else tensor.size()
         self._each = self._experts // (self._groups * self._tensors)
         self.rows = 0
-        module.forward = self.forward
+        module.forward = self.forward_of_all if kind.takes_all else self.forward
 
     @torch.compiler.disable
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Compute the experts of all tokens: [T, H], with k experts for each, [T, k], and their weights."""
-        hidden, weights = _copied(hidden_states, self._tensor), _copied(top_k_weights, self._tensor)
+    def forward_of_all(self, hidden_states: Tensor) -> Tensor:
+        """Compute rows [E T, H] of all tokens for each expert in turn: those that are not zero; see `Kind`."""
+        rows = (hidden_states.detach() != 0).any(-1).nonzero().squeeze(-1)
+        index = rows // (hidden_states.shape[0] // self._experts)
+        out = self.forward(hidden_states[rows], index[:, None], None)
+        return torch.zeros_like(hidden_states).index_copy(0, rows, out)
+
+    @torch.compiler.disable
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None) -> Tensor:
+        """Compute the experts of all tokens: [T, H], with k experts for each, [T, k], and their weights, if they have
+        any."""
+        hidden = _copied(hidden_states, self._tensor)
         tokens, k = top_k_index.shape
         # Sorted by expert, so by rank: all rows of a rank are one range, and in it those of an expert.
         experts, pairs = torch.sort(top_k_index.reshape(-1), stable=True)
@@ -168,22 +195,21 @@ class Division:
             pairs = pairs[(experts // self._each) % self._tensors == at]
             counts = counts[:, at]
         counts = counts.reshape(self._groups, self._each)
-        rows = hidden[pairs // k]
+        tokens_of_pairs = pairs // k
         if self._exchange is None:
-            own = counts[0].tolist()
-            out = self._compute(rows, own)
+            own: Sequence[int] = counts[0].tolist()
+            out = self._compute(hidden.index_select(0, tokens_of_pairs), own)
         else:
             route = self._exchange.route(counts.contiguous())
-            arrived = self._exchange.dispatch(rows, route)
-            order, own = _by_expert(route.counts, rows.device)
-            out = self._compute(arrived[order], own)
-            out = self._exchange.combine(_put_back(out, order), route)
+            own = route.experts
+            out = self._compute(self._exchange.dispatch(hidden, tokens_of_pairs, route), own)
+            out = self._exchange.combine(out, route)
         self.rows += sum(own)
-        weighed = out * weights.reshape(-1)[pairs, None]
+        weighed = out
+        if top_k_weights is not None:
+            weighed = out * _copied(top_k_weights, self._tensor).reshape(-1).index_select(0, pairs)[:, None]
         if self._tensors == 1:
-            back = torch.empty_like(pairs)
-            back[pairs] = torch.arange(len(pairs), device=pairs.device)
-            every = weighed[back]
+            every = weighed.index_select(0, torch.argsort(pairs))
         else:
             every = weighed.new_zeros(tokens * k, weighed.shape[1]).index_copy(0, pairs, weighed)
         total = every.view(tokens, k, -1).sum(1)
@@ -191,10 +217,9 @@ class Division:
 
     def _compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the outputs of rows that are sorted by expert, before they are weighed."""
-        module = self._module
-        up = self._biased(self._up.multiply(rows, counts), f"{self._weight}_bias", counts)
-        inner = module._apply_gate(up) if getattr(module, "has_gate", True) else module.act_fn(up)
-        out = self._biased(self._down.multiply(inner, counts), "down_proj_bias", counts)
+        module, kind = self._module, self._kind
+        up = self._biased(self._up.multiply(rows, counts), f"{kind.first}_bias", counts)
+        out = self._biased(self._down.multiply(kind.between(module, up), counts), "down_proj_bias", counts)
         return module.post_expert_norm(out) if getattr(module, "has_post_expert_norm", False) else out
 
     def _biased(self, rows: Tensor, key: str, counts: Sequence[int]) -> Tensor:
@@ -206,20 +231,10 @@ class Division:
         return rows + own.repeat_interleave(each, dim=0, output_size=rows.shape[0])
 
 
-def _by_expert(counts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, list[int]]:
-    """Return the order that sorts rows by expert which are sorted by rank, and then by expert; and the rows of each
-    expert."""
-    table = torch.tensor(counts)
-    experts = torch.arange(table.shape[1]).repeat(table.shape[0])
-    order = torch.sort(experts.repeat_interleave(table.view(-1)), stable=True).indices
-    return order.to(device, non_blocking=True), table.sum(0).tolist()
-
-
-def _put_back(rows: Tensor, order: Tensor) -> Tensor:
-    """Return rows in the order that they had before they were sorted."""
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
-    return rows[back]
+def _writable(module: nn.Module, args: Any, output: Any) -> Any:
+    """Return a copy of an output that the model adds to in place: what comes out of a DTensor is a view, which autograd
+    lets nobody change."""
+    return output.clone() if isinstance(output, Tensor) else output
 
 
 def _copied(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:

@@ -33,10 +33,16 @@ class GroupedWeight:
     """
 
     def __init__(
-        self, module: nn.Module, key: str, owner: tuple[Unit, str] | None, collector: Collector, *, waits: bool
+        self,
+        module: nn.Module,
+        key: str,
+        owner: tuple[Unit, str] | None,
+        collector: Collector,
+        *,
+        is_transposed: bool,
+        waits: bool,
     ) -> None:
-        self._module, self._key = module, key
-        self.is_transposed = bool(module.is_transposed)
+        self._module, self._key, self.is_transposed = module, key, is_transposed
         self._owner, self._collector, self._waits = owner, collector, waits
         # Keeps the product in the graph where its rows need no gradient: [Note: the anchor] in deferred.py.
         device = local_part(module.get_parameter(key)).device

@@ -23,6 +23,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar, Protocol
@@ -56,6 +57,7 @@ class Channel(IntEnum):
     MEMORY = 14
     PLACE_GATHER = 15
     PLACE_REDUCE = 16
+    PLACE_EXCHANGE = 27
     SUM_TENSOR = 17
     SUM_STAGE = 18
     LOOKED_UP = 19
@@ -251,10 +253,10 @@ class GroupMemory:
     def wait_for_readers(self) -> None:
         """Wait, as all ranks of a group do, until no rank reads this rank's allocated memory."""
 
-    def lend(self, numel: int, dtype: torch.dtype, readers: Peers) -> torch.Tensor | None:
+    def lend(self, numel: int, dtype: torch.dtype, readers: Peers, *, waits: bool = True) -> torch.Tensor | None:
         """Return uninitialized memory that other ranks read in place; None if there is none, or if they do not.
 
-        readers: these ranks, of this rank's group, and this one.
+        readers: these ranks, of this rank's group, and this one.  waits: for memory that others may release soon.
         """
         return None
 
@@ -339,17 +341,12 @@ class Transport(ABC):
 
     @abstractmethod
     def exchange_rows(
-        self,
-        sent: torch.Tensor,
-        received: torch.Tensor,
-        counts: tuple[Sequence[int], Sequence[int]],
-        peers: Peers,
-        tag: Tag,
-    ) -> None:
-        """Send each rank its rows of `sent`, and receive its rows of `received`: tensors of two dimensions, with ranges
-        of rows in the order of the ranks.
+        self, sent: torch.Tensor, counts: tuple[Sequence[int], Sequence[int]], peers: Peers, tag: Tag
+    ) -> AbstractContextManager[list[torch.Tensor]]:
+        """Send each rank its rows of `sent`, [rows, H] in the order of the ranks, and return the rows of each, valid
+        inside the context: in its memory where ranks read that in place.
 
-        counts: rows for each rank, and from each. What a rank keeps is copied.
+        counts: rows for each rank, and from each. What a rank keeps is the part of `sent`.
         """
 
     def swap(
