@@ -23,6 +23,7 @@ from atoll.runtime.assemble.ties import untie_as_stored
 from atoll.runtime.batches import Batches, Labels
 from atoll.runtime.checkpoint import is_complete
 from atoll.runtime.experts.division import Experts
+from atoll.runtime.experts.implementation import choose_implementation
 from atoll.runtime.lanes import JobLane, LaneKind, lane_of, lanes_of
 from atoll.runtime.mail import Mail
 from atoll.runtime.models import Adapter, Batch, Loss, adapter_for, weights_for
@@ -38,7 +39,7 @@ from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, Sha
 from atoll.runtime.sharding.outer import OuterSteps
 from atoll.runtime.sharding.surroundings import Surroundings
 from atoll.runtime.sharding.tensor_parallel import tensor_parallel
-from atoll.runtime.sharding.tensors import whole_output
+from atoll.runtime.sharding.tensors import dtype_of, whole_output
 from atoll.runtime.transport import Channel, Peers, Transport
 from atoll.runtime.vocabulary.split import SplitVocabulary, ways_of
 
@@ -122,6 +123,7 @@ def assemble(
     if plan.mesh.tensor > 1:
         tensor = tensor_parallel(adapter, plan, transport.mesh_along("tp"), apart=outline.ends)
     experts = Experts.of(adapter, plan, transport, None if tensor is None else tensor.mesh)
+    choose_implementation(model, dtype_of(plan.precision.compute), device)
     _open_links(outline, transport)
     is_alone, waits_on_host = plan.nest(place).ranks == 1, transport.waits_on_host
     lanes = lanes_of(device, alone=is_alone, waits_on_host=waits_on_host)
