@@ -104,10 +104,11 @@ def _with_scoring(router: Router) -> Router:
         choice = Choice.of(twin(hidden, *(torch.zeros(experts) for _ in required[1:])))
     if choice is not None and choice.scores is not None:
         return router
-    for scoring in SCORINGS.values() if choice is not None else ():
-        chosen = scoring(choice.logits.double()).gather(-1, choice.index)
-        if torch.allclose(*map(_shares, (chosen, choice.weights.double())), rtol=1e-4):
-            return replace(router, scoring=scoring)
+    if choice is not None:
+        shares = _shares(choice.weights.double())
+        for scoring in SCORINGS.values():
+            if torch.allclose(_shares(scoring(choice.logits.double()).gather(-1, choice.index)), shares, rtol=1e-4):
+                return replace(router, scoring=scoring)
     raise PlanError(
         f"{router.name} ({type(router.module).__name__}) gets no losses (sequence_loss, z_loss): it does not return "
         f"(logits, weights, index) with weights that are in proportion to {' or '.join(SCORINGS)} of the logits. Use "
@@ -205,7 +206,8 @@ class _Watch:
         length = len(logits) // count * (1 if self._parts is None else self._parts.size())
         loss = logits.new_zeros(())
         if balance.sequence_loss:
-            scores = self._router.scoring(logits) if choice.scores is None else choice.scores.to(dtype)
+            scores = logits if choice.scores is None else choice.scores.to(dtype)
+            scores = scores if self._router.scoring is None else self._router.scoring(scores)
             shares = (scores / scores.sum(-1, keepdim=True)).view(count, -1, experts).sum(1) / length
             index = choice.index.view(count, -1)
             tokens = shares.new_zeros(count, experts).scatter_add_(1, index, torch.ones_like(index, dtype=dtype))

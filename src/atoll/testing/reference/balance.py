@@ -49,15 +49,15 @@ class Balancing:
         """Return the losses of the last microbatch, summed over its sequences, and count its tokens."""
         total = torch.zeros((), dtype=torch.float64)
         for name, routing in self._seen:
-            parts = (part.chunk(sequences) for part in routing[:3])
+            parts = (part.chunk(sequences) for part in (routing.index, routing.scores, routing.logits))
             for index, scores, logits in zip(*parts, strict=True):
                 experts = logits.shape[-1]
                 counts = torch.stack([(index == expert).sum() for expert in range(experts)])
                 shares = (scores.double() / scores.double().sum(-1, keepdim=True)).mean(0)
-                balance = experts * (counts / index.numel() * shares).sum()
+                balance = experts * (counts.double() / index.numel() * shares).sum()
                 total = total + self._options["sequence_loss"] * balance
                 total = total + self._options["z_loss"] * logits.double().logsumexp(-1).square().mean()
-                self._counts[name] = self._counts.get(name, torch.zeros(experts)) + counts
+                self._counts[name] = self._counts.get(name, 0) + counts
             if routing.bias is not None:
                 self._biases[name] = routing.bias
         self._seen.clear()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 
-class Routing(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Routing:
     """What a router has decided. index: [T, k]; scores, logits: [T, E]; bias: [E], added when it chooses, or None."""
 
     index: Tensor
