@@ -20,6 +20,7 @@ from atoll.runtime.experts.division import Experts
 from atoll.runtime.models import adapter_for
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.deferred import Collector
+from atoll.runtime.pipeline.routing import Balance
 from atoll.runtime.sharding.surroundings import Surroundings
 from atoll.runtime.sharding.tensor_parallel import tensor_parallel
 from atoll.runtime.sharding.unit import Unit
@@ -63,7 +64,8 @@ def describe_rank(
         tensor = None
         if plan.mesh.tensor > 1:
             tensor = tensor_parallel(adapter, plan, transport.mesh_along("tp"), apart=outline.ends)
-        experts = Experts.of(adapter, plan, transport, None if tensor is None else tensor.mesh)
+        mesh = None if tensor is None else tensor.mesh
+        experts = Experts.of(adapter, plan, transport, tensor=mesh, balance=Balance())
         around = Surroundings(plan.sharding(transport.place), transport, transport.device, lanes={})
         sharded = build_rank(outline, around=around, collector=Collector(), seed=0, tensor=tensor, experts=experts)
         shape = sharded.rank(transport.place, reads_in_place=reads_in_place)

@@ -34,8 +34,10 @@ from atoll.runtime.experts.compiled import as_operator, enter
 from atoll.runtime.experts.exchange import Exchange
 from atoll.runtime.experts.grouped import GroupedWeight
 from atoll.runtime.experts.kinds import Kind, check_division, experts_in, kind_of
+from atoll.runtime.experts.routers import Router, routers_of, watch
 from atoll.runtime.models import Adapter, Block
 from atoll.runtime.pipeline.deferred import Collector
+from atoll.runtime.pipeline.routing import Balance, Routers
 from atoll.runtime.sharding.tensors import Spread
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Transport
@@ -50,6 +52,8 @@ class Experts:
 
     mesh: the ranks that divide them; None if each has all.  tensor: the tensor-parallel ranks among these, if they have
     the same tokens.  axes: those of the mesh along which rows are exchanged.
+    parts: the tensor-parallel ranks that have parts of the same sequences instead.
+    routers: what this rank's report.  watched: those of the model that do.
     """
 
     blocks: tuple[Block, ...]
@@ -58,11 +62,16 @@ class Experts:
     mesh: DeviceMesh | None
     tensor: DeviceMesh | None
     axes: tuple[str, ...]
+    parts: DeviceMesh | None
+    routers: Routers
+    watched: tuple[Router, ...] = ()
     _divisions: list[Division] = field(default_factory=list)
 
     @staticmethod
-    def of(adapter: Adapter, plan: Plan, transport: Transport, tensor: DeviceMesh | None) -> Experts:
-        """Find the experts of a model. Raises PlanError if the plan cannot divide them."""
+    def of(
+        adapter: Adapter, plan: Plan, transport: Transport, *, tensor: DeviceMesh | None, balance: Balance
+    ) -> Experts:
+        """Find the experts of a model. Raises PlanError if the plan cannot divide or balance them."""
         blocks, mesh = tuple(adapter.blocks()), plan.mesh
         check_division(blocks, mesh.expert, mesh.tensor)
         has_any = any(True for block in blocks for _ in experts_in(block))
@@ -84,6 +93,9 @@ class Experts:
             transport.mesh_along(*axes) if axes else None,
             None if plan.sequence_parallel or not has_any else tensor,
             exchanging,
+            parts=tensor if plan.sequence_parallel else None,
+            routers=Routers.of(balance, plan, transport.place),
+            watched=routers_of(blocks, balance),
         )
 
     @property
@@ -143,6 +155,8 @@ class Experts:
 
         Return True if any gradient waits.
         """
+        own = [router for router in self.watched if router.block == at]
+        watch(own, self.routers, self.plan, collector=collector, parts=self.parts)
         if not self.replaces(at, waits=waits):
             return False
         owners = {id(p): (unit, name) for unit in units for name, p in unit.parameters.items()}
