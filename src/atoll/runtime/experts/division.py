@@ -205,11 +205,12 @@ class Division:
         self.anchor = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
         module.forward = self.forward_of_all if kind.takes_all else self.forward
 
+    @torch.compiler.disable  # how many rows are not zero is known at run time alone
     def forward_of_all(self, hidden_states: Tensor) -> Tensor:
         """Compute rows [E T, H] of all tokens for each expert in turn: those that are not zero; see `Kind`."""
         rows = (hidden_states.detach() != 0).any(-1).nonzero().squeeze(-1)
         index = rows // (hidden_states.shape[0] // self._experts)
-        out = self.forward(hidden_states[rows], index[:, None], None)
+        out = self.compute(hidden_states[rows], index[:, None], None)
         return torch.zeros_like(hidden_states).index_copy(0, rows, out)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None) -> Tensor:
