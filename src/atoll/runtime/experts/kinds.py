@@ -11,7 +11,7 @@ perhaps a bias of each. `is_transposed` says that a weight is [E, inputs, output
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -89,12 +89,24 @@ def experts_in(block: Block) -> Iterator[tuple[str, Any]]:
     yield from ((name, module) for name, module in block.named_modules() if kind_of(module) is not None)
 
 
+def stacked_in(blocks: Iterable[Block]) -> Mapping[str, nn.Parameter]:
+    """Return the parameters of all experts of some blocks, by qualified name."""
+    return {
+        f"{name}.{key}": parameter
+        for block in blocks
+        for name, module in experts_in(block)
+        for key, parameter in module.named_parameters(recurse=False)
+    }
+
+
 def check_division(blocks: Sequence[Block], expert: int, tensor: int) -> None:
     """Raise PlanError if the ranks cannot divide the experts of a model."""
     found = [(name, module) for block in blocks for name, module in experts_in(block)]
     if not found and expert > 1:
         named = (pair for block in blocks for pair in block.named_modules())
-        others = (f"{name} is a {type(module).__name__}. " for name, module in named if "Experts" in type(module).__name__)
+        others = (
+            f"{name} is a {type(module).__name__}. " for name, module in named if "Experts" in type(module).__name__
+        )
         raise PlanError(
             f"expert = {expert} ranks divide the experts of a mixture, and the model has none that can be divided: "
             f"stacked parameters with the interface of transformers' experts. {next(others, '')}Use expert = 1"
