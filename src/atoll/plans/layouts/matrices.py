@@ -13,8 +13,8 @@ place.
 Under tensor parallelism the holders of a split matrix are those ranks of every tensor-parallel rank: the owner has the
 whole matrix, not one of its blocks.
 
-Each expert of a stacked parameter [experts, rows, columns] is a matrix of its own. The parameter is then taken as one of
-experts x rows: an expert is some of its rows, whole on the ranks that share it, which are its holders.
+Each expert of a stacked parameter [experts, rows, columns] is a matrix of its own. The parameter is then taken as a
+matrix of experts x rows: an expert is some of its rows, whole on the ranks that share it, which are its holders.
 """
 
 from __future__ import annotations

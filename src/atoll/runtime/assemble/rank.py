@@ -24,6 +24,7 @@ from atoll.runtime.batches import Batches, Labels
 from atoll.runtime.checkpoint import is_complete
 from atoll.runtime.experts.division import Experts
 from atoll.runtime.experts.implementation import choose_implementation
+from atoll.runtime.experts.kinds import stacked_in
 from atoll.runtime.lanes import JobLane, LaneKind, lane_of, lanes_of
 from atoll.runtime.mail import Mail
 from atoll.runtime.models import Adapter, Batch, Loss, adapter_for, weights_for
@@ -120,7 +121,7 @@ def assemble(
     adapter, stored, notes = _adapt(model, options)
     for note in notes if place.rank == 0 else ():
         warnings.warn(note, WeightsWarning, stacklevel=3)
-    outline = Outline.of(adapter, plan)
+    outline = Outline.of(adapter, plan, stacked=stacked_in(adapter.blocks()).values())
     tensor = None
     if plan.mesh.tensor > 1:
         tensor = tensor_parallel(adapter, plan, transport.mesh_along("tp"), apart=outline.ends)

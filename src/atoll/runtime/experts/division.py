@@ -33,7 +33,7 @@ from atoll.plans.plan import Plan
 from atoll.runtime.experts.compiled import as_operator, enter
 from atoll.runtime.experts.exchange import Exchange
 from atoll.runtime.experts.grouped import GroupedWeight
-from atoll.runtime.experts.kinds import Kind, check_division, experts_in, kind_of
+from atoll.runtime.experts.kinds import Kind, check_division, experts_in, kind_of, stacked_in
 from atoll.runtime.experts.routers import Router, routers_of, watch
 from atoll.runtime.models import Adapter, Block
 from atoll.runtime.pipeline.deferred import Collector
@@ -101,14 +101,7 @@ class Experts:
     @property
     def names(self) -> frozenset[str]:
         """Names of the parameters that are a unit of their own in each block."""
-        if not self.plan.divides_experts:
-            return frozenset()
-        return frozenset(
-            f"{name}.{key}"
-            for block in self.blocks
-            for name, module in experts_in(block)
-            for key, _ in module.named_parameters(recurse=False)
-        )
+        return frozenset(stacked_in(self.blocks)) if self.plan.divides_experts else frozenset()
 
     def replaces(self, at: int, *, waits: bool) -> bool:
         """Return True if `install` replaces the forward of a block's experts: where ranks divide them, or gradients of

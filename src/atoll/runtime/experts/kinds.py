@@ -11,7 +11,7 @@ perhaps a bias of each. `is_transposed` says that a weight is [E, inputs, output
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -87,6 +87,16 @@ def deferred_in(module: nn.Module) -> tuple[str, ...]:
 def experts_in(block: Block) -> Iterator[tuple[str, Any]]:
     """Yield the experts of a block, by qualified name."""
     yield from ((name, module) for name, module in block.named_modules() if kind_of(module) is not None)
+
+
+def stacked_in(blocks: Iterable[Block]) -> Mapping[str, nn.Parameter]:
+    """Return the parameters of all experts of some blocks, by qualified name."""
+    return {
+        f"{name}.{key}": parameter
+        for block in blocks
+        for name, module in experts_in(block)
+        for key, parameter in module.named_parameters(recurse=False)
+    }
 
 
 def check_division(blocks: Sequence[Block], expert: int, tensor: int) -> None:

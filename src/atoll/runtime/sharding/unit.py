@@ -111,7 +111,7 @@ class Unit:
         for name, parameter in parameters.items():
             used = together if spec.is_shared else phases[name]
             spread = Spread.SAME if spreads is None else spreads.get(name, Spread.SAME)
-            # Under tensor parallelism a matrix has other holders than a stack of them, whose ranks have each some whole.
+            # Parts of a matrix have other holders than a stack of matrices, of which a rank has some whole.
             whole = parameter.dim() if name in matrices else 0
             key = (parameter.dtype, used if parameter.requires_grad else frozenset(), spread, whole)
             grouped.setdefault(key, {})[name] = parameter
