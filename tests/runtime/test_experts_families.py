@@ -119,6 +119,29 @@ def test_what_the_grouped_product_refuses(dtype: torch.dtype, inner: int, wanted
     assert built.config._experts_implementation == wanted
 
 
+STACKED = {
+    "mixtral": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    "gpt_oss": ("mlp.experts.down_proj",),
+    "llama4_text": ("feed_forward.experts.gate_up_proj",),  # peft takes its factors the other way round
+    "qwen3_moe": (),
+}
+"""Parameters with low-rank adapters of their own; without any, the experts are frozen and linear layers have some."""
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_adapters_on_experts(name: str) -> None:
+    pytest.importorskip("peft")
+    own = list(STACKED).index(name)
+    ways = [{"expert": 1, "inter": 2, "recompute": "block"}, *WAYS[own : own + 2]]
+    adapted = replace(model(name), lora=True, stacked=STACKED[name])
+    assert_all(
+        [
+            replace(EXPERTS, model=adapted, steps=2, layout=LAYOUTS[(5 * own + at) % 14], **way)
+            for at, way in enumerate(ways)
+        ]
+    )
+
+
 @pytest.mark.slow
 def test_every_layout() -> None:
     assert_all([replace(EXPERTS, model=model("gpt_oss"), layout=layout, pipeline=2) for layout in LAYOUTS])
