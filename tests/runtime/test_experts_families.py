@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from atoll.base.errors import RankError
 from atoll.plans.layouts import EFFECTIVE
 from atoll.runtime.experts.implementation import choose_implementation
 from atoll.runtime.experts.kinds import kind_of
@@ -140,6 +141,15 @@ def test_adapters_on_experts(name: str) -> None:
             for at, way in enumerate(ways)
         ]
     )
+
+
+def test_experts_that_cannot_be_divided_are_whole() -> None:
+    """JetMoE's have weights in modules of their own. Tensor-parallel ranks have all of them."""
+    case = Case(layout="GGG", microbatches=2, steps=2, model=Family("jetmoe"))
+    assert_all([replace(case, tensor=2), replace(case, pipeline=2, schedule="zb-v")])
+    words = r"model\.layers\.0\.mlp\.input_linear is a JetMoeParallelExperts\. Use expert = 1"
+    with pytest.raises(RankError, match=words):
+        run_ranks(train_each, 2, [replace(case, intra=2, expert=2)])
 
 
 @pytest.mark.slow
