@@ -196,6 +196,7 @@ IN_FOLDERS = (
 )
 """More families with a causal head, whose folders are read and written: those of experts in every form, and of buffers
 that only a constructor sets or that training updates."""
+_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +208,7 @@ class Family:
     would see without it.
     lora: with low-rank adapters of the `peft` package on all linear layers, everything else frozen but the modules of
     `saved`, peft's `modules_to_save`.
+    stacked: parameters with adapters of their own, peft's `target_parameters`; then linear layers have none.
     frozen: everything but the layers is frozen.
     experts: implementation of experts that takes float64, as transformers names it; None leaves its choice.
     """
@@ -216,6 +218,7 @@ class Family:
     padded: bool = False
     lora: bool = False
     saved: tuple[str, ...] = ()
+    stacked: tuple[str, ...] = ()
     frozen: bool = False
     experts: str | None = "batched_mm"
 
@@ -236,7 +239,8 @@ class Family:
             import peft
 
             with quietly():
-                adapters = peft.LoraConfig(r=2, target_modules="all-linear", modules_to_save=list(self.saved) or None)
+                target = {"target_parameters": list(self.stacked)} if self.stacked else {"target_modules": _LINEAR}
+                adapters = peft.LoraConfig(r=2, modules_to_save=list(self.saved) or None, **target)
                 return peft.get_peft_model(model, adapters)
         return model.train()
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from atoll.base.errors import RankError
 from atoll.plans.layouts import EFFECTIVE
 from atoll.runtime.experts.implementation import choose_implementation
 from atoll.runtime.experts.kinds import kind_of
@@ -117,6 +118,38 @@ def test_what_the_grouped_product_refuses(dtype: torch.dtype, inner: int, wanted
         built: Any = Family("mixtral", (("intermediate_size", inner),), experts=None).build()
     choose_implementation(built, dtype, torch.device("cpu"))
     assert built.config._experts_implementation == wanted
+
+
+STACKED = {
+    "mixtral": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    "gpt_oss": ("mlp.experts.down_proj",),
+    "llama4_text": ("feed_forward.experts.gate_up_proj",),  # peft takes its factors the other way round
+    "qwen3_moe": (),
+}
+"""Parameters with low-rank adapters of their own; without any, the experts are frozen and linear layers have some."""
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_adapters_on_experts(name: str) -> None:
+    pytest.importorskip("peft")
+    own = list(STACKED).index(name)
+    ways = [{"expert": 1, "inter": 2, "recompute": "block"}, *WAYS[own : own + 2]]
+    adapted = replace(model(name), lora=True, stacked=STACKED[name])
+    assert_all(
+        [
+            replace(EXPERTS, model=adapted, steps=2, layout=LAYOUTS[(5 * own + at) % 14], **way)
+            for at, way in enumerate(ways)
+        ]
+    )
+
+
+def test_experts_that_cannot_be_divided_are_whole() -> None:
+    """JetMoE's have weights in modules of their own. Tensor-parallel ranks have all of them."""
+    case = Case(layout="GGG", microbatches=2, steps=2, model=Family("jetmoe"))
+    assert_all([replace(case, tensor=2), replace(case, pipeline=2, schedule="zb-v")])
+    words = r"model\.layers\.0\.mlp\.input_linear is a JetMoeParallelExperts\. Use expert = 1"
+    with pytest.raises(RankError, match=words):
+        run_ranks(train_each, 2, [replace(case, intra=2, expert=2)])
 
 
 @pytest.mark.slow

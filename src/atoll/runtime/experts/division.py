@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from atoll.base._torch import local_part
 from atoll.base.errors import PlanError
 from atoll.plans.plan import Plan
+from atoll.runtime.experts.adapters import LowRank, adapters_of, check_adapters, wrappers_of
 from atoll.runtime.experts.compiled import as_operator, enter
 from atoll.runtime.experts.exchange import Exchange
 from atoll.runtime.experts.grouped import GroupedWeight
@@ -137,11 +138,12 @@ class Experts:
         kind = kind_of(module)
         if kind is not None and kind.takes_all:
             block = self.blocks[at]
-            parent = block.module.get_submodule(name.rpartition(".")[0].removeprefix(block.name).removeprefix("."))
+            outer = name.removeprefix(f"{block.name}.").removesuffix(".base_layer").removesuffix(".base_layer")
+            parent = block.module.get_submodule(outer.rpartition(".")[0])
             for child in parent.children():
                 child.register_forward_hook(_writable)
-        inside = (key for key, _ in module.named_parameters() if "." in key)
-        return {f"{name}.{key}": Spread.SUMMED for key in inside}
+        inside = [f"{name}.{key}" for key, _ in module.named_parameters() if "." in key]
+        return dict.fromkeys((*inside, *adapters_of(module, self.blocks[at])), Spread.SUMMED)
 
     def install(self, at: int, units: Sequence[Unit], collector: Collector, *, waits: bool) -> bool:
         """Replace the forward of a block's experts where the ranks divide them, or their weights' gradients wait for W.
@@ -155,18 +157,32 @@ class Experts:
         owners = {id(p): (unit, name) for unit in units for name, p in unit.parameters.items()}
         exchange = Exchange(self.transport, self.axes, at) if self.axes else None
         any_waits = False
-        for _, module in experts_in(self.blocks[at]):
+        for name, module in experts_in(self.blocks[at]):
             kind = kind_of(module)
             assert kind is not None, "it is experts"
             weights = []
+            wrappers = wrappers_of(module, self.blocks[at].module)
+            check_adapters(wrappers, name, (kind.first, "down_proj"))
             for key in (kind.first, "down_proj"):
                 parameter = module.get_parameter(key)
                 owner = owners.get(id(parameter)) if parameter.requires_grad else None
-                grouped = GroupedWeight(module, key, owner, collector, is_transposed=kind.is_transposed, waits=waits)
-                weights.append(grouped)
+                of_weight = [each for each in wrappers if each.parameter_name == key]
+                adapters = LowRank(of_weight, self._own(module), is_transposed=kind.is_transposed)
+                given = module, key, owner, collector, adapters
+                weights.append(GroupedWeight(*given, is_transposed=kind.is_transposed, waits=waits))
                 any_waits |= waits and owner is not None
-            self._divisions.append(Division(module, kind, weights, exchange=exchange, tensor=self.tensor))
+            division = Division(module, kind, weights, exchange=exchange, tensor=self.tensor)
+            for wrapper in wrappers:
+                wrapper.forward = module.forward
+            self._divisions.append(division)
         return any_waits
+
+    def _own(self, module: Any) -> slice:
+        """This rank's experts of a module."""
+        if self.mesh is None:
+            return slice(None)
+        each, at = module.num_experts // self.mesh.size(), self.mesh.get_local_rank()
+        return slice(at * each, (at + 1) * each)
 
 
 class Division:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from atoll.base._torch import local_part
 from atoll.base.errors import RunError
+from atoll.runtime.experts.adapters import LowRank
 from atoll.runtime.pipeline.deferred import Collector
 from atoll.runtime.sharding.unit import Unit
 
@@ -30,7 +31,7 @@ _ROW = 16
 class GroupedWeight:
     """A stacked weight of experts, and its gradient; without a unit it is frozen.
 
-    waits: whether the gradient waits for W; False if the model is one stage.
+    waits: whether the gradient waits for W; False if the model is one stage.  adapters: whose products are added.
     """
 
     def __init__(
@@ -39,12 +40,13 @@ class GroupedWeight:
         key: str,
         owner: tuple[Unit, str] | None,
         collector: Collector,
+        adapters: LowRank,
         *,
         is_transposed: bool,
         waits: bool,
     ) -> None:
         self._module, self._key, self.is_transposed = module, key, is_transposed
-        self._owner, self._collector, self._waits = owner, collector, waits
+        self._owner, self._collector, self._adapters, self._waits = owner, collector, adapters, waits
         # Keeps the product in the graph where its rows need no gradient: [Note: the anchor] in deferred.py.
         device = local_part(module.get_parameter(key)).device
         self._anchor = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=owner is not None)
@@ -53,7 +55,7 @@ class GroupedWeight:
         """Return the products of rows [R, inputs]. counts: rows of each expert."""
         weight = local_part(self._module.get_parameter(self._key)).detach()
         product: Tensor = _Grouped.apply(self, rows, weight, self._anchor, tuple(counts))
-        return product
+        return self._adapters.add(product, rows, counts)
 
     def product(self, rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the product without a history: computed, or what selective recompute has kept."""

@@ -1,4 +1,4 @@
-"""The implementation of experts that are not divided: transformers' choice, unless torch's grouped product refuses it."""
+"""The implementation of experts that are not divided: transformers' choice, unless torch's grouped product refuses."""
 
 from __future__ import annotations
 
