@@ -218,7 +218,9 @@ class MixtureWork:
         if not self.products:
             return
         up, down, *gate = self.products
-        yield from (up, Pass(i * tokens * (up.columns + down.inner)), down, *gate)
+        yield up
+        yield Pass(i * tokens * (up.columns + down.inner))
+        yield from (down, *gate)
         yield from self._summed(tokens * h)
         yield Pass(3.0 * i * tokens * h, 1 + len(gate))
 
@@ -228,7 +230,9 @@ class MixtureWork:
             return
         up, down, *gate = self.products
         yield from (each.swapped for each in gate)
-        yield from (down.swapped, Pass(i * tokens * (2 * up.columns + down.inner)), up.swapped)
+        yield down.swapped
+        yield Pass(i * tokens * (2 * up.columns + down.inner))
+        yield up.swapped
         yield from self._summed(tokens * h)
         yield Pass(3.0 * i * tokens * h)
 

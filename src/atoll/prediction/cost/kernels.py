@@ -26,12 +26,12 @@ TILE = (128, 256)
 class Product:
     """`count` products of matrices, [rows, inner] x [inner, columns] each.
 
-    share: factor of the usual rate, if tensor cores cannot be used. Numbers of rows may be means.
+    share: factor of the usual rate, if tensor cores cannot be used. A size may be a mean.
     """
 
     rows: float
     inner: float
-    columns: int
+    columns: float
     count: int = 1
     share: float = 1.0
 

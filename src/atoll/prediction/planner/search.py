@@ -177,6 +177,23 @@ class PlanSearch:
         fitting = sorted((*better, *found.fitting), key=lambda each: each.seconds)
         return found._replace(fitting=tuple(fitting), predicted=found.predicted + min(MADE, len(bases)))
 
+    def with_expert_layouts(self, found: Found) -> Found:
+        """Add the fastest plan with other layouts of its experts, if their layout is not fixed and one gains `_WORTH`.
+
+        The search keeps one layout for all parameters: two would square the number of plans.
+        """
+        if not self.workload.experts or self.space.expert_layout is not None or not found.fitting:
+            return found
+        base, better, tried = found.fitting[0], [], 0
+        for layout in self.space.expert_layouts(base.frame.mesh, besides=base.travel.layout):
+            node = _Node(Least(0.0, 0.0, 0.0), base.frame, base.order, (base.travel._replace(expert_layout=layout),))
+            candidate, _ = self._played(node, base.seconds * (1.0 - _WORTH))
+            tried += 1
+            if candidate is not None and candidate.peak is not None and candidate.peak <= self.limit:
+                better.append(candidate)
+        fitting = sorted((*better, *found.fitting), key=lambda each: each.seconds)
+        return found._replace(fitting=tuple(fitting), predicted=found.predicted + tried)
+
     def _made(self, base: Candidate) -> Candidate | None:
         """Return the plan with an order searched for it; None if none fits."""
         from atoll.prediction.planner.made import made_for  # with numba, if it is installed

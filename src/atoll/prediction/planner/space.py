@@ -284,6 +284,16 @@ class Space:
                         for unit, ahead, is_validated in product(alike, prefetch, validated)
                     )
 
+    def expert_layouts(self, mesh: MeshShape, *, besides: Layout) -> Iterator[Layout]:
+        """Yield the distinct layouts of experts on a mesh, without that of all else."""
+        shared = replace(mesh, intra=mesh.intra // mesh.expert, expert=1)
+        seen = {_placed(besides, shared)}
+        for layout in self.layouts if shared.data > 1 else ():
+            placed = _placed(layout, shared)
+            if placed not in seen:
+                seen.add(placed)
+                yield placed
+
 
 def world_of(goal: Goal, cluster: Cluster) -> int:
     """Return the ranks of a goal. Raises ConfigError if the cluster has fewer."""
