@@ -25,6 +25,7 @@ from atoll.runtime.sharding.surroundings import Surroundings
 from atoll.runtime.sharding.tensor_parallel import tensor_parallel
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Later, Message, Peers, Tag, Transport
+from atoll.runtime.transport.base import new_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ class Nowhere(Transport):
 
     def mesh_along(self, *axes: str) -> DeviceMesh:
         """Return the mesh of simulated ranks along `axes`."""
-        return DeviceMesh("cpu", list(self.place.peers(*axes)), mesh_dim_names=("_".join(axes),))
+        return DeviceMesh("cpu", list(self.place.peers(*axes)), mesh_dim_names=(new_name(axes),))
 
 
 def _refuse() -> NoReturn:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from atoll.base.errors import CostWarning, PlanError, WeightsWarning
 from atoll.base.faults import BadStepAnswer, BadStepPolicy
 from atoll.plans.layouts import swapped_along
-from atoll.plans.plan import Plan
+from atoll.plans.plan import Plan, View
 from atoll.prediction.advice import advice
 from atoll.program import Program, needed_in_a_step
 from atoll.runtime.agreement import Agreement
@@ -23,6 +23,7 @@ from atoll.runtime.assemble.ties import untie_as_stored
 from atoll.runtime.batches import Batches, Labels
 from atoll.runtime.checkpoint import is_complete
 from atoll.runtime.experts.division import Experts
+from atoll.runtime.experts.implementation import choose_implementation
 from atoll.runtime.lanes import JobLane, LaneKind, lane_of, lanes_of
 from atoll.runtime.mail import Mail
 from atoll.runtime.models import Adapter, Batch, Loss, adapter_for, weights_for
@@ -39,7 +40,7 @@ from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, Sha
 from atoll.runtime.sharding.outer import OuterSteps
 from atoll.runtime.sharding.surroundings import Surroundings
 from atoll.runtime.sharding.tensor_parallel import tensor_parallel
-from atoll.runtime.sharding.tensors import whole_output
+from atoll.runtime.sharding.tensors import dtype_of, whole_output
 from atoll.runtime.transport import Channel, Peers, Transport
 from atoll.runtime.vocabulary.split import SplitVocabulary, ways_of
 
@@ -125,6 +126,7 @@ def assemble(
         tensor = tensor_parallel(adapter, plan, transport.mesh_along("tp"), apart=outline.ends)
     mesh = None if tensor is None else tensor.mesh
     experts = Experts.of(adapter, plan, transport, tensor=mesh, balance=options.balance)
+    choose_implementation(model, dtype_of(plan.precision.compute), device)
     _open_links(outline, transport)
     is_alone, waits_on_host = plan.nest(place).ranks == 1, transport.waits_on_host
     lanes = lanes_of(device, alone=is_alone, waits_on_host=waits_on_host)
@@ -249,9 +251,12 @@ def _open_links(outline: Outline, transport: Transport) -> None:
         transport.open_links(Channel.VERDICT, [(at + 1, at) for at in range(plan.mesh.pipeline - 1)])
     transport.open_links(None, outline.sharing)
     if plan.whole is not None:
-        axes = tuple(axis for axis in swapped_along(plan.layout.optimizer) if plan.outer is None or axis != "inter")
-        transport.open_swaps(*axes)
-        transport.open_swaps(*axes, "tp")
+        for view in View if plan.divides_experts else (View.DENSE,):
+            sharding = plan.sharding(transport.place, view)
+            moved = [axis for axis in swapped_along(sharding.layout.optimizer) if sharding.nest.size(axis) > 1]
+            axes = tuple(sharding.along[axis] for axis in moved)
+            transport.open_swaps(*axes)
+            transport.open_swaps(*axes, "tp")
 
 
 def lower_programs(rank: Rank) -> tuple[Program, bool]:

@@ -27,7 +27,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from atoll.base._torch import local_part
+from atoll.base.errors import PlanError
 from atoll.plans.plan import Plan
+from atoll.runtime.experts.compiled import as_operator, enter
 from atoll.runtime.experts.exchange import Exchange
 from atoll.runtime.experts.grouped import GroupedWeight
 from atoll.runtime.experts.kinds import Kind, check_division, experts_in, kind_of
@@ -72,6 +75,13 @@ class Experts:
         blocks, mesh = tuple(adapter.blocks()), plan.mesh
         check_division(blocks, mesh.expert, mesh.tensor)
         has_any = any(True for block in blocks for _ in experts_in(block))
+        is_replaced = has_any and (mesh.expert > 1 or mesh.world > mesh.data)
+        if is_replaced and plan.recompute == "selective" and plan.compile != "none":
+            raise PlanError(
+                f'recompute = "selective" with compile = "{plan.compile}" and experts that the ranks divide, or whose '
+                "gradients wait for W: compiled experts are one operator, of which no products can be kept. Use "
+                'recompute = "block", or compile = "none"'
+            )
         axes = tuple(axis for axis, size in (("expert", mesh.expert), ("tp", mesh.tensor)) if size > 1 and has_any)
         exchanging = axes if plan.sequence_parallel else tuple(axis for axis in axes if axis == "expert")
         if exchanging:
@@ -99,6 +109,11 @@ class Experts:
             for name, module in experts_in(block)
             for key, _ in module.named_parameters(recurse=False)
         )
+
+    def replaces(self, at: int, *, waits: bool) -> bool:
+        """Return True if `install` replaces the forward of a block's experts: where ranks divide them, or gradients of
+        their weights wait for W."""
+        return (self.mesh is not None or waits) and any(True for _ in experts_in(self.blocks[at]))
 
     @property
     def exchanges(self) -> Mapping[int, int]:
@@ -142,7 +157,7 @@ class Experts:
         """
         own = [router for router in self.watched if router.block == at]
         watch(own, self.routers, self.plan, collector=collector, parts=self.parts)
-        if self.mesh is None and not waits:
+        if not self.replaces(at, waits=waits):
             return False
         owners = {id(p): (unit, name) for unit in units for name, p in unit.parameters.items()}
         exchange = Exchange(self.transport, self.axes, at) if self.axes else None
@@ -184,20 +199,29 @@ class Division:
         self._tensors = 1 if tensor is None else tensor.size()
         self._each = self._experts // (self._groups * self._tensors)
         self.rows = 0
+        # Of a compiled graph, see compiled.py: the number of this object, and what keeps its operator in the graph.
+        self.slot = enter(self)
+        device = local_part(module.down_proj).device
+        self.anchor = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
         module.forward = self.forward_of_all if kind.takes_all else self.forward
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # how many rows are not zero is known at run time alone
     def forward_of_all(self, hidden_states: Tensor) -> Tensor:
         """Compute rows [E T, H] of all tokens for each expert in turn: those that are not zero; see `Kind`."""
         rows = (hidden_states.detach() != 0).any(-1).nonzero().squeeze(-1)
         index = rows // (hidden_states.shape[0] // self._experts)
-        out = self.forward(hidden_states[rows], index[:, None], None)
+        out = self.compute(hidden_states[rows], index[:, None], None)
         return torch.zeros_like(hidden_states).index_copy(0, rows, out)
 
-    @torch.compiler.disable
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None) -> Tensor:
         """Compute the experts of all tokens: [T, H], with k experts for each, [T, k], and their weights, if they have
         any."""
+        if torch.compiler.is_compiling():
+            return as_operator(self, hidden_states, top_k_index, top_k_weights)
+        return self.compute(hidden_states, top_k_index, top_k_weights)
+
+    def compute(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None) -> Tensor:
+        """Compute the same, outside of compiled code."""
         hidden = _copied(hidden_states, self._tensor)
         tokens, k = top_k_index.shape
         # Sorted by expert, so by rank: all rows of a rank are one range, and in it those of an expert.

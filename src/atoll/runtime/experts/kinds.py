@@ -94,7 +94,9 @@ def check_division(blocks: Sequence[Block], expert: int, tensor: int) -> None:
     found = [(name, module) for block in blocks for name, module in experts_in(block)]
     if not found and expert > 1:
         named = (pair for block in blocks for pair in block.named_modules())
-        others = (f"{name} is a {type(module).__name__}. " for name, module in named if "Experts" in type(module).__name__)
+        others = (
+            f"{name} is a {type(module).__name__}. " for name, module in named if "Experts" in type(module).__name__
+        )
         raise PlanError(
             f"expert = {expert} ranks divide the experts of a mixture, and the model has none that can be divided: "
             f"stacked parameters with the interface of transformers' experts. {next(others, '')}Use expert = 1"
