@@ -227,8 +227,8 @@ def _router_problems(config: Config) -> list[str]:
         )
     if router.bias_rate and config.parallel.outer is not None:
         problems.append(
-            f"train.router.bias_rate = {router.bias_rate}: groups of parallel.outer have tokens of their own, and their "
-            "selection biases would drift apart; use train.router.sequence_loss"
+            f"train.router.bias_rate = {router.bias_rate}: groups of parallel.outer have tokens of their own, and "
+            "their selection biases would drift apart; use train.router.sequence_loss"
         )
     return problems
 
