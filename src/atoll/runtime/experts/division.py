@@ -38,7 +38,7 @@ from atoll.runtime.experts.kinds import Kind, check_division, experts_in, kind_o
 from atoll.runtime.experts.routers import Router, routers_of, watch
 from atoll.runtime.models import Adapter, Block
 from atoll.runtime.pipeline.deferred import Collector
-from atoll.runtime.pipeline.routing import Balance, Routers
+from atoll.runtime.pipeline.routing import Balance, Routers, Work
 from atoll.runtime.sharding.tensors import Spread
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Transport
@@ -87,6 +87,8 @@ class Experts:
         exchanging = axes if plan.sequence_parallel else tuple(axis for axis in axes if axis == "expert")
         if exchanging:
             transport.open_swaps(*exchanging)
+        routers = Routers.of(balance, plan, transport.place)
+        routers.work = Work(transport.device) if axes else None
         return Experts(
             blocks,
             plan,
@@ -95,7 +97,7 @@ class Experts:
             None if plan.sequence_parallel or not has_any else tensor,
             exchanging,
             parts=tensor if plan.sequence_parallel else None,
-            routers=Routers.of(balance, plan, transport.place),
+            routers=routers,
             watched=routers_of(blocks, balance),
         )
 
@@ -155,7 +157,11 @@ class Experts:
         if not self.replaces(at, waits=waits):
             return False
         owners = {id(p): (unit, name) for unit in units for name, p in unit.parameters.items()}
-        exchange = Exchange(self.transport, self.axes, at) if self.axes else None
+        work = self.routers.work
+        exchange = None
+        if self.axes:
+            assert work is not None, "ranks divide the experts"
+            exchange = Exchange(self.transport, self.axes, at, work=work)
         any_waits = False
         for name, module in experts_in(self.blocks[at]):
             kind = kind_of(module)
@@ -171,7 +177,8 @@ class Experts:
                 given = module, key, owner, collector, adapters
                 weights.append(GroupedWeight(*given, is_transposed=kind.is_transposed, waits=waits))
                 any_waits |= waits and owner is not None
-            division = Division(module, kind, weights, exchange=exchange, tensor=self.tensor)
+            measured = None if work is None else (work, collector)
+            division = Division(module, kind, weights, exchange=exchange, tensor=self.tensor, measured=measured)
             for wrapper in wrappers:
                 wrapper.forward = module.forward
             self._divisions.append(division)
@@ -189,7 +196,7 @@ class Division:
     """One module of experts, whose forward is replaced.
 
     exchange: between the expert ranks, if there are several.  tensor: the tensor-parallel group, if there is one.
-    rows: those that this rank's experts computed since `rows` was last set, for metrics.
+    measured: where rows are counted, if they are, and what says that a block runs again.
     """
 
     def __init__(
@@ -200,14 +207,15 @@ class Division:
         *,
         exchange: Exchange | None,
         tensor: DeviceMesh | None,
+        measured: tuple[Work, Collector] | None,
     ) -> None:
+        self._measured = measured
         self._module, self._kind, self._exchange, self._tensor = module, kind, exchange, tensor
         self._up, self._down = weights
         self._experts = module.num_experts
         self._groups = 1 if exchange is None else len(exchange.peers.ranks)
         self._tensors = 1 if tensor is None else tensor.size()
         self._each = self._experts // (self._groups * self._tensors)
-        self.rows = 0
         # Of a compiled graph, see compiled.py: the number of this object, and what keeps its operator in the graph.
         self.slot = enter(self)
         device = local_part(module.down_proj).device
@@ -251,7 +259,9 @@ class Division:
             own = route.experts
             out = self._compute(self._exchange.dispatch(hidden, tokens_of_pairs, route), own)
             out = self._exchange.combine(out, route)
-        self.rows += sum(own)
+        if self._measured is not None:
+            work, collector = self._measured
+            work.rows += sum(own) if collector.found is None else 0
         weighed = out
         if top_k_weights is not None:
             weighed = out * _copied(top_k_weights, self._tensor).reshape(-1).index_select(0, pairs)[:, None]

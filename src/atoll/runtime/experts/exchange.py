@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from atoll.runtime.pipeline.routing import Work
 from atoll.runtime.transport import Channel, Peers, Tag, Transport
 
 
@@ -69,11 +70,14 @@ class Route:
 
 
 class Exchange:
-    """The ranks, along some axes, that send each other rows. index: of the block, for the tags of messages."""
+    """The ranks, along some axes, that send each other rows.
 
-    def __init__(self, transport: Transport, axes: tuple[str, ...], index: int) -> None:
+    index: of the block, for the tags of messages.  work: measures exchanges.
+    """
+
+    def __init__(self, transport: Transport, axes: tuple[str, ...], index: int, *, work: Work) -> None:
         ranks = transport.place.peers(*axes)
-        self._transport, self._index = transport, index
+        self._transport, self._index, self._work = transport, index, work
         self.peers = Peers("expert", ranks, ranks.index(transport.place.rank))
 
     def route(self, counts: Tensor) -> Route:
@@ -83,7 +87,8 @@ class Exchange:
         own = self.peers.index
         arriving[own] = counts[own]
         tag = Tag(Channel.EXCHANGE_COUNTS, self._index)
-        self._transport.all_to_all(counts.view(-1), arriving.view(-1), self.peers, tag)
+        with self._work.exchanging():
+            self._transport.all_to_all(counts.view(-1), arriving.view(-1), self.peers, tag)
         sent, received = torch.stack((counts, arriving)).tolist()  # the only wait of the host for the device
         return Route(tuple(map(sum, sent)), tuple(map(tuple, received)))
 
@@ -112,7 +117,7 @@ class Exchange:
     def to_experts(self, sent: Tensor, route: Route) -> Tensor:
         """Exchange rows sorted by rank, in memory from `room`; return those received, sorted by expert."""
         received = sent.new_empty(sum(route.experts), sent.shape[1])
-        with self._exchanged(sent, (route.sent, route.received)) as parts:
+        with self._work.exchanging(), self._exchanged(sent, (route.sent, route.received)) as parts:
             if sent.is_cuda:
                 torch.index_select(torch.cat(parts), 0, route.order.to(sent.device), out=received)
             else:
@@ -133,7 +138,7 @@ class Exchange:
                 for target, source in zip(part.split(list(counts)), sources, strict=True):
                     target.copy_(source)
         received = rows.new_empty(sum(route.sent), rows.shape[1])
-        with self._exchanged(sent, (route.received, route.sent)) as parts:
+        with self._work.exchanging(), self._exchanged(sent, (route.received, route.sent)) as parts:
             for part, target in zip(parts, received.split(list(route.sent)), strict=True):
                 target.copy_(part)
         self._transport.memory.give_back(sent)

@@ -19,7 +19,9 @@ them: the ranks of a layer know its counts by then. STEP takes that back if the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -73,12 +75,50 @@ class Load:
         return self.owner.get_buffer(self.key)
 
 
+class Work:
+    """What the experts of a rank did in the running program.
+
+    rows: computed by this rank's experts, in first forwards.  seconds: in exchanges, with the waits for other ranks.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a program."""
+        self.rows = 0
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Context of an exchange."""
+        if self._device.type != "cuda":
+            since = time.monotonic()
+            yield
+            self._seconds += time.monotonic() - since
+            return
+        stream = torch.cuda.current_stream(self._device)
+        both = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        both[0].record(stream)
+        yield
+        both[1].record(stream)
+        self._events.append(both)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in exchanges; behind the step's end, which waits for the device."""
+        return self._seconds + sum(start.elapsed_time(end) for start, end in self._events) / 1e3
+
+
 @dataclass(slots=True)
 class Routers:
     """The routers of a rank.
 
     sequences: in a step, over the ranks that take it together.  reports: whether this rank's reports count.
     scale: the gradient of a loss of routers, once it is known: loss scale / sequences.
+    work: of experts, if ranks divide them.
     """
 
     balance: Balance = field(default_factory=Balance)
@@ -86,6 +126,7 @@ class Routers:
     reports: bool = True
     loads: list[Load] = field(default_factory=list)
     scale: float = torch.nan
+    work: Work | None = None
     # Sums over the first forwards of the running program.
     _loss: Tensor | None = None
     # The biases before a step that may still be taken back.
@@ -105,6 +146,8 @@ class Routers:
     def begin(self) -> None:
         """Begin a program."""
         self._loss, self.scale = None, torch.nan
+        if self.work is not None:
+            self.work.begin()
         for load in self.loads:
             load.counts.zero_()
 
