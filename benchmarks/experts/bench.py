@@ -32,7 +32,7 @@ PAGE = Page(
     words="Four ranks on two cores. On one machine they talk over shared memory or the loopback. **The network between "
     "islands is emulated**: two namespaces joined by a veth pair with a token bucket on both ends. Trust ratios, not "
     "seconds.",
-    command="python benchmarks/run.py experts",
+    command="make bench-experts",
     chosen="No setting was searched: each of a fixed list (`settings.py`) is timed for one or a few steps",
 )
 
