@@ -53,6 +53,10 @@ bench-islands: .venv/.bench
 bench-machine: .venv/.bench
 	$(BIN)/python benchmarks/run.py one_machine one_machine_a100 one_machine_text
 
+# A mixture of experts on one machine and on two islands: root, ip and tc.
+bench-experts: .venv/.bench
+	$(BIN)/python benchmarks/run.py experts
+
 # The members of the fronts alone, less than six minutes each.
 bench-islands-quick: .venv/.bench
 	$(BIN)/python benchmarks/run.py two_islands --front

@@ -55,6 +55,7 @@ SLOW = (
     "hangs",
     "saving",
     "outer",
+    "experts",
     *RACES,
 )
 """Those that run when they are named; the ones with a slow link need root."""
