@@ -58,6 +58,7 @@ class Buffer:
     """A flat buffer that the data-parallel ranks of one pipeline and tensor-parallel rank have in common.
 
     unit, segment: its names in seeds.  streams: of its phases; none where it is frozen.
+    ranks: places in each group of the ranks that have it: all, or those with the same experts.
     """
 
     unit: int
@@ -65,6 +66,7 @@ class Buffer:
     padded: int
     parts: tuple[BufferPart, ...]
     streams: tuple[GradientStream, ...]
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,7 @@ class Coding:
             total += self._reduce(buffer, buffer.streams[0].phase, sums, step, what="sync")
         if os != "G" and setting.gradient is not None:
             for i, j, block in self._blocks(buffer):
-                name = {"what": "gather", "rank": i * setting.intra + j, "to": i}
+                name = {"what": "gather", "rank": self._rank(buffer, i, j), "to": i}
                 total[block] = self._send(buffer, buffer.streams[0].phase, i, block, total[block], step, **name)
         return total
 
@@ -188,7 +190,8 @@ class Coding:
         reduced: Sequence[tuple[int, str]],
         each: int,
     ) -> Tensor:
-        """The gradients of the ranks of a group, in the order of a buffer."""
+        """The gradients of the ranks of a group, in the order of a buffer: those of an expert, which some of them have,
+        are of the tokens of all."""
         flat = torch.zeros(buffer.padded, dtype=torch.float64)
         firsts = dict(stream.uses)
         for rank in range(group * self.setting.intra, (group + 1) * self.setting.intra):
@@ -206,7 +209,7 @@ class Coding:
         total = torch.zeros(buffer.padded, dtype=torch.float64)
         for owner, j, block in self._blocks(buffer):
             for i, own in enumerate(sums):
-                name = {"what": what, "rank": i * self.setting.intra + j, "to": owner}
+                name = {"what": what, "rank": self._rank(buffer, i, j), "to": owner}
                 arrived = own[block]
                 if i != owner:
                     arrived = self._send(buffer, phase, i, block, arrived, step, **name)
@@ -229,13 +232,17 @@ class Coding:
         return arrived
 
     def _blocks(self, buffer: Buffer) -> Iterator[tuple[int, int, slice]]:
-        """Group and place in it of the owner of each block."""
-        inter, intra = self.setting.inter, self.setting.intra
+        """Group, and place among those that have the buffer in it, of the owner of each block."""
+        inter, intra = self.setting.inter, len(buffer.ranks)
         size = buffer.padded // (inter * intra)
         for j in range(intra):
             for i in range(inter):
                 at = j * inter + i
                 yield i, j, slice(at * size, (at + 1) * size)
+
+    def _rank(self, buffer: Buffer, i: int, j: int) -> int:
+        """The data-parallel rank of a group that is the j-th to have a buffer."""
+        return i * self.setting.intra + buffer.ranks[j]
 
     def _add(
         self, found: dict[str, Tensor], buffer: Buffer, total: Tensor, pieces: Sequence[Mapping[str, Tensor]]
@@ -261,7 +268,7 @@ class Coding:
         return found
 
     def _mean(self, buffer: Buffer, gradients: Sequence[Mapping[str, Tensor]], step: int) -> Tensor:
-        islands, intra = len(gradients), self.setting.intra
+        islands, intra = len(gradients), len(buffer.ranks)
         shard = buffer.padded // intra
         each = math.ceil(shard / islands)
         flats = []
@@ -279,10 +286,10 @@ class Coding:
                 for i, flat in enumerate(flats):
                     arrived = flat[block]
                     if i != owner:
-                        name = {"what": "outer.reduce", "rank": i * intra + j, "to": owner}
+                        name = {"what": "outer.reduce", "rank": self._rank(buffer, i, j), "to": owner}
                         arrived = self._send(buffer, "outer", i, block, arrived, step, **name)
                     total[block] += arrived
-                name = {"what": "outer.gather", "rank": owner * intra + j, "to": owner}
+                name = {"what": "outer.gather", "rank": self._rank(buffer, owner, j), "to": owner}
                 total[block] = self._send(buffer, "outer", owner, block, total[block], step, **name)
         return total.view(intra, islands * each)[:, :shard].reshape(-1) / islands
 

@@ -259,7 +259,8 @@ def setting_of(case: Case, histories: Sequence[History]) -> Setting | None:
     if not codecs or case.inter == 1:
         return None
     places = [case.plan.mesh.place(rank) for rank in range(case.ranks)]
-    own = [history.buffers for history, place in zip(histories, places, strict=True) if place.data == 0]
+    firsts = [place.inter == 0 and place.intra < place.mesh.expert for place in places]
+    own = [history.buffers for history, is_first in zip(histories, firsts, strict=True) if is_first]
     buffers = tuple(buffer for each in own for buffer in each)
     levels, inter, intra = case.layout, case.inter, case.intra
     gradient, parameter = _kind(codecs.gradient), _kind(codecs.parameter)

@@ -13,7 +13,7 @@ from atoll.plans.plan import Plan, View
 from atoll.program import EMBEDDING, HEAD, ModelShape, Phase, Using, groups_of
 from atoll.runtime.assemble.sharded import Sharded
 from atoll.runtime.experts.division import Experts
-from atoll.runtime.experts.kinds import deferred_in
+from atoll.runtime.experts.kinds import deferred_in, experts_in
 from atoll.runtime.models import Adapter, Block, Vocabulary, initialise_block, name_seed, shared_parameters
 from atoll.runtime.models.buffers import buffers_of, buffers_outside, modules_outside, on_meta, written
 from atoll.runtime.outline import Outline
@@ -354,7 +354,13 @@ def _matrices(
             is_end = at in (0, len(blocks) - 1) or isinstance(module, nn.Embedding)
             for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
                 (ends if is_end else hidden).add(shared.get(f"{prefix}.{name}", f"{prefix}.{name}"))
-    found = frozenset(whole.chosen(shapes, hidden - ends))
+    stacked = {
+        f"{prefix}.{key}"
+        for block in blocks
+        for prefix, module in experts_in(block)
+        for key, _ in module.named_parameters(recurse=False)
+    }
+    found = frozenset(whole.chosen(shapes, hidden - ends, stacked))
     split = sorted(name for names in apart for name in names if name in found)
     if split:
         raise PlanError(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from atoll.base.errors import CostWarning, PlanError, WeightsWarning
 from atoll.base.faults import BadStepAnswer, BadStepPolicy
 from atoll.plans.layouts import swapped_along
-from atoll.plans.plan import Plan
+from atoll.plans.plan import Plan, View
 from atoll.prediction.advice import advice
 from atoll.program import Program, needed_in_a_step
 from atoll.runtime.agreement import Agreement
@@ -245,9 +245,12 @@ def _open_links(outline: Outline, transport: Transport) -> None:
         transport.open_links(Channel.VERDICT, [(at + 1, at) for at in range(plan.mesh.pipeline - 1)])
     transport.open_links(None, outline.sharing)
     if plan.whole is not None:
-        axes = tuple(axis for axis in swapped_along(plan.layout.optimizer) if plan.outer is None or axis != "inter")
-        transport.open_swaps(*axes)
-        transport.open_swaps(*axes, "tp")
+        for view in View if plan.divides_experts else (View.DENSE,):
+            sharding = plan.sharding(transport.place, view)
+            moved = [axis for axis in swapped_along(sharding.layout.optimizer) if sharding.nest.size(axis) > 1]
+            axes = tuple(sharding.along[axis] for axis in moved)
+            transport.open_swaps(*axes)
+            transport.open_swaps(*axes, "tp")
 
 
 def lower_programs(rank: Rank) -> tuple[Program, bool]:

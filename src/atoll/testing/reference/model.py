@@ -18,7 +18,8 @@ class Recipe(Protocol):
         engine_loss               the `loss` argument of `Engine`; without it, the adapter has one
         initialise(name, module)  sets the module's own parameters with torch's default generator, which is seeded;
                                   without it the model starts as `build` returns it, and the engine gets those values
-        blocks                    names of the blocks in the order of execution, for a model that draws random numbers
+        blocks                    names of the blocks in the order of execution, for a model that draws random numbers or
+                                  is trained with Muon
     """
 
     def build(self) -> nn.Module:

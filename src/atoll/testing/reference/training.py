@@ -130,7 +130,8 @@ class _Replica:
         self.trained = {name: p for name, p in named_parameters(self.model).items() if p.requires_grad}
         self._decayed = [parameter for parameter in self.trained.values() if parameter.dim() > 1]
         self._others = [parameter for parameter in self.trained.values() if parameter.dim() <= 1]
-        hidden = {id(self.trained[name]): name for name in hidden_matrices(self.model) if name in self.trained}
+        named = getattr(recipe, "blocks", None)
+        hidden = {id(self.trained[name]): name for name in hidden_matrices(self.model, named) if name in self.trained}
         matrices = [p for p in self._decayed if id(p) in hidden]
         groups: list[dict[str, Any]] = [
             {"params": [p for p in self._decayed if id(p) not in hidden], "weight_decay": 0.1},
