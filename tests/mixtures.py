@@ -26,12 +26,19 @@ class Mixture:
 
     config: MixtureConfig = MIXTURE
     layers: int = 4
+    dropout: float = 0.0
     tied: bool = False
     frozen: bool = False
 
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Names of the blocks."""
+        return ("embed", *(f"layers.{at}" for at in range(self.layers)), "head")
+
     def build(self) -> Decoder:
         sizes = {"vocabulary": 19, "layers": self.layers, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 24}
-        model = Decoder(DecoderConfig(**sizes, tie_embeddings=self.tied, mixture=self.config))
+        options = {"dropout": self.dropout, "tie_embeddings": self.tied, "mixture": self.config}
+        model = Decoder(DecoderConfig(**sizes, **options))
         if self.frozen:
             for name in ("layers.1.feed_forward.experts", "layers.2.feed_forward.router"):
                 model.get_submodule(name).requires_grad_(False)
@@ -51,8 +58,8 @@ class Mixture:
 
 MIXTURES: Mapping[str, Mixture] = MappingProxyType(
     {
-        "softmax": Mixture(MixtureConfig(experts=8, expert_ffn=8)),
-        "groups, shared expert": Mixture(
+        "softmax": Mixture(MixtureConfig(experts=8, expert_ffn=8), dropout=0.2),
+        "groups": Mixture(
             MixtureConfig(
                 experts=8,
                 experts_per_token=3,

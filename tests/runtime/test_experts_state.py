@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from atoll.testing.parity import Case, assert_checkpoint_parity, assert_parity
-from tests.runtime.test_experts import PAIR, Mixture
+from tests.mixtures import Mixture
+from tests.runtime.test_experts import PAIR
 from tests.runtime.test_matrix_updates import Matrices, Reference, step_of_dion, step_of_shampoo
 
 # ---- each expert is a matrix
@@ -20,15 +21,8 @@ from tests.runtime.test_matrix_updates import Matrices, Reference, step_of_dion,
 ADAMW = ("adamw", (("lr", 3e-3), ("betas", (0.8, 0.95))))
 
 
-@dataclass(frozen=True)
-class Blocks(Mixture):
-    """The same with the names of its blocks, which say what matrices are hidden."""
-
-    blocks: tuple[str, ...] = ("embed", *(f"layers.{at}" for at in range(4)), "head")
-
-
 MUON = replace(
-    PAIR, optimizer="Muon", model=Blocks(), options=(ADAMW, ("split", (("*.gate_up_proj", 2),))), layout="IIG"
+    PAIR, optimizer="Muon", model=Mixture(), options=(ADAMW, ("split", (("*.gate_up_proj", 2),))), layout="IIG"
 )
 
 
@@ -73,7 +67,7 @@ class Stacked(Matrices):
         return Reference(groups, self.lr, each({"Shampoo": step_of_shampoo, "Dion": step_of_dion}[self.optimizer]))
 
 
-KEPT = Stacked(intra=2, expert=2, microbatches=4, model=Blocks(), layout="IIG", steps=2)
+KEPT = Stacked(intra=2, expert=2, microbatches=4, model=Mixture(), layout="IIG", steps=2)
 
 
 @pytest.mark.parametrize(
