@@ -155,23 +155,25 @@ def sample() -> list[Choice]:
     """Return a row for each schedule and layout, whose other values give the most new pairs; then, as long as a pair is
     missing, a row with it."""
     rows: list[Choice] = []
+    missing = missing_pairs(rows)
     layouts = SAMPLED["layout"]
     for (at, schedule), (to, layout) in itertools.product(enumerate(SAMPLED["schedule"]), enumerate(layouts)):
         costly = {name: value for (name, value), begin in COSTLY.items() if (to - at) % len(layouts) == begin}
-        rows.append(_row({"schedule": schedule, "layout": layout, **costly}, rows))
-    while missing := sorted(missing_pairs(rows), key=_text):
-        rows.append(_row(dict(missing[0]), rows))
+        _add({"schedule": schedule, "layout": layout, **costly}, rows, missing)
+    while missing:
+        _add(dict(min(missing, key=_text)), rows, missing)
     return rows
 
 
-def _row(given: Choice, rows: Sequence[Choice]) -> Choice:
-    """Return a row with given values, and others that go with these."""
-    row, seen = dict(given), {pair for row in rows for pair in _pairs(row)}
+def _add(given: Choice, rows: list[Choice], missing: set[Pair]) -> None:
+    """Add a row with given values, and others that go with these."""
+    row = dict(given)
     for name in [name for name in SAMPLED if name not in given]:
         cheap = (value for value in SAMPLED[name] if (name, value) not in COSTLY)
         allowed = [value for value in cheap if not is_refused(row, name, value)]
-        row[name] = max(allowed, key=lambda value: _worth(seen, rows, row, name, value))
-    return {name: row[name] for name in SAMPLED}
+        row[name] = max(allowed, key=lambda value: _worth(missing, rows, row, name, value))
+    rows.append({name: row[name] for name in SAMPLED})
+    missing -= set(_pairs(row))
 
 
 def is_refused(row: Choice, name: str, value: Any) -> bool:
@@ -190,12 +192,12 @@ def refuses(one: str, a: Any, other: str, b: Any) -> Refusal | None:
 
 
 def case_of(choice: Choice) -> Case:
-    """Return the case that `assert_parity` runs for a combination: two pipeline ranks with four microbatches each, or
-    with two where there are four data-parallel ranks."""
+    """Return the case that `assert_parity` runs for a combination: two pipeline ranks with four microbatches each."""
     inter, intra, expert = (*choice["data"], 1)[:3]
     options = {name: value for name, value in choice.items() if name not in ("data", "model", "mixture", "expert")}
     model: Recipe = MIXTURES[choice.get("mixture", "groups")] if choice["model"] == EXPERTS else MODELS[choice["model"]]
-    return Case(pipeline=2, inter=inter, intra=intra, expert=expert, microbatches=8, steps=2, model=model, **options)
+    mesh = {"pipeline": 2, "inter": inter, "intra": intra, "expert": expert}
+    return Case(**mesh, microbatches=4 * inter * intra, steps=2, model=model, **options)
 
 
 def name_of(choice: Choice) -> str:
@@ -238,7 +240,7 @@ def _text(pair: Pair) -> str:
     return str(sorted(map(str, pair)))
 
 
-def _worth(seen: set[Pair], rows: Sequence[Choice], row: Choice, name: str, value: Any) -> tuple[int, int]:
+def _worth(missing: set[Pair], rows: Sequence[Choice], row: Choice, name: str, value: Any) -> tuple[int, int]:
     """Return a sort key for values of a row: by new pairs, then by how rarely rows have them."""
-    new = sum(frozenset({given, (name, value)}) not in seen for given in row.items())
+    new = sum(frozenset({given, (name, value)}) in missing for given in row.items())
     return new, -sum(each[name] == value for each in rows)

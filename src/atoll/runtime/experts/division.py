@@ -61,7 +61,7 @@ class Experts:
     def of(adapter: Adapter, plan: Plan, transport: Transport, tensor: DeviceMesh | None) -> Experts:
         """Find the experts of a model. Raises PlanError if the plan cannot divide them."""
         blocks, mesh = tuple(adapter.blocks()), plan.mesh
-        check_division(blocks, mesh.expert, mesh.tensor)
+        check_division(blocks, plan)
         has_any = any(True for block in blocks for _ in experts_in(block))
         axes = tuple(axis for axis, size in (("expert", mesh.expert), ("tp", mesh.tensor)) if size > 1 and has_any)
         exchanging = axes if plan.sequence_parallel else tuple(axis for axis in axes if axis == "expert")
