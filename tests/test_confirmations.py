@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import claims, confirmations, due, provenance
+from benchmarks import confirmations, due, provenance
 from benchmarks.confirmations import DRAWN, Check, drawn, seed_of
 from benchmarks.islands import quick
 from benchmarks.islands.cases import LIKE_FOR_LIKE

@@ -1,4 +1,4 @@
-"""The matrix of features: each combination of `tests.matrix` against one process, in float64. `cases.py` judges them."""
+"""The matrix of features: each combination of `tests.matrix` against one process, in float64."""
 
 from __future__ import annotations
 

@@ -72,9 +72,9 @@ _PAGE = """\
 # The matrix of mixtures
 
 Experts divided over 2 and 4 ranks of a group × every effective layout × 1F1B, ZB-V and breadth-first × tensor \
-parallelism 1 and 2 × recompute none and block × kinds of mixture in the built-in decoder, in two pipeline ranks by two \
-or four data-parallel ranks, each with random values of sequence_parallel (with tensor parallelism), {others}. Two steps \
-with clipping in float64, compared with plain PyTorch in one process: loss, gradient norm and every parameter, \
+parallelism 1 and 2 × recompute none and block × kinds of mixture in the built-in decoder, in two pipeline ranks by \
+two or four data-parallel ranks, each with random values of sequence_parallel (with tensor parallelism), {others}. Two \
+steps with clipping in float64, compared with plain PyTorch in one process: loss, gradient norm and every parameter, \
 max|a-b| ≤ 1e-10 · max(1e-2, max|b|).
 
 {mixtures}
