@@ -202,10 +202,8 @@ def report(result: Mapping[str, Any]) -> str:
     zero, alone = ([row for row in labelled if (row["schedule"] == ALONE) is it] for it in (False, True))
     twice = [{**row, "schedule": _label(row["schedule"])} for row in result["twice"]]
     right = [row["difference"] for row in (*matrix, *twice, *layouts) if row["verdict"] == "right"]
-    tables = [
-        result.get(name, []) for name in ("matrix", "twice", "deepspeed", "layouts", "mixtures", "divided", "experts")
-    ]
-    words = _words([row for rows in tables for row in rows])
+    said = ("matrix", "twice", "deepspeed", "layouts", "mixtures", "divided", "experts")
+    words = _words([row for name in said for row in result.get(name, [])])
     parts = [
         "# Who gets it right",
         "Written by `python benchmarks/run.py who_gets_it_right`.",
@@ -296,9 +294,8 @@ experts and exchange tokens; without it, the experts are laid out like everythin
 
 _EXPERTS = """\
 A Qwen3-MoE of two layers, loaded by `from_pretrained` with `DistributedConfig`: *ep* is `ep_size`, the other sizes \
-likewise. Gradients of all microbatches are accumulated before a step. Each mesh is compared with the same model in one \
-process, in float64 and in float32; Atoll's GGG with both ranks dividing the experts is beside it. A table of what is \
-wrong does not say who is at fault: transformers builds on FSDP2."""
+likewise. Gradients of all microbatches are accumulated before a step. Each mesh is compared with the same model in \
+one process, in float64 and in float32; Atoll's GGG with both ranks dividing the experts is beside it."""
 
 _TWICE = """\
 A weight is then used twice on one path of a stage. torch's split backward visits a part of the graph a second time \
