@@ -208,6 +208,7 @@ class Family:
     lora: with low-rank adapters of the `peft` package on all linear layers, everything else frozen but the modules of
     `saved`, peft's `modules_to_save`.
     frozen: everything but the layers is frozen.
+    experts: implementation of experts that takes float64, as transformers names it; None leaves its choice.
     """
 
     name: str
@@ -216,6 +217,7 @@ class Family:
     lora: bool = False
     saved: tuple[str, ...] = ()
     frozen: bool = False
+    experts: str | None = "batched_mm"
 
     def build(self) -> nn.Module:
         """Return the model on torch's current device, in training mode."""
@@ -225,8 +227,8 @@ class Family:
         kind = transformers.AutoModelForMaskedLM if self.name in MASKED else transformers.AutoModelForCausalLM
         with quietly():
             model: nn.Module = kind.from_config(config)
-        if hasattr(config, "_experts_implementation"):
-            config._experts_implementation = "batched_mm"  # the others do not support float64
+        if self.experts is not None and hasattr(config, "_experts_implementation"):
+            config._experts_implementation = self.experts
         if self.frozen:
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(".0." in name or ".1." in name or ".2." in name)

@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 import torch
-from torch import Tensor
 
 from atoll.base.errors import RankError
 from atoll.testing import run_ranks
-from atoll.testing.parity import (
-    Case,
-    History,
-    assert_parity,
-    difference,
-    reference,
-    unsplit,
-    whole_parameters,
-    worst_difference,
-)
-from atoll.testing.reference import Recipe, forward, named_parameters
+from atoll.testing.parity import Case, assert_parity
+from atoll.testing.reference import Recipe, named_parameters
 from tests.families import CAUSAL, IN_FOLDERS, MASKED, Family, family_config
+from tests.looks import Check, Seen, problems_of, train_and_look
 
 pytest.importorskip("transformers")
 
 SINGLE_PRECISION = {
     "gemma3_text": 1e-5,  # its norms of heads
+    "llama4_text": 1e-5,  # its norms and rotations of heads
     "mamba2": 5e-5,  # its scan, beside holes in the mask
 }
 """What computes in fp32 inside an fp64 model, and on other parts of it where heads are split: within what bound."""
@@ -43,30 +35,11 @@ TENSOR = Case(pipeline=2, tensor=2, schedule="zb-h1", microbatches=2, steps=1)
 BOTH = replace(TENSOR, steps=2)
 
 FAMILIES = [*CAUSAL, *MASKED]
-WHOLE_HEADS = ["llama4_text"]
-"""Cannot be split over tensor-parallel ranks: its experts add in place."""
 SPLIT_ENDS = [*CAUSAL, "distilbert", "electra", "modernbert", "eurobert"]
 """Heads that are a block of their own, so that a vocabulary can be split."""
 
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Check:
-    """A way to train a model. tolerance: of the comparison with the unsplit model."""
-
-    case: Case
-    tolerance: float = 1e-10
-
-
-@dataclass
-class Seen:
-    """What a rank saw. first: initial values.  logits: of one sample, before the first step, on the last stage."""
-
-    first: dict[str, Tensor]
-    logits: Tensor | None
-    history: History
 
 
 def checks_of(name: str) -> dict[str, Check]:
@@ -76,56 +49,8 @@ def checks_of(name: str) -> dict[str, Check]:
         found = {"sharding": Check(replace(PIPELINE, vocabulary_parallel=True), SINGLE_LOGITS.get(name, 1e-10))}
     else:
         found = {"sharding": Check(PIPELINE)}
-    if name in WHOLE_HEADS:
-        found["a whole vocabulary"] = Check(replace(PIPELINE, steps=1))
-    else:
-        found["tensor parallelism"] = Check(TENSOR, SINGLE_PRECISION.get(name, 1e-10))
+    found["tensor parallelism"] = Check(TENSOR, SINGLE_PRECISION.get(name, 1e-10))
     return found
-
-
-def train_and_look(case: Case) -> Seen:
-    engine = case.engine()
-    history = History()
-    first = whole_parameters(engine)
-    logits = engine.logits(one_sample(case))
-
-    def note() -> None:
-        history.gradients = history.gradients or engine.full_gradients("*")
-
-    for step in range(case.steps):
-        result = engine.step(case.share(engine, step), before_update=note)
-        history.losses.append(result.loss)
-        history.norms.append(result.grad_norm)
-    history.parameters = whole_parameters(engine)
-    engine.close()
-    return Seen(first, logits, history)
-
-
-def one_sample(case: Case) -> dict[str, Any]:
-    """Tokens alone of a language model, else all that a batch has."""
-    batch = case.model.batch(0, 1)
-    return {"input_ids": batch["input_ids"]} if isinstance(case.model, Family) else batch
-
-
-def problems_of(check: Check, ranks: Sequence[Seen]) -> Iterator[str]:
-    """Loss, norm, gradients and parameters are those of the unsplit model of transformers, and so are logits."""
-    wanted = reference(check.case)
-    with torch.no_grad():
-        logits = forward(unsplit(check.case).eval(), one_sample(check.case))
-    for rank, seen in enumerate(ranks):
-        worst, where = worst_difference(seen.history, wanted)
-        if not worst <= check.tolerance:
-            yield f"rank {rank} differs by {worst:.3g} at {where}"
-        if seen.logits is not None and not difference(seen.logits, logits) <= check.tolerance:
-            yield f"rank {rank} differs by {difference(seen.logits, logits):.3g} at its logits"
-    if {seen.logits is None for seen in ranks} != {True, False}:
-        yield "logits are not on the last stage alone"
-    gradients = set().union(*(seen.history.gradients for seen in ranks))
-    parameters = set().union(*(seen.history.parameters for seen in ranks))
-    if not gradients >= set(wanted.gradients):
-        yield f"no rank has the gradients of {sorted(set(wanted.gradients) - gradients)}"
-    if parameters != set(wanted.parameters):
-        yield f"other parameters: {sorted(parameters ^ set(wanted.parameters))}"
 
 
 def unusual_values(model: Recipe, ranks: Sequence[Seen]) -> Iterator[str]:

@@ -22,7 +22,9 @@ def test_each_element_of_a_matrix_rests_once_in_a_holders_range(seed: int) -> No
     whole = Whole("Muon", NewtonSchulz(), split=(("several", rows),))
     shapes = {"several": (sum(rows), 4 * draw.randint(1, 3)), "single": (8, 4 * draw.randint(1, 3))}
     matrices = tuple(
-        matrix for name, shape in shapes.items() for matrix in whole.matrices_of(name, Box.whole(shape), dim=dim, tensor=tensor)
+        matrix
+        for name, shape in shapes.items()
+        for matrix in whole.matrices_of(name, Box.whole(shape), dim=dim, tensor=tensor)
     )
     assert [(each.name, each.rows) for each in matrices] == [("several", each) for each in rows] + [("single", 8)]
     multiple = inter * intra

@@ -337,6 +337,20 @@ def test_what_other_systems_settings_are_here_exists() -> None:
         assert set(named) <= known | {"model.config"}, word
 
 
+@pytest.mark.parametrize(("table", "key", "words"), [
+    ("parallel", "expert_model_parallel_size", "parallel.expert, a divisor of parallel.intra"),
+    ("parallel", "ep_size", "tensor-parallel ranks divide experts too, and do not count"),
+    ("parallel", "expert_tensor_parallel_size", "no expert is cut"),
+    ("parallel", "moe_token_dispatcher_type", "all-to-all"),
+    ("train", "moe_z_loss_coeff", "no loss and no bias balances the experts"),
+    ("model", "moe_pad_expert_input_to_capacity", "experts have no capacity"),
+    ("model", "moe_router_topk", "experts_per_token in [model.config]"),
+])  # fmt: skip
+def test_what_other_systems_call_settings_of_experts_is_answered(table: str, key: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{table}\.{key}: unknown key; here: .*{re.escape(words)}"):
+        from_dict({table: {key: 2}})
+
+
 def test_many_heads_are_refused_at_once() -> None:
     """The list of fitting kv_heads once tried every number up to model.heads: 4 s for this one, which fuzzing found."""
     began = time.process_time()

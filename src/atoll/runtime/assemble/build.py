@@ -214,7 +214,7 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
             needs_backward=at >= model.shape.first_trained,
             recompute="none" if is_table else plan.recompute,
             end=exit_ if exit_ is not None and exit_.lies_in(block) else None,
-            keeping=Selective(collector) if keeps else None,
+            keeping=Selective(collector, by_layers=model.experts.replaces(at, waits=waits)) if keeps else None,
         )
         own_blocks.append(local)
         # Replace the layers' forwards first and then the block's: replaced modules are compiled with the block.

@@ -23,6 +23,7 @@ from atoll.runtime.assemble.ties import untie_as_stored
 from atoll.runtime.batches import Batches, Labels
 from atoll.runtime.checkpoint import is_complete
 from atoll.runtime.experts.division import Experts
+from atoll.runtime.experts.implementation import choose_implementation
 from atoll.runtime.lanes import JobLane, LaneKind, lane_of, lanes_of
 from atoll.runtime.mail import Mail
 from atoll.runtime.models import Adapter, Batch, Loss, adapter_for, weights_for
@@ -31,6 +32,7 @@ from atoll.runtime.models.weights import Weights
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.deferred import Collector
 from atoll.runtime.pipeline.executor import Executor
+from atoll.runtime.pipeline.routing import Balance, Routers
 from atoll.runtime.pipeline.step_end import LossScaler, StepEnd
 from atoll.runtime.randomness import keeping_random_state
 from atoll.runtime.sharding.coding import Moment
@@ -38,7 +40,7 @@ from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, Sha
 from atoll.runtime.sharding.outer import OuterSteps
 from atoll.runtime.sharding.surroundings import Surroundings
 from atoll.runtime.sharding.tensor_parallel import tensor_parallel
-from atoll.runtime.sharding.tensors import whole_output
+from atoll.runtime.sharding.tensors import dtype_of, whole_output
 from atoll.runtime.transport import Channel, Peers, Transport
 from atoll.runtime.vocabulary.split import SplitVocabulary, ways_of
 
@@ -56,6 +58,7 @@ class EngineOptions:
     loss: Loss | None
     weights: Path | None
     bad_steps: BadStepPolicy
+    balance: Balance
     moment: Moment
 
     def check(self, plan: Plan) -> None:
@@ -121,7 +124,9 @@ def assemble(
     tensor = None
     if plan.mesh.tensor > 1:
         tensor = tensor_parallel(adapter, plan, transport.mesh_along("tp"), apart=outline.ends)
-    experts = Experts.of(adapter, plan, transport, None if tensor is None else tensor.mesh)
+    mesh = None if tensor is None else tensor.mesh
+    experts = Experts.of(adapter, plan, transport, tensor=mesh, balance=options.balance)
+    choose_implementation(model, dtype_of(plan.precision.compute), device)
     _open_links(outline, transport)
     is_alone, waits_on_host = plan.nest(place).ranks == 1, transport.waits_on_host
     lanes = lanes_of(device, alone=is_alone, waits_on_host=waits_on_host)
@@ -144,7 +149,7 @@ def assemble(
     )
     if not sharded.trainable:
         raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained")
-    own, end = _end(sharded, plan, options, transport=transport)
+    own, end = _end(sharded, plan, options, transport=transport, routers=experts.routers)
     executor = _executor(
         outline,
         sharded,
@@ -197,7 +202,7 @@ def _predicts_next(adapter: Adapter) -> bool:
 
 
 def _end(
-    sharded: Sharded, plan: Plan, options: EngineOptions, *, transport: Transport
+    sharded: Sharded, plan: Plan, options: EngineOptions, *, transport: Transport, routers: Routers
 ) -> tuple[ShardedOptimizer, StepEnd]:
     """Return the optimizer of a rank, and what ends its steps."""
     own = ShardedOptimizer(
@@ -212,6 +217,7 @@ def _end(
         sharded.specs,
         own,
         transport=transport,
+        routers=routers,
         clip=options.clip,
         scaler=LossScaler() if plan.precision.compute == "float16" else None,
         is_post_validated=plan.post_validation,

@@ -27,12 +27,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from atoll.base._torch import local_part
+from atoll.base.errors import PlanError
 from atoll.plans.plan import Plan
+from atoll.runtime.experts.compiled import as_operator, enter
 from atoll.runtime.experts.exchange import Exchange
 from atoll.runtime.experts.grouped import GroupedWeight
-from atoll.runtime.experts.kinds import check_division, experts_in, weight_of
+from atoll.runtime.experts.kinds import Kind, check_division, experts_in, kind_of
+from atoll.runtime.experts.routers import Router, routers_of, watch
 from atoll.runtime.models import Adapter, Block
 from atoll.runtime.pipeline.deferred import Collector
+from atoll.runtime.pipeline.routing import Balance, Routers
 from atoll.runtime.sharding.tensors import Spread
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Transport
@@ -47,6 +52,8 @@ class Experts:
 
     mesh: the ranks that divide them; None if each has all.  tensor: the tensor-parallel ranks among these, if they have
     the same tokens.  axes: those of the mesh along which rows are exchanged.
+    parts: the tensor-parallel ranks that have parts of the same sequences instead.
+    routers: what this rank's report.  watched: those of the model that do.
     """
 
     blocks: tuple[Block, ...]
@@ -55,14 +62,26 @@ class Experts:
     mesh: DeviceMesh | None
     tensor: DeviceMesh | None
     axes: tuple[str, ...]
+    parts: DeviceMesh | None
+    routers: Routers
+    watched: tuple[Router, ...] = ()
     _divisions: list[Division] = field(default_factory=list)
 
     @staticmethod
-    def of(adapter: Adapter, plan: Plan, transport: Transport, tensor: DeviceMesh | None) -> Experts:
-        """Find the experts of a model. Raises PlanError if the plan cannot divide them."""
+    def of(
+        adapter: Adapter, plan: Plan, transport: Transport, *, tensor: DeviceMesh | None, balance: Balance
+    ) -> Experts:
+        """Find the experts of a model. Raises PlanError if the plan cannot divide or balance them."""
         blocks, mesh = tuple(adapter.blocks()), plan.mesh
         check_division(blocks, plan)
         has_any = any(True for block in blocks for _ in experts_in(block))
+        is_replaced = has_any and (mesh.expert > 1 or mesh.world > mesh.data)
+        if is_replaced and plan.recompute == "selective" and plan.compile != "none":
+            raise PlanError(
+                f'recompute = "selective" with compile = "{plan.compile}" and experts that the ranks divide, or whose '
+                "gradients wait for W: compiled experts are one operator, of which no products can be kept. Use "
+                'recompute = "block", or compile = "none"'
+            )
         axes = tuple(axis for axis, size in (("expert", mesh.expert), ("tp", mesh.tensor)) if size > 1 and has_any)
         exchanging = axes if plan.sequence_parallel else tuple(axis for axis in axes if axis == "expert")
         if exchanging:
@@ -74,6 +93,9 @@ class Experts:
             transport.mesh_along(*axes) if axes else None,
             None if plan.sequence_parallel or not has_any else tensor,
             exchanging,
+            parts=tensor if plan.sequence_parallel else None,
+            routers=Routers.of(balance, plan, transport.place),
+            watched=routers_of(blocks, balance),
         )
 
     @property
@@ -87,6 +109,11 @@ class Experts:
             for name, module in experts_in(block)
             for key, _ in module.named_parameters(recurse=False)
         )
+
+    def replaces(self, at: int, *, waits: bool) -> bool:
+        """Return True if `install` replaces the forward of a block's experts: where ranks divide them, or gradients of
+        their weights wait for W."""
+        return (self.mesh is not None or waits) and any(True for _ in experts_in(self.blocks[at]))
 
     @property
     def exchanges(self) -> Mapping[int, int]:
@@ -107,26 +134,45 @@ class Experts:
                 parts = DTensor.from_local(own, self.mesh, [Shard(0)], run_check=False)
                 module.register_parameter(key, nn.Parameter(parts, requires_grad=parameter.requires_grad))
                 found[f"{name}.{key}"] = Spread.SPLIT
+            if self.plan.mesh.tensor > 1:
+                found.update(self._beside(at, name, module))
         return found
+
+    def _beside(self, at: int, name: str, module: nn.Module) -> dict[str, Spread]:
+        """Prepare what is computed beside divided experts in a tensor-parallel group; return what becomes of its
+        parameters, whose gradients are those of a rank's own experts."""
+        kind = kind_of(module)
+        if kind is not None and kind.takes_all:
+            block = self.blocks[at]
+            parent = block.module.get_submodule(name.rpartition(".")[0].removeprefix(block.name).removeprefix("."))
+            for child in parent.children():
+                child.register_forward_hook(_writable)
+        inside = (key for key, _ in module.named_parameters() if "." in key)
+        return {f"{name}.{key}": Spread.SUMMED for key in inside}
 
     def install(self, at: int, units: Sequence[Unit], collector: Collector, *, waits: bool) -> bool:
         """Replace the forward of a block's experts where the ranks divide them, or their weights' gradients wait for W.
 
         Return True if any gradient waits.
         """
-        if self.mesh is None and not waits:
+        own = [router for router in self.watched if router.block == at]
+        watch(own, self.routers, self.plan, collector=collector, parts=self.parts)
+        if not self.replaces(at, waits=waits):
             return False
         owners = {id(p): (unit, name) for unit in units for name, p in unit.parameters.items()}
         exchange = Exchange(self.transport, self.axes, at) if self.axes else None
         any_waits = False
         for _, module in experts_in(self.blocks[at]):
-            weights = {}
-            for key in (weight_of(module), "down_proj"):
+            kind = kind_of(module)
+            assert kind is not None, "it is experts"
+            weights = []
+            for key in (kind.first, "down_proj"):
                 parameter = module.get_parameter(key)
                 owner = owners.get(id(parameter)) if parameter.requires_grad else None
-                weights[key] = GroupedWeight(module, key, owner, collector, waits=waits)
+                grouped = GroupedWeight(module, key, owner, collector, is_transposed=kind.is_transposed, waits=waits)
+                weights.append(grouped)
                 any_waits |= waits and owner is not None
-            self._divisions.append(Division(module, weights, exchange, self.tensor))
+            self._divisions.append(Division(module, kind, weights, exchange=exchange, tensor=self.tensor))
         return any_waits
 
 
@@ -140,24 +186,43 @@ class Division:
     def __init__(
         self,
         module: Any,
-        weights: Mapping[str, GroupedWeight],
+        kind: Kind,
+        weights: Sequence[GroupedWeight],
+        *,
         exchange: Exchange | None,
         tensor: DeviceMesh | None,
     ) -> None:
-        self._module, self._exchange, self._tensor = module, exchange, tensor
-        first, self._down = weights.values()
-        self._up, self._weight = first, weight_of(module)
+        self._module, self._kind, self._exchange, self._tensor = module, kind, exchange, tensor
+        self._up, self._down = weights
         self._experts = module.num_experts
         self._groups = 1 if exchange is None else len(exchange.peers.ranks)
         self._tensors = 1 if tensor is None else tensor.size()
         self._each = self._experts // (self._groups * self._tensors)
         self.rows = 0
-        module.forward = self.forward
+        # Of a compiled graph, see compiled.py: the number of this object, and what keeps its operator in the graph.
+        self.slot = enter(self)
+        device = local_part(module.down_proj).device
+        self.anchor = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
+        module.forward = self.forward_of_all if kind.takes_all else self.forward
 
-    @torch.compiler.disable
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Compute the experts of all tokens: [T, H], with k experts for each, [T, k], and their weights."""
-        hidden, weights = _copied(hidden_states, self._tensor), _copied(top_k_weights, self._tensor)
+    @torch.compiler.disable  # how many rows are not zero is known at run time alone
+    def forward_of_all(self, hidden_states: Tensor) -> Tensor:
+        """Compute rows [E T, H] of all tokens for each expert in turn: those that are not zero; see `Kind`."""
+        rows = (hidden_states.detach() != 0).any(-1).nonzero().squeeze(-1)
+        index = rows // (hidden_states.shape[0] // self._experts)
+        out = self.compute(hidden_states[rows], index[:, None], None)
+        return torch.zeros_like(hidden_states).index_copy(0, rows, out)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None) -> Tensor:
+        """Compute the experts of all tokens: [T, H], with k experts for each, [T, k], and their weights, if they have
+        any."""
+        if torch.compiler.is_compiling():
+            return as_operator(self, hidden_states, top_k_index, top_k_weights)
+        return self.compute(hidden_states, top_k_index, top_k_weights)
+
+    def compute(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None) -> Tensor:
+        """Compute the same, outside of compiled code."""
+        hidden = _copied(hidden_states, self._tensor)
         tokens, k = top_k_index.shape
         # Sorted by expert, so by rank: all rows of a rank are one range, and in it those of an expert.
         experts, pairs = torch.sort(top_k_index.reshape(-1), stable=True)
@@ -178,7 +243,9 @@ class Division:
             out = self._compute(self._exchange.dispatch(hidden, tokens_of_pairs, route), own)
             out = self._exchange.combine(out, route)
         self.rows += sum(own)
-        weighed = out * weights.reshape(-1).index_select(0, pairs)[:, None]
+        weighed = out
+        if top_k_weights is not None:
+            weighed = out * _copied(top_k_weights, self._tensor).reshape(-1).index_select(0, pairs)[:, None]
         if self._tensors == 1:
             every = weighed.index_select(0, torch.argsort(pairs))
         else:
@@ -188,10 +255,9 @@ class Division:
 
     def _compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the outputs of rows that are sorted by expert, before they are weighed."""
-        module = self._module
-        up = self._biased(self._up.multiply(rows, counts), f"{self._weight}_bias", counts)
-        inner = module._apply_gate(up) if getattr(module, "has_gate", True) else module.act_fn(up)
-        out = self._biased(self._down.multiply(inner, counts), "down_proj_bias", counts)
+        module, kind = self._module, self._kind
+        up = self._biased(self._up.multiply(rows, counts), f"{kind.first}_bias", counts)
+        out = self._biased(self._down.multiply(kind.between(module, up), counts), "down_proj_bias", counts)
         return module.post_expert_norm(out) if getattr(module, "has_post_expert_norm", False) else out
 
     def _biased(self, rows: Tensor, key: str, counts: Sequence[int]) -> Tensor:
@@ -201,6 +267,12 @@ class Division:
         own: Tensor = bias.to_local() if isinstance(bias, DTensor) else bias
         each = torch.tensor(counts, device=rows.device)
         return rows + own.repeat_interleave(each, dim=0, output_size=rows.shape[0])
+
+
+def _writable(module: nn.Module, args: Any, output: Any) -> Any:
+    """Return a copy of an output that the model adds to in place: what comes out of a DTensor is a view, which autograd
+    lets nobody change."""
+    return output.clone() if isinstance(output, Tensor) else output
 
 
 def _copied(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:

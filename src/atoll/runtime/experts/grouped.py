@@ -11,6 +11,7 @@ one process, where the stacked parameter has a gradient whenever any expert has 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,10 +34,16 @@ class GroupedWeight:
     """
 
     def __init__(
-        self, module: nn.Module, key: str, owner: tuple[Unit, str] | None, collector: Collector, *, waits: bool
+        self,
+        module: nn.Module,
+        key: str,
+        owner: tuple[Unit, str] | None,
+        collector: Collector,
+        *,
+        is_transposed: bool,
+        waits: bool,
     ) -> None:
-        self._module, self._key = module, key
-        self.is_transposed = bool(module.is_transposed)
+        self._module, self._key, self.is_transposed = module, key, is_transposed
         self._owner, self._collector, self._waits = owner, collector, waits
         # Keeps the product in the graph where its rows need no gradient: [Note: the anchor] in deferred.py.
         device = local_part(module.get_parameter(key)).device
@@ -47,6 +54,12 @@ class GroupedWeight:
         weight = local_part(self._module.get_parameter(self._key)).detach()
         product: Tensor = _Grouped.apply(self, rows, weight, self._anchor, tuple(counts))
         return product
+
+    def product(self, rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the product without a history: computed, or what selective recompute has kept."""
+        multiply = partial(grouped_product, rows, weights, counts)
+        multiplier = self._collector.multiplier
+        return multiply() if multiplier is None else multiplier.product(multiply)
 
     def collect(self, rows: Tensor, gradient: Tensor, counts: Sequence[int]) -> None:
         """Keep the factors of the weight's gradient for W, or compute it immediately."""
@@ -70,7 +83,7 @@ class _Grouped(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.layer, ctx.counts = layer, counts
-        return grouped_product(rows, weight if layer.is_transposed else weight.transpose(1, 2), counts)
+        return layer.product(rows, weight if layer.is_transposed else weight.transpose(1, 2), counts)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

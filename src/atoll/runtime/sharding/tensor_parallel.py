@@ -77,13 +77,26 @@ class TensorParallel:
                 f"the model's tensor plan wants {', '.join(unknown)}; Atoll knows {', '.join(STYLES)}. Use tensor = 1, "
                 "or give the model an adapter with another tensor_plan()"
             )
-        if self.sequence and not any(self._is_layer(at) for at in range(len(self.blocks))):
+        if self.sequence:
+            self._check_sequence()
+        self._check_shared()
+
+    def _check_sequence(self) -> None:
+        """Between split modules a layer works on a part of the sequence, which attention must not."""
+        layers = [block for at, block in enumerate(self.blocks) if self._is_layer(at)]
+        if not layers:
             raise PlanError(
                 "sequence_parallel needs layers whose parts are split by outputs and then by inputs (colwise and "
                 "rowwise), and the model's tensor plan has none; turn it off"
             )
-
-        self._check_shared()
+        for block in layers:
+            split = {name.partition(".")[0] for name in self._styles_of(block)}
+            for name, child in block.module.named_children():
+                if name not in split and any(type(each) in (nn.Linear, nn.Conv1d) for each in child.modules()):
+                    raise PlanError(
+                        f"sequence_parallel: the model's tensor plan leaves {block.name}.{name} whole, which may need "
+                        "the whole sequence; turn it off"
+                    )
 
     def _check_shared(self) -> None:
         """A shared weight is split wherever it is used, or nowhere."""
@@ -259,7 +272,7 @@ class TensorParallel:
     @property
     def _passed(self) -> Any:
         """The placement of the hidden state between the split modules of a layer."""
-        return Shard(1) if self.sequence else Replicate()
+        return Shard(-2) if self.sequence else Replicate()
 
 
 # Hooks, which hold the mesh and nothing that holds them: Python's collector would see the circle late.

@@ -264,6 +264,14 @@ class GroupMemory:
         """Release lent memory, or any other tensor. was_read: other ranks have to be told."""
 
 
+def new_name(axes: Sequence[str]) -> str:
+    """Return a name of the dimension of a mesh that no other mesh of this process has."""
+    # DTensor caches the specs of results by the meshes of its inputs, which compare equal if ranks and names are. A
+    # reused name would return the mesh of an earlier engine, whose process group may be gone and which dynamo, which
+    # compares meshes by identity, does not find among a graph's inputs.
+    return f"{'_'.join(axes)}_{next(_MESHES)}"
+
+
 class Transport(ABC):
     """Interface of a transport. `sent` counts bytes by axis ("intra", "inter", "pp").
 
@@ -413,11 +421,7 @@ class Transport(ABC):
                 group = dist.new_group(list(ranks))
                 found = group if self.place.rank in ranks else found
         assert found is not None, "every rank is in a group of its own"
-        # DTensor caches the specs of results by the meshes of its inputs, which compare equal if ranks and names are. A
-        # reused name would return the mesh of an earlier engine, whose process group may be gone and which dynamo,
-        # which compares meshes by identity, does not find among a graph's inputs.
-        name = f"{'_'.join(axes)}_{next(_MESHES)}"
-        return DeviceMesh.from_group(found, self.device.type, mesh_dim_names=(name,))
+        return DeviceMesh.from_group(found, self.device.type, mesh_dim_names=(new_name(axes),))
 
     def exchange(self, values: torch.Tensor, ranks: Sequence[int], tag: Tag) -> DirectSum:
         """Start to sum a tensor over `ranks`."""
