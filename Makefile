@@ -78,7 +78,7 @@ bench-vocabulary: .venv/.stamp
 # Every case of every test; every schedule, layout, recompute and so on with every other: two hours.
 matrix: .venv/.stamp
 	$(PYTEST) -m wide --whole
-	$(BIN)/python benchmarks/run.py matrix
+	$(BIN)/python benchmarks/run.py matrix mixtures
 
 # Damages copies of the source and runs the tests that should notice: about an hour, and goes on where it was.
 mutants: .venv/.mutants

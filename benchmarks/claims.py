@@ -510,7 +510,15 @@ ALL_CLAIMS = (
         figures=matrix,
     ),
     Claim(
-        what="— any two settings together, with residency, reduction, unit and split vocabulary",
+        what="— mixtures: experts over 2 and 4 ranks × layout × schedule × tensor parallelism × recompute × kind of "
+        "mixture",
+        how="{cases} runs in {hours:.1f} hours: [table](benchmarks/mixtures/README.md)",
+        result="{right} of {cases} within 1e-10, largest difference {worst:.1e}",
+        raw="mixtures",
+        figures=matrix,
+    ),
+    Claim(
+        what="— any two settings together, also experts and their layout, residency, codecs, outer steps, Muon",
         how="a sample that contains each pair of values, in every `make test`",
         result="within 1e-10",
         tests=[f"{RUNTIME}/test_matrix.py"],

@@ -41,6 +41,8 @@ from benchmarks.islands.work import Chain, Text, Work
 from benchmarks.islands.work import Sleeping as Device
 from benchmarks.low_rank import bench as low_rank
 from benchmarks.matrix import bench as matrix
+from benchmarks.matrix import cases
+from benchmarks.mixtures import bench as mixtures
 from benchmarks.outer import bench as outer
 from benchmarks.planner import bench as planner
 from benchmarks.quality import bench as quality
@@ -567,13 +569,13 @@ def test_an_uneven_model_is_compared_with_its_rivals() -> None:
     assert f"| {row['joint'] / row['work'] - 1:.1%} | {row['equal'] / row['joint']:.2f} |" in page
 
 
-def test_the_matrix_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(matrix, "DONE", tmp_path / "results" / "cases.jsonl")
-    assert list(matrix._done("one")) == []
-    matrix._note("a", {"worst": 0.0, "problem": "", "seconds": 1.0})
-    assert list(matrix._done("one")) == [("a", {"worst": 0.0, "problem": "", "seconds": 1.0})]
-    assert list(matrix._done("another")) == []
-    assert list(matrix._done("one")) == []
+def test_the_matrix_goes_on_where_it_was(tmp_path: Path) -> None:
+    done = tmp_path / "results" / "cases.jsonl"
+    assert list(cases.known(done, "one")) == []
+    cases.note(done, "a", {"worst": 0.0, "problem": "", "seconds": 1.0})
+    assert list(cases.known(done, "one")) == [("a", {"worst": 0.0, "problem": "", "seconds": 1.0})]
+    assert list(cases.known(done, "another")) == []
+    assert list(cases.known(done, "one")) == []
 
 
 def test_the_page_of_the_matrix_shows_what_is_wrong() -> None:
@@ -582,6 +584,7 @@ def test_the_page_of_the_matrix_shows_what_is_wrong() -> None:
     page = matrix.report(result)
     assert "|  | NNN | NNI |\n|---|---|---|\n| gpipe | 24 | **23 of 24** |\n| unit | 24 |  |\n" in page
     assert "- a: loss" in page
+    assert "\n- a: loss" in mixtures.report(result)
 
 
 def test_the_picture_of_a_race_numbers_both_fronts() -> None:

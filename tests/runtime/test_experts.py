@@ -2,44 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
-import torch
-from torch import nn
 
 from atoll.base.errors import RankError
 from atoll.plans.layouts import EFFECTIVE
-from atoll.runtime.models import Decoder, DecoderConfig, MixtureConfig
 from atoll.testing.parity import Case, assert_parity
-from atoll.testing.tiny import TinyConfig
-
-MIXTURE = MixtureConfig(
-    experts=8, experts_per_token=3, expert_ffn=8, shared_experts=1, dense_layers=1, scoring="sigmoid", route_scale=2.5
-)
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """The built-in decoder with a mixture, as a recipe."""
-
-    config: MixtureConfig = MIXTURE
-
-    def build(self) -> Decoder:
-        sizes = {"vocabulary": 19, "layers": 4, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 24}
-        return Decoder(DecoderConfig(**sizes, mixture=self.config))
-
-    def batch(self, step: int, samples: int) -> dict[str, torch.Tensor]:
-        return TinyConfig(vocabulary=19).batch(step, samples)
-
-    def initialise(self, name: str, module: nn.Module) -> None:
-        for key, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)
-            else:
-                residual = key == "down_proj" or name.endswith((".attention.output", ".down"))
-                parameter.normal_(std=0.02 / 8**0.5 if residual else 0.02)
-
+from tests.mixtures import Mixture
 
 PAIR = Case(intra=2, expert=2, microbatches=4, steps=2, model=Mixture())
 

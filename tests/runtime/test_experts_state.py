@@ -27,7 +27,8 @@ from atoll.runtime.outline import Outline
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_checkpoint_parity, assert_parity, difference, whole_parameters
 from tests.drawn import drawn
-from tests.runtime.test_experts import MIXTURE, PAIR, Mixture
+from tests.mixtures import MIXTURE, Mixture
+from tests.runtime.test_experts import PAIR
 from tests.runtime.test_matrix_updates import Matrices, Reference, step_of_dion, step_of_shampoo
 
 # ---- each expert is a matrix
@@ -35,15 +36,8 @@ from tests.runtime.test_matrix_updates import Matrices, Reference, step_of_dion,
 ADAMW = ("adamw", (("lr", 3e-3), ("betas", (0.8, 0.95))))
 
 
-@dataclass(frozen=True)
-class Blocks(Mixture):
-    """The same with the names of its blocks, which say what matrices are hidden."""
-
-    blocks: tuple[str, ...] = ("embed", *(f"layers.{at}" for at in range(4)), "head")
-
-
 MUON = replace(
-    PAIR, optimizer="Muon", model=Blocks(), options=(ADAMW, ("split", (("*.gate_up_proj", 2),))), layout="IIG"
+    PAIR, optimizer="Muon", model=Mixture(), options=(ADAMW, ("split", (("*.gate_up_proj", 2),))), layout="IIG"
 )
 
 
@@ -85,7 +79,7 @@ class Stacked(Matrices):
         return Reference(groups, self.lr, each({"Shampoo": step_of_shampoo, "Dion": step_of_dion}[self.optimizer]))
 
 
-KEPT = Stacked(intra=2, expert=2, microbatches=4, model=Blocks(), layout="IIG", steps=2)
+KEPT = Stacked(intra=2, expert=2, microbatches=4, model=Mixture(), layout="IIG", steps=2)
 
 
 OTHERS: dict[str, dict[str, Any]] = {

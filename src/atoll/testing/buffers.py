@@ -61,7 +61,8 @@ def rank_buffers(recipe: Recipe, engine: Engine) -> Iterator[Buffer]:
             parts = (BufferPart(e.name, e.offset, boxes[e.name].offsets, boxes[e.name].sizes) for e in flat.map.entries)
             sharing = place.peers(flat.sharding.along[Axis.INTRA])
             ranks = tuple(place.mesh.place(rank).intra for rank in sharing)
-            yield Buffer(unit.spec.index, part, flat.map.padded, tuple(parts), streams, ranks)
+            levels = flat.sharding.layout.name
+            yield Buffer(unit.spec.index, part, flat.map.padded, tuple(parts), streams, ranks, levels)
 
 
 def _uses(unit: Unit, engine: Engine, firsts: dict[str, str]) -> Iterator[_Use]:

@@ -59,6 +59,7 @@ class Buffer:
 
     unit, segment: its names in seeds.  streams: of its phases; none where it is frozen.
     ranks: places in each group of the ranks that have it: all, or those with the same experts.
+    levels: of parameters, gradients and optimizer state.
     """
 
     unit: int
@@ -67,6 +68,7 @@ class Buffer:
     parts: tuple[BufferPart, ...]
     streams: tuple[GradientStream, ...]
     ranks: tuple[int, ...]
+    levels: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +82,11 @@ class CodecKind:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where the codecs of a run are: the levels of parameters, gradients and optimizer state, the mesh, the codecs.
+    """Where the codecs of a run are: the mesh, the codecs, the buffers.
 
     gradient: with outer steps, that of outer gradients.
     """
 
-    levels: str
     inter: int
     intra: int
     gradient: CodecKind | None
@@ -160,7 +161,7 @@ class Coding:
 
     def _total(self, buffer: Buffer, pieces: Sequence[Mapping[str, Tensor]], step: int) -> Tensor:
         setting = self.setting
-        g, os = setting.levels[1:2], setting.levels[2:]
+        g, os = buffer.levels[1:2], buffer.levels[2:]
         total = torch.zeros(buffer.padded, dtype=torch.float64)
         each = len(pieces) // (setting.inter * setting.intra)
         if g == "G":
@@ -300,15 +301,14 @@ class Coding:
     def parameters(self, masters: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> None:
         """Write what the forward uses to `copies`, which have what it used before."""
         setting, kind = self.setting, self.setting.parameter
-        p, os = setting.levels[:1], setting.levels[2:]
         if kind is None:
             for name, copy in copies.items():
                 copy.copy_(masters[name])
             return
         kind = CodecKind(kind.name, kind.block)  # rounded to nearest
-        follows = p != "G" and os == "G"
         before = {name: copy.clone() for name, copy in copies.items()}  # copies of a tied parameter all start from it
         for buffer in setting.buffers:
+            p, os = buffer.levels[:1], buffer.levels[2:]
             flat, old = (torch.zeros(buffer.padded, dtype=torch.float64) for _ in range(2))
             for part in buffer.parts:
                 size = math.prod(part.sizes)
@@ -317,7 +317,7 @@ class Coding:
             if p == "G":
                 for _, _, block in self._blocks(buffer):
                     flat[block] = coded(flat[block], kind)
-            elif follows and buffer.streams:
+            elif os == "G" and buffer.streams:
                 for _, _, block in self._blocks(buffer):
                     flat[block] = old[block] + coded(flat[block] - old[block], kind)
             for part in buffer.parts:

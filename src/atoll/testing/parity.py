@@ -274,9 +274,8 @@ def setting_of(case: Case, histories: Sequence[History]) -> Setting | None:
     firsts = [place.inter == 0 and place.intra < place.mesh.expert for place in places]
     own = [history.buffers for history, is_first in zip(histories, firsts, strict=True) if is_first]
     buffers = tuple(buffer for each in own for buffer in each)
-    levels, inter, intra = case.layout, case.inter, case.intra
     gradient, parameter = _kind(codecs.gradient), _kind(codecs.parameter)
-    return Setting(levels, inter, intra, gradient, parameter, codecs.feedback, case.seed, buffers)
+    return Setting(case.inter, case.intra, gradient, parameter, codecs.feedback, case.seed, buffers)
 
 
 def reference(case: Case, codecs: Setting | None = None) -> History:

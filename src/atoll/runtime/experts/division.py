@@ -74,7 +74,7 @@ class Experts:
     ) -> Experts:
         """Find the experts of a model. Raises PlanError if the plan cannot divide or balance them."""
         blocks, mesh = tuple(adapter.blocks()), plan.mesh
-        check_division(blocks, mesh.expert, mesh.tensor)
+        check_division(blocks, plan)
         has_any = any(True for block in blocks for _ in experts_in(block))
         is_replaced = has_any and (mesh.expert > 1 or mesh.world > mesh.data)
         if is_replaced and plan.recompute == "selective" and plan.compile != "none":
