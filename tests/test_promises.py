@@ -29,7 +29,15 @@ PURE = (
     *("training.config", "training.settings", "training.data"),
 )
 
-FOREIGN = ("zip", "partial", "input_gradient", "distribute_module", "self.adapter.forward")
+FOREIGN = (
+    "zip",
+    "partial",
+    "input_gradient",
+    "divided_experts",
+    "divided_experts_gradient",
+    "distribute_module",
+    "self.adapter.forward",
+)
 """Calls whose arguments are named by others: Python, torch, its operators, adapters."""
 
 COMMUNICATION = re.compile(

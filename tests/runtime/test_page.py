@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from atoll.runtime.page import AT, TEXT_BYTES, Page, View, read_page, status_of
+from atoll.runtime.page import AT, TEXT_BYTES, Page, PageView, read_page, status_of
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_a_view_outlives_the_process() -> None:
     code += "print(page.descriptor, flush=True); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    view = View(process.pid, int(process.stdout.readline()))
+    view = PageView(process.pid, int(process.stdout.readline()))
     process.kill()
     process.communicate()
     assert view.read() == "saving"

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.base.documents import parse_json
-from atoll.runtime.page import View, own_page, read_page, status_of
+from atoll.runtime.page import PageView, own_page, read_page, status_of
 from atoll.runtime.verdict import LONGEST_SECONDS, OUTSIDE, SHORTEST_SECONDS, SILENT_SECONDS, RankState, judge, named
 
 BEAT_SECONDS = 0.25
@@ -116,7 +116,7 @@ class Monitor:
         self._wanted: set[int] = set()
         self._unseen: dict[int, RankState] = {}
         self._seen: dict[int, tuple[str, str]] = {}
-        self._views: dict[int, tuple[int, View]] = {}
+        self._views: dict[int, tuple[int, PageView]] = {}
         self._strangers = 0
         self._over = asyncio.Event()
         self._serves: queue.SimpleQueue[asyncio.AbstractEventLoop] = queue.SimpleQueue()
@@ -286,7 +286,7 @@ class Monitor:
         known = self._views.get(rank)
         if state.host == process_of_this()[0] and (known is None or known[0] != state.pid):
             with contextlib.suppress(OSError):
-                self._views[rank] = state.pid, View(state.pid, state.page)
+                self._views[rank] = state.pid, PageView(state.pid, state.page)
 
     def place_of(self, rank: int) -> str:
         """Return the last known position of a rank."""

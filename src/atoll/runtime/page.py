@@ -73,7 +73,7 @@ def row_of(step: int) -> str:
     return f"step {step}" if step else "evaluation"
 
 
-class View:
+class PageView:
     """Page of another process of this machine, which outlives that process. Raises OSError if there is none."""
 
     def __init__(self, process: int, descriptor: int) -> None:
@@ -101,7 +101,7 @@ class View:
 def read_page(process: int, descriptor: int) -> str:
     """Return the position of another process of this machine, or "" if its page cannot be read."""
     try:
-        return View(process, descriptor).read()
+        return PageView(process, descriptor).read()
     except OSError:
         return ""
 

@@ -12,7 +12,7 @@ from atoll.base.errors import PlanError
 from atoll.plans.plan import Plan, View
 from atoll.program import EMBEDDING, HEAD, ModelShape, Phase, Using, groups_of
 from atoll.runtime.assemble.sharded import Sharded
-from atoll.runtime.experts.division import Experts
+from atoll.runtime.experts.division import DividedExperts
 from atoll.runtime.experts.kinds import deferred_in, stacked_in
 from atoll.runtime.models import Adapter, Block, Vocabulary, initialise_block, name_seed, shared_parameters
 from atoll.runtime.models.buffers import buffers_of, buffers_outside, modules_outside, on_meta, written
@@ -36,7 +36,7 @@ def build_rank(
     collector: Collector,
     seed: int,
     tensor: TensorParallel | None,
-    experts: Experts,
+    experts: DividedExperts,
 ) -> Sharded:
     """Return units, stages and wiring. Materializes this rank's blocks one after the other, each into its units, and
     installs them in the model.
@@ -86,10 +86,10 @@ class _Model:
     shape: ModelShape
     mine: tuple[int, ...]
     matrices: frozenset[str]
-    experts: Experts
+    experts: DividedExperts
 
     @staticmethod
-    def of(outline: Outline, rank: int, experts: Experts) -> _Model:
+    def of(outline: Outline, rank: int, experts: DividedExperts) -> _Model:
         adapter, runs = outline.adapter, outline.runs
         blocks = tuple(adapter.blocks())
         shared = shared_parameters(adapter)

@@ -16,7 +16,7 @@ from atoll.plans.layouts import Level
 from atoll.plans.plan import Plan
 from atoll.program import Program, Programs
 from atoll.runtime.assemble.build import build_rank
-from atoll.runtime.experts.division import Experts
+from atoll.runtime.experts.division import DividedExperts
 from atoll.runtime.experts.kinds import stacked_in
 from atoll.runtime.models import adapter_for
 from atoll.runtime.outline import Outline
@@ -66,7 +66,7 @@ def describe_rank(
         if plan.mesh.tensor > 1:
             tensor = tensor_parallel(adapter, plan, transport.mesh_along("tp"), apart=outline.ends)
         mesh = None if tensor is None else tensor.mesh
-        experts = Experts.of(adapter, plan, transport, tensor=mesh, balance=Balance())
+        experts = DividedExperts.of(adapter, plan, transport, tensor=mesh, balance=Balance())
         around = Surroundings(plan.sharding(transport.place), transport, transport.device, lanes={})
         sharded = build_rank(outline, around=around, collector=Collector(), seed=0, tensor=tensor, experts=experts)
         shape = sharded.rank(transport.place, reads_in_place=reads_in_place)

@@ -22,7 +22,7 @@ from atoll.runtime.assemble.sharded import Sharded
 from atoll.runtime.assemble.ties import untie_as_stored
 from atoll.runtime.batches import Batches, Labels
 from atoll.runtime.checkpoint import is_complete
-from atoll.runtime.experts.division import Experts
+from atoll.runtime.experts.division import DividedExperts
 from atoll.runtime.experts.implementation import choose_implementation
 from atoll.runtime.experts.kinds import stacked_in
 from atoll.runtime.lanes import JobLane, LaneKind, lane_of, lanes_of
@@ -126,7 +126,7 @@ def assemble(
     if plan.mesh.tensor > 1:
         tensor = tensor_parallel(adapter, plan, transport.mesh_along("tp"), apart=outline.ends)
     mesh = None if tensor is None else tensor.mesh
-    experts = Experts.of(adapter, plan, transport, tensor=mesh, balance=options.balance)
+    experts = DividedExperts.of(adapter, plan, transport, tensor=mesh, balance=options.balance)
     choose_implementation(model, dtype_of(plan.precision.compute), device)
     _open_links(outline, transport)
     is_alone, waits_on_host = plan.nest(place).ranks == 1, transport.waits_on_host

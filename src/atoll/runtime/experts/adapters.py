@@ -35,7 +35,7 @@ def adapters_of(module: nn.Module, block: Block) -> Iterator[str]:
             yield from (f"{name}.{key}" for key in inner)
 
 
-def check_adapters(wrappers: Sequence[Any], name: str, weights: Sequence[str]) -> None:
+def check_wrappers(wrappers: Sequence[Any], name: str, weights: Sequence[str]) -> None:
     """Raise PlanError for adapters of other parameters of experts than weights."""
     others = [each.parameter_name for each in wrappers if each.parameter_name not in weights]
     if others:

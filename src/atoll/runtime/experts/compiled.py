@@ -45,7 +45,7 @@ def enter(experts: Computing) -> int:
     return slot
 
 
-def as_operator(experts: Computing, hidden: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
+def as_operator(experts: Computing, hidden: Tensor, index: Tensor, *, weights: Tensor | None) -> Tensor:
     """Compute experts as one operator of a compiled graph."""
     given = hidden.new_ones(0) if weights is None else weights
     out: Tensor

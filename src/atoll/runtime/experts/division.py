@@ -30,25 +30,23 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from atoll.base._torch import local_part
 from atoll.base.errors import PlanError
 from atoll.plans.plan import Plan
-from atoll.runtime.experts.adapters import LowRank, adapters_of, check_adapters, wrappers_of
+from atoll.prediction.cost.experts import EXCHANGES
+from atoll.runtime.experts.adapters import LowRank, adapters_of, check_wrappers, wrappers_of
 from atoll.runtime.experts.compiled import as_operator, enter
-from atoll.runtime.experts.exchange import Exchange
+from atoll.runtime.experts.exchange import RowExchange
 from atoll.runtime.experts.grouped import GroupedWeight
 from atoll.runtime.experts.kinds import Kind, check_division, experts_in, kind_of, stacked_in
-from atoll.runtime.experts.routers import Router, routers_of, watch
+from atoll.runtime.experts.routers import WatchedRouter, routers_of, watch
 from atoll.runtime.models import Adapter, Block
 from atoll.runtime.pipeline.deferred import Collector
-from atoll.runtime.pipeline.routing import Balance, Routers, Work
+from atoll.runtime.pipeline.routing import Balance, ExpertWork, Routers
 from atoll.runtime.sharding.tensors import Spread
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Transport
 
-EXCHANGES = 2
-"""Exchanges of a forward: dispatch and combine."""
-
 
 @dataclass(frozen=True)
-class Experts:
+class DividedExperts:
     """The experts of a model under a plan.
 
     mesh: the ranks that divide them; None if each has all.  tensor: the tensor-parallel ranks among these, if they have
@@ -65,13 +63,13 @@ class Experts:
     axes: tuple[str, ...]
     parts: DeviceMesh | None
     routers: Routers
-    watched: tuple[Router, ...] = ()
+    watched: tuple[WatchedRouter, ...] = ()
     _divisions: list[Division] = field(default_factory=list)
 
     @staticmethod
     def of(
         adapter: Adapter, plan: Plan, transport: Transport, *, tensor: DeviceMesh | None, balance: Balance
-    ) -> Experts:
+    ) -> DividedExperts:
         """Find the experts of a model. Raises PlanError if the plan cannot divide or balance them."""
         blocks, mesh = tuple(adapter.blocks()), plan.mesh
         check_division(blocks, plan)
@@ -88,14 +86,14 @@ class Experts:
         if exchanging:
             transport.open_swaps(*exchanging)
         routers = Routers.of(balance, plan, transport.place)
-        routers.work = Work(transport.device) if axes else None
-        return Experts(
+        routers.work = ExpertWork(transport.device) if axes else None
+        return DividedExperts(
             blocks,
             plan,
             transport,
-            transport.mesh_along(*axes) if axes else None,
-            None if plan.sequence_parallel or not has_any else tensor,
-            exchanging,
+            mesh=transport.mesh_along(*axes) if axes else None,
+            tensor=None if plan.sequence_parallel or not has_any else tensor,
+            axes=exchanging,
             parts=tensor if plan.sequence_parallel else None,
             routers=routers,
             watched=routers_of(blocks, balance),
@@ -161,14 +159,14 @@ class Experts:
         exchange = None
         if self.axes:
             assert work is not None, "ranks divide the experts"
-            exchange = Exchange(self.transport, self.axes, at, work=work)
+            exchange = RowExchange(self.transport, self.axes, at, work=work)
         any_waits = False
         for name, module in experts_in(self.blocks[at]):
             kind = kind_of(module)
             assert kind is not None, "it is experts"
             weights = []
             wrappers = wrappers_of(module, self.blocks[at].module)
-            check_adapters(wrappers, name, (kind.first, "down_proj"))
+            check_wrappers(wrappers, name, (kind.first, "down_proj"))
             for key in (kind.first, "down_proj"):
                 parameter = module.get_parameter(key)
                 owner = owners.get(id(parameter)) if parameter.requires_grad else None
@@ -205,9 +203,9 @@ class Division:
         kind: Kind,
         weights: Sequence[GroupedWeight],
         *,
-        exchange: Exchange | None,
+        exchange: RowExchange | None,
         tensor: DeviceMesh | None,
-        measured: tuple[Work, Collector] | None,
+        measured: tuple[ExpertWork, Collector] | None,
     ) -> None:
         self._measured = measured
         self._module, self._kind, self._exchange, self._tensor = module, kind, exchange, tensor
@@ -234,7 +232,7 @@ class Division:
         """Compute the experts of all tokens: [T, H], with k experts for each, [T, k], and their weights, if they have
         any."""
         if torch.compiler.is_compiling():
-            return as_operator(self, hidden_states, top_k_index, top_k_weights)
+            return as_operator(self, hidden_states, top_k_index, weights=top_k_weights)
         return self.compute(hidden_states, top_k_index, top_k_weights)
 
     def compute(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None) -> Tensor:

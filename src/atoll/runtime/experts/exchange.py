@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.runtime.pipeline.routing import Work
+from atoll.runtime.pipeline.routing import ExpertWork
 from atoll.runtime.transport import Channel, Peers, Tag, Transport
 
 
@@ -69,13 +69,13 @@ class Route:
         return [list(found[rank::ranks]) for rank in range(ranks)]
 
 
-class Exchange:
+class RowExchange:
     """The ranks, along some axes, that send each other rows.
 
     index: of the block, for the tags of messages.  work: measures exchanges.
     """
 
-    def __init__(self, transport: Transport, axes: tuple[str, ...], index: int, *, work: Work) -> None:
+    def __init__(self, transport: Transport, axes: tuple[str, ...], index: int, *, work: ExpertWork) -> None:
         ranks = transport.place.peers(*axes)
         self._transport, self._index, self._work = transport, index, work
         self.peers = Peers("expert", ranks, ranks.index(transport.place.rank))
@@ -88,14 +88,15 @@ class Exchange:
         arriving[own] = counts[own]
         tag = Tag(Channel.EXCHANGE_COUNTS, self._index)
         with self._work.exchanging():
-            self._transport.all_to_all(counts.view(-1), arriving.view(-1), self.peers, tag)
+            self._transport.all_to_all(counts.view(-1), arriving.view(-1), self.peers, tag=tag)
         sent, received = torch.stack((counts, arriving)).tolist()  # the only wait of the host for the device
         return Route(tuple(map(sum, sent)), tuple(map(tuple, received)))
 
     def dispatch(self, hidden: Tensor, tokens: Tensor, route: Route) -> Tensor:
         """Send the rows `tokens` of hidden, which are sorted by expert; return those for this rank's experts, sorted by
         expert."""
-        moved: Tensor = _Dispatch.apply(self, hidden, tokens, route)
+        given = hidden, tokens, route
+        moved: Tensor = _Dispatch.apply(self, *given)
         return moved
 
     def combine(self, rows: Tensor, route: Route) -> Tensor:
@@ -145,12 +146,12 @@ class Exchange:
         return received
 
     def _exchanged(self, sent: Tensor, counts: tuple[Sequence[int], Sequence[int]]) -> Any:
-        return self._transport.exchange_rows(sent, counts, self.peers, Tag(Channel.EXCHANGE, self._index))
+        return self._transport.exchange_rows(sent, counts, self.peers, tag=Tag(Channel.EXCHANGE, self._index))
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, hidden: Tensor, tokens: Tensor, route: Route) -> Tensor:
+    def forward(ctx: Any, exchange: RowExchange, hidden: Tensor, tokens: Tensor, route: Route) -> Tensor:
         ctx.save_for_backward(tokens)
         ctx.exchange, ctx.route, ctx.shape = exchange, route, hidden.shape
         sent = exchange.room(hidden, route.sent)
@@ -166,7 +167,7 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, rows: Tensor, route: Route) -> Tensor:
+    def forward(ctx: Any, exchange: RowExchange, rows: Tensor, route: Route) -> Tensor:
         ctx.exchange, ctx.route = exchange, route
         return exchange.to_senders(rows.contiguous(), route)
 

@@ -54,7 +54,8 @@ class GroupedWeight:
     def multiply(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the products of rows [R, inputs]. counts: rows of each expert."""
         weight = local_part(self._module.get_parameter(self._key)).detach()
-        product: Tensor = _Grouped.apply(self, rows, weight, self._anchor, tuple(counts))
+        given = rows, weight, self._anchor, tuple(counts)
+        product: Tensor = _Grouped.apply(self, *given)
         return self._adapters.add(product, rows, counts)
 
     def product(self, rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
