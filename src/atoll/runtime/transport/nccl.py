@@ -257,7 +257,7 @@ class NcclTransport(Transport):
     ) -> Iterator[list[torch.Tensor]]:
         out, into = (list(each) for each in counts)
         received = sent.new_empty(sum(into), sent.shape[1])
-        sizes = {"output_split_sizes": into, "input_split_sizes": out}
-        dist.all_to_all_single(received, sent, **sizes, group=self._swaps[peers.ranks])
+        group = self._swaps[peers.ranks]
+        dist.all_to_all_single(received, sent, output_split_sizes=into, input_split_sizes=out, group=group)
         self._count(peers.axis, sent.shape[1] * sent.itemsize * (sum(out) - out[peers.index]))
         yield list(received.split(into))
