@@ -35,10 +35,10 @@ from atoll.runtime.experts.compiled import as_operator, enter
 from atoll.runtime.experts.exchange import Exchange
 from atoll.runtime.experts.grouped import GroupedWeight
 from atoll.runtime.experts.kinds import Kind, check_division, experts_in, kind_of, stacked_in
-from atoll.runtime.experts.routers import Router, routers_of, watch
+from atoll.runtime.experts.routers import BlockRouter, routers_of, watch
 from atoll.runtime.models import Adapter, Block
 from atoll.runtime.pipeline.deferred import Collector
-from atoll.runtime.pipeline.routing import Balance, Routers, Work
+from atoll.runtime.pipeline.routing import Balance, ExpertWork, Routers
 from atoll.runtime.sharding.tensors import Spread
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Transport
@@ -65,7 +65,7 @@ class Experts:
     axes: tuple[str, ...]
     parts: DeviceMesh | None
     routers: Routers
-    watched: tuple[Router, ...] = ()
+    watched: tuple[BlockRouter, ...] = ()
     _divisions: list[Division] = field(default_factory=list)
 
     @staticmethod
@@ -88,14 +88,14 @@ class Experts:
         if exchanging:
             transport.open_swaps(*exchanging)
         routers = Routers.of(balance, plan, transport.place)
-        routers.work = Work(transport.device) if axes else None
+        routers.work = ExpertWork(transport.device) if axes else None
         return Experts(
             blocks,
             plan,
             transport,
-            transport.mesh_along(*axes) if axes else None,
-            None if plan.sequence_parallel or not has_any else tensor,
-            exchanging,
+            mesh=transport.mesh_along(*axes) if axes else None,
+            tensor=None if plan.sequence_parallel or not has_any else tensor,
+            axes=exchanging,
             parts=tensor if plan.sequence_parallel else None,
             routers=routers,
             watched=routers_of(blocks, balance),
@@ -207,7 +207,7 @@ class Division:
         *,
         exchange: Exchange | None,
         tensor: DeviceMesh | None,
-        measured: tuple[Work, Collector] | None,
+        measured: tuple[ExpertWork, Collector] | None,
     ) -> None:
         self._measured = measured
         self._module, self._kind, self._exchange, self._tensor = module, kind, exchange, tensor

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.runtime.pipeline.routing import Work
+from atoll.runtime.pipeline.routing import ExpertWork
 from atoll.runtime.transport import Channel, Peers, Tag, Transport
 
 
@@ -75,7 +75,7 @@ class Exchange:
     index: of the block, for the tags of messages.  work: measures exchanges.
     """
 
-    def __init__(self, transport: Transport, axes: tuple[str, ...], index: int, *, work: Work) -> None:
+    def __init__(self, transport: Transport, axes: tuple[str, ...], index: int, *, work: ExpertWork) -> None:
         ranks = transport.place.peers(*axes)
         self._transport, self._index, self._work = transport, index, work
         self.peers = Peers("expert", ranks, ranks.index(transport.place.rank))

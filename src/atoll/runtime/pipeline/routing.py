@@ -75,7 +75,7 @@ class Load:
         return self.owner.get_buffer(self.key)
 
 
-class Work:
+class ExpertWork:
     """What the experts of a rank did in the running program.
 
     rows: computed by this rank's experts, in first forwards.  seconds: in exchanges, with the waits for other ranks.
@@ -126,7 +126,7 @@ class Routers:
     reports: bool = True
     loads: list[Load] = field(default_factory=list)
     scale: float = torch.nan
-    work: Work | None = None
+    work: ExpertWork | None = None
     # Sums over the first forwards of the running program.
     _loss: Tensor | None = None
     # The biases before a step that may still be taken back.

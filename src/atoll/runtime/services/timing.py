@@ -11,7 +11,7 @@ from atoll.program import Instruction, Operation
 from atoll.program.trace import Trace
 from atoll.runtime.assemble.rank import Rank
 from atoll.runtime.pipeline.executor import Outcome
-from atoll.runtime.pipeline.routing import Work
+from atoll.runtime.pipeline.routing import ExpertWork
 
 
 class StepTiming:
@@ -73,7 +73,7 @@ class StepTiming:
         return Trace(self.outcome.spans, ranks=self._placement.ranks, chunks=self._placement.chunks)
 
     @property
-    def experts(self) -> Work | None:
+    def experts(self) -> ExpertWork | None:
         """What this rank's experts did in the last training step, before any other program; None if ranks do not divide
         experts."""
         return self._end.routers.work

@@ -15,7 +15,7 @@ from atoll.plans.layouts import Layout, Precision
 from atoll.plans.plan import MeshShape, Plan
 from atoll.plans.stages import BlockWeight, split_blocks
 from atoll.prediction.cost.layer import head_problem
-from atoll.training.config.train import Router
+from atoll.training.config.train import RouterSection
 
 if TYPE_CHECKING:
     from atoll.training.config.parallel import Parallel
@@ -216,7 +216,7 @@ def _length_problems(config: Config) -> list[str]:
 def _router_problems(config: Config) -> list[str]:
     """Return what train.router balances in vain."""
     router, model, problems = config.train.router, config.model, []
-    if model.is_builtin and router != Router() and not model.options.experts:
+    if model.is_builtin and router != RouterSection() and not model.options.experts:
         problems.append(
             "train.router balances experts, and the model has none; set model.config.experts, or leave it out"
         )

@@ -69,7 +69,7 @@ def _as_objective(value: str) -> str:
     raise ValueError('must be "causal" or "masked", or the latter with a share of tokens, as in "masked 0.3"')
 
 
-class Router(Section):
+class RouterSection(Section):
     """[train.router]: balance of a mixture's experts; see `atoll.runtime.pipeline.routing.Balance`."""
 
     bias_rate: NotNegative = 0.0
@@ -141,7 +141,7 @@ class Train(Section):
     check_replicas: Natural = 0
     """steps between bitwise comparisons of replicated state across ranks; 0: none"""
 
-    router: Router = Field(default_factory=Router)
+    router: RouterSection = Field(default_factory=RouterSection)
 
     @model_validator(mode="before")
     @classmethod
