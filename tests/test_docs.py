@@ -247,6 +247,7 @@ def test_metrics_keys_are_documented() -> None:
     table = page.partition("Keys of `metrics.jsonl`")[2].partition("Keys of `validation.jsonl`")[0]
     # Which few steps have.
     oddities = {"loss_spike", "grad_norm_spike", "straggler", "straggler_ratio", "mfu", "island_distance"}
+    oddities |= {"expert_rows", "expert_imbalance", "expert_dropped", "exchange_seconds"}
     assert first_column(table) == set(re.findall(r'"(\w+)":', record)) | oddities
 
 

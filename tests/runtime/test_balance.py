@@ -20,7 +20,7 @@ from atoll.runtime.models import mixture as built_in
 from atoll.runtime.pipeline.routing import Balance, Routers
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_parity, biases_of, reference, results, train_case, worst_difference
-from atoll.testing.reference import History, ReferenceRouting
+from atoll.testing.reference import History, Routed
 from atoll.testing.tiny import TinyConfig
 from tests.families import Family
 
@@ -63,10 +63,10 @@ class Mixture:
                 residual = key == "down_proj" or name.endswith((".attention.output", ".down"))
                 parameter.normal_(std=0.02 / 8**0.5 if residual else 0.02)
 
-    def routing(self, module: nn.Module, output: Any) -> ReferenceRouting | None:
+    def routing(self, module: nn.Module, output: Any) -> Routed | None:
         if not isinstance(module, built_in.Router):
             return None
-        return ReferenceRouting(output.top_k_index, output.scores, output.logits, module.selection_bias)
+        return Routed(output.top_k_index, output.scores, output.logits, module.selection_bias)
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ class OfTransformers:
     def batch(self, step: int, samples: int) -> dict[str, Any]:
         return Family(self.name).batch(step, samples)
 
-    def routing(self, module: nn.Module, output: Any) -> ReferenceRouting | None:
+    def routing(self, module: nn.Module, output: Any) -> Routed | None:
         if not type(module).__name__.endswith(("TopkRouter", "TopKRouter")):
             return None
         logits, index = output[0].double(), output[2]  # once, as its gradient is rounded where it is fp32 again
         scores = logits.sigmoid() if "Deepseek" in type(module).__name__ else logits.softmax(-1)
-        return ReferenceRouting(index, scores, logits, getattr(module, "e_score_correction_bias", None))
+        return Routed(index, scores, logits, getattr(module, "e_score_correction_bias", None))
 
 
 CASE = Case(microbatches=4, microbatch=2, clip=None, balance=BALANCE, model=Mixture())

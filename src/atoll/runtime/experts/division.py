@@ -36,7 +36,7 @@ from atoll.runtime.experts.compiled import as_operator, enter
 from atoll.runtime.experts.exchange import RowExchange
 from atoll.runtime.experts.grouped import GroupedWeight
 from atoll.runtime.experts.kinds import Kind, check_division, experts_in, kind_of, stacked_in
-from atoll.runtime.experts.routers import WatchedRouter, routers_of, watch
+from atoll.runtime.experts.routers import BlockRouter, routers_of, watch
 from atoll.runtime.models import Adapter, Block
 from atoll.runtime.pipeline.deferred import Collector
 from atoll.runtime.pipeline.routing import Balance, ExpertWork, Routers
@@ -63,7 +63,7 @@ class DividedExperts:
     axes: tuple[str, ...]
     parts: DeviceMesh | None
     routers: Routers
-    watched: tuple[WatchedRouter, ...] = ()
+    watched: tuple[BlockRouter, ...] = ()
     _divisions: list[Division] = field(default_factory=list)
 
     @staticmethod
@@ -87,7 +87,7 @@ class DividedExperts:
             transport.open_swaps(*exchanging)
         routers = Routers.of(balance, plan, transport.place)
         routers.work = ExpertWork(transport.device) if axes else None
-        return DividedExperts(
+        return Experts(
             blocks,
             plan,
             transport,

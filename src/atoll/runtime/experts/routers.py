@@ -35,9 +35,9 @@ from atoll.runtime.pipeline.routing import Balance, Load, Routers
 BIASES = ("selection_bias", "e_score_correction_bias")
 """Names of selection biases: of the built-in decoder, and of transformers."""
 
-ScoringFunction = Callable[[Tensor], Tensor]
+ScoresOf = Callable[[Tensor], Tensor]
 
-SCORINGS: Mapping[str, ScoringFunction] = {
+SCORINGS: Mapping[str, ScoresOf] = {
     "softmax": lambda logits: logits.softmax(-1),
     "sigmoid": torch.sigmoid,
     "sqrt of softplus": lambda logits: F.softplus(logits).sqrt(),
@@ -46,7 +46,7 @@ SCORINGS: Mapping[str, ScoringFunction] = {
 
 
 @dataclass(frozen=True, slots=True)
-class WatchedRouter:
+class BlockRouter:
     """A router of a block.
 
     bias: module and name of its selection bias, if it has one.
@@ -57,10 +57,10 @@ class WatchedRouter:
     name: str
     module: Any
     bias: tuple[nn.Module, str] | None
-    scoring: ScoringFunction | None = None
+    scoring: ScoresOf | None = None
 
 
-def routers_of(blocks: Sequence[Block], balance: Balance) -> tuple[WatchedRouter, ...]:
+def routers_of(blocks: Sequence[Block], balance: Balance) -> tuple[BlockRouter, ...]:
     """Return the routers of a model that its balance concerns. Raises PlanError if they cannot be balanced."""
     if balance == Balance():
         return ()
@@ -77,10 +77,10 @@ def routers_of(blocks: Sequence[Block], balance: Balance) -> tuple[WatchedRouter
     return tuple(map(_with_scoring, found)) if balance.has_losses else biased
 
 
-def _routers_in(at: int, block: Block) -> Iterator[WatchedRouter]:
+def _routers_in(at: int, block: Block) -> Iterator[BlockRouter]:
     modules = dict(block.named_modules())
     for name, experts in experts_in(block):
-        above = name.rpartition(".")[0]
+        above = name.partition(".base_layer")[0].rpartition(".")[0]  # experts with adapters are inside wrappers
         parent = modules[above]
         for key, child in parent.named_children():
             weight = dict(child.named_parameters(recurse=False)).get("weight")
@@ -89,10 +89,10 @@ def _routers_in(at: int, block: Block) -> Iterator[WatchedRouter]:
             biases = [path for path, _ in parent.named_buffers() if path.rpartition(".")[2] in BIASES]
             owner, _, last = biases[0].rpartition(".") if biases else ("", "", "")
             bias = (parent.get_submodule(owner), last) if biases else None
-            yield WatchedRouter(at, f"{above}.{key}", child, bias=bias)
+            yield BlockRouter(at, f"{above}.{key}", child, bias=bias)
 
 
-def _with_scoring(router: WatchedRouter) -> WatchedRouter:
+def _with_scoring(router: BlockRouter) -> BlockRouter:
     """Find out what the scores of a router are."""
     twin = copy.deepcopy(router.module).to_empty(device="cpu").double()
     random = torch.Generator().manual_seed(0)
@@ -102,7 +102,7 @@ def _with_scoring(router: WatchedRouter) -> WatchedRouter:
         experts, size = twin.weight.normal_(std=twin.weight.shape[1] ** -0.5, generator=random).shape
         hidden = torch.randn(64, size, dtype=torch.float64, generator=random)
         required = [each for each in inspect.signature(twin.forward).parameters.values() if each.default is each.empty]
-        choice = Chosen.of(twin(hidden, *(torch.zeros(experts) for _ in required[1:])))
+        choice = RouterChoice.of(twin(hidden, *(torch.zeros(experts) for _ in required[1:])))
     if choice is not None and choice.scores is not None:
         return router
     if choice is not None:
@@ -123,7 +123,7 @@ def _shares(scores: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class RouterChoice:
     """What a router returns: the experts of each token and their weights [T, k]; logits, and perhaps scores [T, E]."""
 
     index: Tensor
@@ -132,18 +132,18 @@ class Chosen:
     scores: Tensor | None = None
 
     @staticmethod
-    def of(made: Any) -> Chosen | None:
+    def of(made: Any) -> RouterChoice | None:
         """Return the parts of a router's output, or None if they are not all there."""
         match made:
             case Routing():
-                return Chosen(made.top_k_index, made.top_k_weights, made.logits, scores=made.scores)
+                return RouterChoice(made.top_k_index, made.top_k_weights, made.logits, scores=made.scores)
             case (Tensor() as logits, Tensor() as weights, Tensor() as index, *_) if not index.is_floating_point():
-                return Chosen(index, weights, logits)
+                return RouterChoice(index, weights, logits)
         return None
 
 
 def watch(
-    routers: Sequence[WatchedRouter], of: Routers, plan: Plan, *, collector: Collector, parts: DeviceMesh | None
+    routers: Sequence[BlockRouter], of: Routers, plan: Plan, *, collector: Collector, parts: DeviceMesh | None
 ) -> None:
     """Have routers of this rank report. parts: the ranks that have parts of the same sequences."""
     for router in routers:
@@ -164,7 +164,7 @@ class _Watch:
 
     def __init__(
         self,
-        router: WatchedRouter,
+        router: BlockRouter,
         of: Routers,
         load: Load | None,
         *,
@@ -186,10 +186,10 @@ class _Watch:
         is_first = self._collector.found is None  # otherwise the block runs again, within its backward
         if self._load is not None and is_first:
             index = _index_in(made).flatten()
-            self._load.counts += index.bincount(minlength=len(self._load.counts))
+            self._load.counts.scatter_add_(0, index, torch.ones_like(index))  # of a known size: the host does not wait
         if not self._of.balance.has_losses:
             return made
-        choice = Chosen.of(made)
+        choice = RouterChoice.of(made)
         assert choice is not None, "its twin has returned one"
         loss = self._loss(choice, torch.float64 if hidden.dtype == torch.float64 else torch.float32)
         if is_first:
@@ -199,7 +199,7 @@ class _Watch:
             return made._replace(top_k_weights=weights)
         return (made[0], weights, *made[2:])
 
-    def _loss(self, choice: Chosen, dtype: torch.dtype) -> Tensor:
+    def _loss(self, choice: RouterChoice, dtype: torch.dtype) -> Tensor:
         """Return the losses of the router, summed over the sequences of a microbatch; with parts of these, this rank's
         part."""
         balance, logits = self._of.balance, choice.logits.to(dtype)

@@ -19,7 +19,7 @@ The two seeds are those of DESIGN.md, "Same result".
 from atoll.testing.reference.dropout import reference_seed
 from atoll.testing.reference.initial import module_seed, rule_of, start
 from atoll.testing.reference.losses import IGNORED, forward, rows, token_loss
-from atoll.testing.reference.model import Recipe, ReferenceRouting, named_parameters, tied
+from atoll.testing.reference.model import Recipe, Routed, named_parameters, tied
 from atoll.testing.reference.muon import ReferenceMuon
 from atoll.testing.reference.training import History, train_alone, train_islands
 
@@ -28,7 +28,7 @@ __all__ = [
     "History",
     "Recipe",
     "ReferenceMuon",
-    "ReferenceRouting",
+    "Routed",
     "forward",
     "module_seed",
     "named_parameters",

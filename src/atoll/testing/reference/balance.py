@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atoll.testing.reference.model import Recipe, ReferenceRouting
+from atoll.testing.reference.model import Recipe, Routed
 
 
 class Balancing:
@@ -26,7 +26,7 @@ class Balancing:
     def __init__(self, recipe: Recipe, model: nn.Module, options: Mapping[str, float]) -> None:
         self._recipe: Any = recipe
         self._model, self._options = model, options
-        self._seen: list[tuple[str, ReferenceRouting]] = []
+        self._seen: list[tuple[str, Routed]] = []
         self._counts: dict[str, Tensor] = {}
         self._biases: dict[str, Tensor] = {}
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
-class ReferenceRouting:
+class Routed:
     """What a router has decided. index: [T, k]; scores, logits: [T, E]; bias: [E], added when it chooses, or None."""
 
     index: Tensor
@@ -31,7 +31,7 @@ class Recipe(Protocol):
                                   without it the model starts as `build` returns it, and the engine gets those values
         blocks                    names of the blocks in the order of execution, for a model that draws random numbers
                                   or is trained with Muon
-        routing(module, output)   what a router has decided: a `ReferenceRouting`; None for every other module
+        routing(module, output)   what a router has decided: a `Routed`; None for every other module
     """
 
     def build(self) -> nn.Module:
