@@ -87,7 +87,7 @@ class DividedExperts:
             transport.open_swaps(*exchanging)
         routers = Routers.of(balance, plan, transport.place)
         routers.work = ExpertWork(transport.device) if axes else None
-        return Experts(
+        return DividedExperts(
             blocks,
             plan,
             transport,
