@@ -53,6 +53,10 @@ bench-islands: .venv/.bench
 bench-machine: .venv/.bench
 	$(BIN)/python benchmarks/run.py one_machine one_machine_a100 one_machine_text
 
+# A mixture of experts on one machine and on two islands: root, ip and tc.
+bench-experts: .venv/.bench
+	$(BIN)/python benchmarks/run.py experts
+
 # The members of the fronts alone, less than six minutes each.
 bench-islands-quick: .venv/.bench
 	$(BIN)/python benchmarks/run.py two_islands --front
@@ -74,7 +78,7 @@ bench-vocabulary: .venv/.stamp
 # Every case of every test; every schedule, layout, recompute and so on with every other: two hours.
 matrix: .venv/.stamp
 	$(PYTEST) -m wide --whole
-	$(BIN)/python benchmarks/run.py matrix
+	$(BIN)/python benchmarks/run.py matrix mixtures
 
 # Damages copies of the source and runs the tests that should notice: about an hour, and goes on where it was.
 mutants: .venv/.mutants

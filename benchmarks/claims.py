@@ -19,10 +19,11 @@ from typing import Any
 
 from benchmarks import due, first_screen, states
 from benchmarks.chaos.bench import kills, of_last_commit
+from benchmarks.experts.figures import beside_fsdp2, pairs
 from benchmarks.gpu import lines as gpu_lines
 from benchmarks.gpu import pages as gpu_pages
 from benchmarks.integrity.bench import ENDS, shares
-from benchmarks.islands.judging import judged
+from benchmarks.islands.judging import counted, judged
 from benchmarks.muon.bench import WINDOW
 from benchmarks.provenance import ROOT, Raw, load, raw_path
 from benchmarks.quality.bench import finals
@@ -337,6 +338,29 @@ def _alike(ratios: Mapping[str, float], rows: Mapping[str, Raw]) -> str:
     return words + (f"; IIG {to(groups, '.2f')} times as fast as HSDP" if groups else "")
 
 
+def experts(raw: Raw) -> Figures:
+    """By course: the best beside FSDP2 and HSDP in no more memory, and exchanging beside gathering in one layout."""
+    beside, exchanged = [], []
+    for course, race in raw["races"].items():
+        rows, found = counted(race), beside_fsdp2(race)
+        best = found[-1].to_json()
+        words = f"{course}: {best['peer']} {costs(rows[best['peer']])}, their fastest; "
+        if best["ratio"] is None:
+            words += "nothing of Atoll fits its memory"
+        else:
+            words += f"{best['ours']} {costs(rows[best['ours']])}: **{best['ratio']:.2f} times as fast**"
+        ratios = [each.ratio for each in found if each.ratio is not None]
+        beside.append(words + (f"; {to(ratios, '.2f')} times at every memory budget of theirs" if ratios else ""))
+        same = pairs(race)
+        exchanged.append(
+            f"{course}: {to((pair.ratio for pair in same), '.2f')} times as fast in "
+            f"{to((pair.share for pair in same), '.2f')} of the peak memory; Atoll's fastest is "
+            f"{min((row for row in rows.values() if row['is_ours']), key=lambda row: row['median_seconds'])['name']}"
+        )
+    visited = sum(len(race["visited"]) for race in raw["races"].values())
+    return {"beside": ". ".join(beside), "exchanged": ". ".join(exchanged), "visited": visited}
+
+
 def predictions(raw: Raw) -> Figures:
     from benchmarks.predictions import bench
 
@@ -486,7 +510,15 @@ ALL_CLAIMS = (
         figures=matrix,
     ),
     Claim(
-        what="— any two settings together, with residency, reduction, unit and split vocabulary",
+        what="— mixtures: experts over 2 and 4 ranks × layout × schedule × tensor parallelism × recompute × kind of "
+        "mixture",
+        how="{cases} runs in {hours:.1f} hours: [table](benchmarks/mixtures/README.md)",
+        result="{right} of {cases} within 1e-10, largest difference {worst:.1e}",
+        raw="mixtures",
+        figures=matrix,
+    ),
+    Claim(
+        what="— any two settings together, also experts and their layout, residency, codecs, outer steps, Muon",
         how="a sample that contains each pair of values, in every `make test`",
         result="within 1e-10",
         tests=[f"{RUNTIME}/test_matrix.py"],
@@ -689,6 +721,22 @@ ALL_CLAIMS = (
         result="{told}",
         raw="one_machine_a100",
         figures=raced,
+    ),
+    Claim(
+        what="a mixture of 117 million parameters on one machine, and on two islands (**emulated network**): experts "
+        "that ranks exchange tokens for, beside FSDP2 and HSDP, which gather them",
+        how="16 experts a layer, 2 a token, at most 512 tokens of a rank in a microbatch; {visited} settings of all "
+        "systems: [page](benchmarks/experts/README.md)",
+        result="{beside}",
+        raw="experts",
+        figures=experts,
+    ),
+    Claim(
+        what="— beside gathering experts in the same layout",
+        how="the same race: settings that differ in nothing else",
+        result="{exchanged}",
+        raw="experts",
+        figures=experts,
     ),
     Claim(
         what="— the decoder of 100 million parameters",

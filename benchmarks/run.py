@@ -33,6 +33,7 @@ BENCHMARKS = ("overhead", "precision", "schedules", "parity", "emulated")
 RACES = ("two_islands", "two_islands_text", "two_islands_a100", "one_machine", "one_machine_text", "one_machine_a100")
 SLOW = (
     "matrix",
+    "mixtures",
     "mutants",
     "who_gets_it_right",
     "low_rank",
@@ -55,6 +56,7 @@ SLOW = (
     "hangs",
     "saving",
     "outer",
+    "experts",
     *RACES,
 )
 """Those that run when they are named; the ones with a slow link need root."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import cluster_page
+import experts_page
 import explain_page
 import program_page
 import schedule_pages
@@ -349,6 +350,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "mixture-keys": mixture_keys,
     "prediction": prediction,
     **cluster_page.PARTS,
+    **experts_page.PARTS,
     **explain_page.PARTS,
     **program_page.PARTS,
     **schedule_pages.PARTS,
@@ -364,6 +366,7 @@ def wanted_files() -> dict[Path, str]:
     found |= {pictures / f"{name}.svg": draw_figure() for name, draw_figure in tradeoffs.PICTURES.items()}
     found[pictures / "plan.svg"] = overview_svg()
     found[pictures / "program.svg"] = program_page.picture()
+    found[pictures / "experts.svg"] = experts_page.picture()
     used = set()
     for page in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]):
         text = page.read_text(encoding="utf-8")

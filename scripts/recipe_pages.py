@@ -58,7 +58,8 @@ def reasons(answer: Answer) -> Iterator[str]:
     parts = prediction.breakdown[busiest_rank(prediction.breakdown)]
     computed = (parts.forward + parts.backward + parts.weights) / parts.total
     waits = {"gathers": "gathers of parameters", "reductions": "reductions of gradients", "bubble": "the bubble",
-             "messages": "messages between stages", "tensor": "tensor-parallel collectives"}  # fmt: skip
+             "messages": "messages between stages", "tensor": "tensor-parallel collectives",
+             "exchanges": "exchanges between experts"}  # fmt: skip
     name = max(waits, key=lambda each: float(getattr(parts, each)))
     share = getattr(parts, name) / parts.total
     yield f"The busiest rank computes for {computed:.1%} of the step."
@@ -70,7 +71,7 @@ def reasons(answer: Answer) -> Iterator[str]:
     if answer.runners_up:
         other = answer.runners_up[0]
         own, theirs = choices(best), choices(other)
-        differs = ", ".join(f"{key} {theirs[key]}" for key in own if theirs[key] != own[key])
+        differs = ", ".join(f"{key} {theirs[key]}" for key in own if theirs.get(key, own[key]) != own[key])
         more = f"{other.seconds / best.seconds - 1.0:.1%}"
         longer = "as long" if more == "0.0%" else f"{more} longer"
         yield f"The nearest plan that differs in two main choices ({differs}) takes {longer}."

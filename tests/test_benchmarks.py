@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,13 @@ from atoll.plans.layouts import Layout
 from atoll.plans.schedules import PipelineLink
 from atoll.runtime.transport.shared_memory import SharedMemory, mapped
 from atoll.testing import RankPool
+from benchmarks import claims
+from benchmarks.experts import bench as experts
+from benchmarks.experts.work import Mixture
 from benchmarks.islands import front, pages, search
 from benchmarks.islands.allocations import Allocations, library, shared_bytes
 from benchmarks.islands.bounds import formula
+from benchmarks.islands.cases import Course
 from benchmarks.islands.contenders import Atoll, Ddp, DeepSpeed, Fsdp2, has_deepspeed, read_setting, setting_json
 from benchmarks.islands.judging import judged
 from benchmarks.islands.race import Field, Row, Seen
@@ -36,6 +41,8 @@ from benchmarks.islands.work import Chain, Text, Work
 from benchmarks.islands.work import Sleeping as Device
 from benchmarks.low_rank import bench as low_rank
 from benchmarks.matrix import bench as matrix
+from benchmarks.matrix import cases
+from benchmarks.mixtures import bench as mixtures
 from benchmarks.outer import bench as outer
 from benchmarks.planner import bench as planner
 from benchmarks.quality import bench as quality
@@ -74,7 +81,9 @@ def raced(name: str, seconds: float, megabytes: float, *, is_ours: bool) -> dict
     return {"name": name, "median_seconds": seconds, "peak_bytes": megabytes * 1e6, "is_ours": is_ours}
 
 
-@pytest.mark.parametrize("work", [Chain(count=2), Text(samples=1, layers=1, tokens=8), Device(samples=2, count=2)])
+@pytest.mark.parametrize(
+    "work", [Chain(count=2), Text(samples=1, layers=1, tokens=8), experts.CASE.small, Device(samples=2, count=2)]
+)
 def test_a_step_is_the_same_in_any_number_of_microbatches(work: Work) -> None:
     model, batch = work.model(), work.batch(0, 1)
     pieces = work.pieces(batch, work.samples)
@@ -175,6 +184,65 @@ def test_the_page_of_a_race() -> None:
     (name, picture), *_ = pages.pictures(told, result).items()
     assert f"(results/{name})" in page
     ElementTree.fromstring(picture)
+
+
+def test_a_mixture_is_wrapped_in_the_order_in_which_forwards_end() -> None:
+    work = replace(experts.CASE.small, layers=1)
+    model = work.model()
+    names = {module: name for name, module in model.named_modules()}
+    wrapped = ["embed", "layers.0.feed_forward.experts", "layers.0", "head"]
+    assert [names[module] for module in work.wraps(model)] == wrapped
+    sizes = experts.CASE.work
+    assert isinstance(sizes, Mixture)
+    assert sizes.parameters == pytest.approx(1.175e8, rel=1e-3)
+    assert sizes.samples * sizes.tokens < sizes.threshold / 10
+
+
+@pytest.mark.parametrize("course", experts.CASE.courses.values(), ids=list(experts.CASE.courses))
+def test_the_settings_of_experts(course: Course) -> None:
+    found = experts.settings(course)
+    assert len({setting.name for setting in found}) == len(found) <= 50
+    assert [read_setting(setting_json(setting)) for setting in found] == found
+    ours = [setting for setting in found if isinstance(setting, Atoll)]
+    gathered = [replace(setting, expert=1) for setting in ours if setting.expert > 1 and not setting.experts]
+    assert sum(setting in ours for setting in gathered) > 0.8 * len(gathered), "gathering is measured beside"
+
+
+def test_the_page_of_experts() -> None:
+    settings = [Atoll("GGG", expert=4), Atoll("GGG"), Fsdp2(prefetch=2), Ddp()]
+    rows = []
+    for setting, seconds, peak in zip(settings, (1.0, 1.5, 3.0, 0.5), (80, 100, 90, 400), strict=True):
+        row = Row(setting, peak_bytes=peak * 1_000_000, rest_bytes=1)
+        row.add([Seen(0.0, seconds, 0.5, (3.0,), 10, 20)], islands=1)
+        rows.append(row.to_json())
+    race = {"compute": {"one_rank": 0.5, "all_ranks": 0.6}, "visited": rows, "rows": rows}
+    result = {"work": experts.CASE.work.to_json(), "races": {"one machine": race}}
+    page = experts.report(result)
+    assert "| Atoll GGG x1, expert 4 | 1.000 | 1.500 | 1.50 | 0.80 |" in page
+    assert "| 90.0 | FSDP2 x1, prefetch 2 | Atoll GGG x1, expert 4 | 3.00 |" in page
+    assert "below 9216 it sends less" in page
+    told = claims.experts(result)
+    assert "Atoll GGG x1, expert 4 1.00 s (80 MB): **3.00 times as fast**" in told["beside"]
+    assert told["exchanged"].startswith("one machine: 1.50 times as fast in 0.80 of the peak memory")
+
+
+@pytest.mark.slow
+def test_exchanging_and_gathering_experts_trains_alike() -> None:
+    """Ranks that differ in a loss raise."""
+    shard = {"microbatches": 2, "apart": True, "scatter": "direct"}
+    settings = [
+        Atoll("GGG", 2),
+        Atoll("IGG", 2, expert=2, experts="NNG", recompute=True),
+        Fsdp2(**shard),
+        Fsdp2(**shard, groups=True, after="keep", recompute=True),
+    ]
+    with Ranks(Where(2, 2), experts.CASE.small) as ranks:
+        field = Field(ranks, None)
+        for setting in settings:
+            field.open(setting)
+            for _ in range(2):
+                field.step(Row(setting))
+            field.close(setting)
 
 
 def test_allocations_are_unknown_where_nothing_counts_them() -> None:
@@ -501,13 +569,13 @@ def test_an_uneven_model_is_compared_with_its_rivals() -> None:
     assert f"| {row['joint'] / row['work'] - 1:.1%} | {row['equal'] / row['joint']:.2f} |" in page
 
 
-def test_the_matrix_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(matrix, "DONE", tmp_path / "results" / "cases.jsonl")
-    assert list(matrix._done("one")) == []
-    matrix._note("a", {"worst": 0.0, "problem": "", "seconds": 1.0})
-    assert list(matrix._done("one")) == [("a", {"worst": 0.0, "problem": "", "seconds": 1.0})]
-    assert list(matrix._done("another")) == []
-    assert list(matrix._done("one")) == []
+def test_the_matrix_goes_on_where_it_was(tmp_path: Path) -> None:
+    done = tmp_path / "results" / "cases.jsonl"
+    assert list(cases.known(done, "one")) == []
+    cases.note(done, "a", {"worst": 0.0, "problem": "", "seconds": 1.0})
+    assert list(cases.known(done, "one")) == [("a", {"worst": 0.0, "problem": "", "seconds": 1.0})]
+    assert list(cases.known(done, "another")) == []
+    assert list(cases.known(done, "one")) == []
 
 
 def test_the_page_of_the_matrix_shows_what_is_wrong() -> None:
@@ -516,6 +584,7 @@ def test_the_page_of_the_matrix_shows_what_is_wrong() -> None:
     page = matrix.report(result)
     assert "|  | NNN | NNI |\n|---|---|---|\n| gpipe | 24 | **23 of 24** |\n| unit | 24 |  |\n" in page
     assert "- a: loss" in page
+    assert "\n- a: loss" in mixtures.report(result)
 
 
 def test_the_picture_of_a_race_numbers_both_fronts() -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import claims, confirmations, due, provenance
+from benchmarks import confirmations, due, provenance
 from benchmarks.confirmations import DRAWN, Check, drawn, seed_of
 from benchmarks.islands import quick
 from benchmarks.islands.cases import LIKE_FOR_LIKE
-from benchmarks.matrix import bench as matrix
+from benchmarks.matrix import cases
+from benchmarks.run import BENCHMARKS, SLOW
 from benchmarks.sharded_pipeline import bench as sharded_pipeline
 from benchmarks.states import State, state, with_state
 
@@ -179,9 +181,9 @@ def test_the_published_sharded_pipeline_repeats_itself() -> None:
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_a_drawn_twentieth_of_the_matrix_has_to_be_right(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
     problems = iter(["loss"] * wrong)
-    monkeypatch.setattr(matrix, "_judge", lambda choice: {"worst": 1e-16, "problem": next(problems, ""), "seconds": 1})
-    monkeypatch.setattr(matrix, "whole", lambda: iter(range(100)))
-    monkeypatch.setattr(matrix, "name_of", str)
+    monkeypatch.setattr(cases, "judge", lambda choice: {"worst": 1e-16, "problem": next(problems, ""), "seconds": 1})
+    monkeypatch.setattr(cases, "name_of", str)
+    matrix = cases.Matrix(Path(), lambda: iter(range(100)), dict, tables=(), each=1)
     found = matrix.confirm(argparse.Namespace(quick=False, seed=7), {"cases": 90, "right": 90})
     assert (found["cases"], found["drawn_from"], found["seed"]) == (5, 100, 7)
     assert found["how"] == "5 of 100 cases, drawn with seed 7"
@@ -263,5 +265,5 @@ def test_what_can_be_confirmed_is_known() -> None:
     """The benchmarks that define `confirm` are those with an estimate of its minutes."""
     import importlib
 
-    benches = {name: importlib.import_module(f"benchmarks.{name}.bench") for name in claims.raw_names()}
+    benches = {name: importlib.import_module(f"benchmarks.{name}.bench") for name in (*BENCHMARKS, *SLOW)}
     assert {name for name, bench in benches.items() if hasattr(bench, "confirm")} == set(due.CONFIRMATIONS)

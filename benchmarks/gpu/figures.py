@@ -14,6 +14,8 @@ from typing import Any
 Result = Mapping[str, Any]
 
 PARITY = 1e-10
+BF16 = 1e-2
+"""Of the largest value; an element of bfloat16 has 8 bits."""
 ON_CPU = {"fp64": 1e-8, "fp32": 1e-3}
 """Largest difference between a card and a CPU, whose kernels sum in another order."""
 SAME_LOSS = 1e-3
@@ -258,6 +260,18 @@ def _soak(result: Result, device: str) -> Iterator[Figure]:
         yield at_most("soak, memory gained, MiB", grown / 2**20, MOST_GROWTH / 2**20, form=".1f")
 
 
+def _experts(result: Result, device: str) -> Iterator[Figure]:
+    products, cases, speed = result.get("products", []), result.get("cases", []), result.get("speed", {})
+    yield from _failed([*products, *cases, {"problem": "", **speed, "name": "speed"}])
+    if products:
+        yield at_most("grouped products of experts in bf16, error", _worst(products), BF16)
+    if cases:
+        claim = f"{len(cases)} cases with divided experts match one process within 1e-10"
+        yield at_most(f"{len(cases)} cases with divided experts", _worst(cases), PARITY, claim=claim)
+    if speed.get("dense"):
+        yield Figure("a grouped product of 64 experts, dense = 1", f"{speed['grouped'] / speed['dense']:.2f}")
+
+
 _OF: Mapping[str, Callable[[Result, str], Iterator[Figure]]] = {
     "card": _card,
     "truth": _truth,
@@ -270,5 +284,6 @@ _OF: Mapping[str, Callable[[Result, str], Iterator[Figure]]] = {
     "small": _small,
     "checks": _checks,
     "codecs": _codecs,
+    "experts": _experts,
     "soak": _soak,
 }

@@ -109,6 +109,7 @@ STAGES = (
     Stage("small", "small", 60),
     Stage("checks", "checks", 50),
     Stage("codecs", "codecs", 35),
+    Stage("experts", "experts", 60),
     Stage("soak", "soak", 20, takes_rest=True),
 )
 

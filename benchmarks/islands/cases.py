@@ -12,9 +12,9 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from statistics import median
@@ -65,6 +65,8 @@ class Case:
     name: the bench's.
     rounds: turns of those that race in turns.  slack: as `search.SLACK`; less where compute sleeps.
     counts_layouts: whether bytes and memory of every layout are held against their predictions, on the first course.
+    settings: those of a course, Atoll's first and a peer's last, where each is visited; None to search.
+    small: the work of a quick run.
     """
 
     name: str
@@ -73,10 +75,23 @@ class Case:
     rounds: int = 3
     slack: float = SLACK
     counts_layouts: bool = False
+    settings: Callable[[Course], Sequence[Setting]] | None = None
+    small: Work = field(default_factory=lambda: Chain(count=2, samples=2))
+
+    def always(self, course: Course) -> Sequence[Setting]:
+        """Settings that race whether or not they are near a front."""
+        return controls(course) if self.settings is None else ()
+
+    def visits(self, course: Course, *, quick: bool) -> Sequence[Setting] | None:
+        """What is visited, two for a quick run; None for a search."""
+        if self.settings is None:
+            return controls(course)[:2] if quick else None
+        found = self.settings(course)
+        return [found[0], found[-1]] if quick else found
 
 
 def controls(course: Course) -> list[Setting]:
-    """Settings that race whether or not they are near a front."""
+    """Settings beside which a search is seen: like for like, and by other transports."""
     found = [*(setting for _, *pair in LIKE_FOR_LIKE for setting in pair), *TRANSPORTS]
     if course.inter == 1:  # one island: IIG and HSDP are GGG and FSDP2
         found = [each for each in found if not getattr(each, "groups", False)]
@@ -92,19 +107,18 @@ def run(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces are removed
     if not has_deepspeed():
         print("DeepSpeed is not installed (pip install -e '.[bench]'): its rows are left out", flush=True)
-    work = Chain(count=2, samples=2) if arguments.quick else case.work
+    work = case.small if arguments.quick else case.work
     result: dict[str, Any] = {"work": work.to_json(), "races": {}}
     kept = {} if arguments.quick else {name: _notes(case, name, arguments.depends) for name in case.courses}
     with allocations.library() as preload:
         for name, course in case.courses.items():
             with on(course, work, preload, slack=case.slack, notes=kept.get(name)) as race:
                 print(f"== {name}", flush=True)
-                visits = controls(course)[:2] if arguments.quick else None
                 result["races"][name] = {
                     "course": asdict(course),
                     "network": NETWORK if course.inter > 1 else "shared memory and the loopback of one machine",
                     "compute": race.field.compute_seconds(rounds=2),
-                    **_race(race, course, visits, 1 if arguments.quick else case.rounds),
+                    **_race(race, case, course, quick=arguments.quick),
                 }
                 if case.counts_layouts and "layouts" not in result and not arguments.quick:
                     result["layouts"] = _layouts(race, work)
@@ -130,11 +144,12 @@ def on(course: Course, work: Work, preload: Path | None, **options: Any) -> Iter
             yield race
 
 
-def _race(race: Race, course: Course, visits: Sequence[Setting] | None, rounds: int) -> dict[str, Any]:
+def _race(race: Race, case: Case, course: Course, *, quick: bool) -> dict[str, Any]:
+    visits = case.visits(course, quick=quick)
     rows = race.search(note=_print) if visits is None else race.visit(visits, note=_print)
     seen = {row.name for row in rows}
-    rows += race.visit([each for each in controls(course) if each.name not in seen], note=_print)
-    always = {setting.name for setting in controls(course)}
+    rows += race.visit([each for each in case.always(course) if each.name not in seen], note=_print)
+    always = {setting.name for setting in case.always(course)}
     raced: dict[str, Row] = {}
     while True:  # medians move the fronts, and so bring others near
         best = [raced.get(row.name, row) for row in rows if row.problem is None]
@@ -143,7 +158,7 @@ def _race(race: Race, course: Course, visits: Sequence[Setting] | None, rounds: 
         again = [row for row in wanted.values() if row.name not in raced and not is_slow(row, rows)]
         if not again:
             break
-        for row in race.again(again, rounds=rounds):
+        for row in race.again(again, rounds=1 if quick else case.rounds):
             raced[row.name] = row
             _print(row)
     return {"visited": [row.to_json() for row in rows], "rows": [row.to_json() for row in raced.values()]}

@@ -13,13 +13,17 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, Protocol
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -101,6 +105,9 @@ class Atoll:
     prefetch: bytes gathered ahead; None for the engine's choice.
     transport: `shared` reads in place inside an island, `direct` sends messages there too, `gloo` uses gloo's own
     collectives along each axis.
+    recompute: each block keeps its input alone.
+    expert: ranks that divide the experts of a mixture and exchange tokens; with 1, experts are gathered as all else.
+    experts: their layout; None for `layout`.
     """
 
     layout: str
@@ -108,13 +115,19 @@ class Atoll:
     breadth: bool = False
     prefetch: int | None = None
     transport: Literal["shared", "direct", "gloo"] = "shared"
+    recompute: bool = False
+    expert: int = 1
+    experts: str | None = None
 
     @property
     def name(self) -> str:
         ahead = None if self.prefetch is None else f"prefetch {self.prefetch}"
         by = {"shared": None, "direct": "messages only", "gloo": "gloo's collectives"}[self.transport]
         order = "breadth-first" if self.breadth else None
-        return _words(f"Atoll {self.layout} x{self.microbatches}", order, ahead, by)
+        divided = f"expert {self.expert}" if self.expert > 1 else None
+        experts = f"experts {self.experts}" if self.experts else None
+        recompute = "recompute" if self.recompute else None
+        return _words(f"Atoll {self.layout} x{self.microbatches}", divided, experts, order, recompute, ahead, by)
 
     def plan(self, work: Work, *, inter: int, intra: int) -> Plan:
         """The keyword arguments that the engine is built with."""
@@ -124,12 +137,14 @@ class Atoll:
         else:
             schedule = schedules.build("1f1b", ranks=1, microbatches=self.microbatches)
         return Plan(
-            MeshShape(1, inter, intra),
+            MeshShape(1, inter, intra, expert=self.expert),
             Layout(self.layout),
             schedule,
             work.samples // self.microbatches,
             precision=Precision.preset("fp32"),
             prefetch=self.prefetch,
+            recompute="block" if self.recompute else "none",
+            expert_layout=Layout(self.experts) if self.experts else None,
             **stays,
         )
 
@@ -139,12 +154,19 @@ class Atoll:
             engine = Engine(work.model(), plan, optimizer=work.optimizer, seed=work.seed, device="cpu")
         if self.transport == "gloo":
             prepare_groups(engine)
-        kept = work.kept_bytes(self.microbatches) * (self.microbatches if self.breadth else 1)
+        # What autograd keeps is counted in one process, with all experts and without recompute.
+        kept = None if self.recompute or self.expert > 1 else work.kept_bytes(self.microbatches)
 
         def step(batch: Batch, following: Batch | None = None) -> float:
             result = engine.submit(batch, following)
             assert result is not None, "steps are not post-validated here"
             return result.loss
+
+        def peak() -> int | None:
+            if kept is None:
+                return None
+            alive = self.microbatches if self.breadth else 1
+            return engine.footprint().total + engine.working_memory().total + kept * alive
 
         def drain() -> None:
             for unit in engine.units:
@@ -156,7 +178,7 @@ class Atoll:
             sees_all=True,
             sent=lambda: dict(engine.transport.sent),
             rest=lambda: engine.footprint().at_rest(plan.layout).total + engine.working_memory().lent,
-            peak=lambda: engine.footprint().total + engine.working_memory().total + kept,
+            peak=peak,
             drain=drain,
             close=engine.close,
         )
@@ -176,13 +198,16 @@ class Atoll:
 class Fsdp2:
     """FSDP2 with a unit a block, as its own are wrapped by torchtitan.
 
-    groups: shard inside an island and replicate across (HSDP), instead of over all ranks.
+    groups: shard inside an island and replicate across (HSDP), instead of over all ranks; on one machine, inside each
+    half of it.
     after: what becomes of parameters after a forward: freed, kept until the backward, kept sharded inside an `island`
     (`reshard_after_forward` as a number), or kept for the whole `step`.
     reduce: which microbatches reduce in the group, and `across`, which of these reduce between groups.
     prefetch: blocks that are gathered ahead explicitly, with asynchronous gathers; 0 for the default.
     scatter: `gloo` for gloo's reduce-scatter, which sends an all-reduce's bytes; `direct` for one by plain messages,
     which sends a reduce-scatter's (`set_custom_reduce_scatter`).
+    apart: what a work wraps apart, such as the experts of a block, is a unit of its own.
+    recompute: each block but the first and the last, which are embedding and head, keeps its input alone.
     """
 
     microbatches: int = 1
@@ -192,6 +217,8 @@ class Fsdp2:
     across: Literal["each", "last"] = "each"
     prefetch: int = 2
     scatter: Literal["gloo", "direct"] = "gloo"
+    apart: bool = False
+    recompute: bool = False
 
     @property
     def name(self) -> str:
@@ -202,13 +229,22 @@ class Fsdp2:
         ahead = f"prefetch {self.prefetch}" if self.prefetch else None
         direct = "direct reduce-scatter" if self.scatter == "direct" else None
         kind = "HSDP" if self.groups else "FSDP2"
-        return _words(f"{kind} x{self.microbatches}", after[self.after], once or None, ahead, direct)
+        apart = "experts apart" if self.apart else None
+        recompute = "recompute" if self.recompute else None
+        first = f"{kind} x{self.microbatches}"
+        return _words(first, apart, after[self.after], once or None, recompute, ahead, direct)
 
     def build(self, work: Work, *, inter: int, intra: int) -> Contender:
         model = work.model()
-        mesh = _mesh(inter, intra) if self.groups else _mesh(inter * intra)
+        mesh = _mesh(inter * intra)
+        if self.groups:
+            mesh = _mesh(inter, intra) if inter > 1 else _mesh(2, intra // 2)
         reshard: bool | int = intra if self.after == "island" else self.after == "free"
-        units = work.units(model)
+        if self.recompute:
+            inner = set(work.units(model)[1:-1])
+            keeps_input = partial(checkpoint_wrapper, preserve_rng_state=False)
+            apply_activation_checkpointing(model, checkpoint_wrapper_fn=keeps_input, check_fn=inner.__contains__)
+        units = work.wraps(model) if self.apart else work.units(model)
         with patch("torch.distributed.device_mesh.new_group", _mesh_group):
             for block in units:
                 fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
@@ -216,8 +252,10 @@ class Fsdp2:
         assert isinstance(model, FSDPModule)
         if self.prefetch:
             model._set_unshard_async_op(True)
+            begins = [module for module in model.modules() if module in set(units)]  # a block before what is inside
+            for at, block in enumerate(begins):
+                block.set_modules_to_forward_prefetch(begins[at + 1 : at + 1 + self.prefetch])
             for at, block in enumerate(units):
-                block.set_modules_to_forward_prefetch(units[at + 1 : at + 1 + self.prefetch])
                 block.set_modules_to_backward_prefetch(units[max(0, at - self.prefetch) : at][::-1])
         if self.scatter == "direct":
             for block in units:

@@ -12,7 +12,7 @@ from benchmarks.islands.front import best_against_best, front, verdicts
 def judged(race: Mapping[str, Any]) -> dict[str, Any]:
     """Fronts, verdicts at every budget at which a peer runs, best against best, like for like: of all that was visited,
     by its turns in the race where it has any."""
-    by_name = _by_name(race)
+    by_name = counted(race)
     rows = list(by_name.values())
     pairs = {
         words: by_name[theirs.name]["median_seconds"] / by_name[ours.name]["median_seconds"]
@@ -33,12 +33,12 @@ def judged(race: Mapping[str, Any]) -> dict[str, Any]:
 def fastest_of_each(race: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """System, the first word of a setting's name -> its fastest setting, whatever its memory."""
     found: dict[str, Mapping[str, Any]] = {}
-    for row in sorted(_by_name(race).values(), key=lambda row: row["median_seconds"]):
+    for row in sorted(counted(race).values(), key=lambda row: row["median_seconds"]):
         found.setdefault(row["name"].split()[0], row)
     return found
 
 
-def _by_name(race: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """By name: a setting's row in the race, or else of its visit."""
+def counted(race: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """By name: a setting's row in the race, or else of its visit; without those that failed."""
     both = {row["name"]: row for rows in (race["visited"], race["rows"]) for row in rows if not row["problem"]}
     return {name: row for name, row in both.items() if row["peak_bytes"] is not None}

@@ -32,16 +32,20 @@ DENIED = (
 )
 
 
+SEARCHED = "A search starts from common settings and continues from each side's Pareto front"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
     """The text of a race's page that is not computed.
 
-    words: how far it is emulated. command: that measures it.
+    words: how far it is emulated. command: that measures it. chosen: how settings were found.
     """
 
     title: str
     words: str
     command: str
+    chosen: str = SEARCHED
 
 
 def report(page: Page, result: Mapping[str, Any]) -> str:
@@ -50,7 +54,7 @@ def report(page: Page, result: Mapping[str, Any]) -> str:
         f"# {page.title}",
         f"Written by `{page.command}`. {page.words}",
         tables.measured_in(result["environment"]) if "environment" in result else "",
-        _setup(result["work"]),
+        _setup(page, result["work"]),
         DENIED,
     ]
     for name, found in result["races"].items():
@@ -66,7 +70,7 @@ def report(page: Page, result: Mapping[str, Any]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _setup(work: Mapping[str, Any]) -> str:
+def _setup(page: Page, work: Mapping[str, Any]) -> str:
     samples = work["samples"]
     divided = (
         f"{samples} samples per rank and step, which a setting divides into microbatches (`x4`: four of them)"
@@ -74,11 +78,10 @@ def _setup(work: Mapping[str, Any]) -> str:
         else "one sample per rank and step, so without gradient accumulation"
     )
     return (
-        f"{work['parameters']:,} parameters in {work['units']} blocks, {divided}. A search starts from common settings "
-        "and continues from each side's Pareto front; settings near a front are then timed in turns, each alone on the "
-        "machine, for two steps per turn. Losses of every step are compared. Peak memory is counted by the C library's "
-        "allocator on all threads, plus memory that ranks share; bytes across are of one island and step, by the "
-        "interface's counters."
+        f"{work['parameters']:,} parameters in {work['units']} blocks, {divided}. {page.chosen}; settings near a "
+        "front are then timed in turns, each alone on the machine, for two steps per turn. Losses of every step are "
+        "compared. Peak memory is counted by the C library's allocator on all threads, plus memory that ranks share; "
+        "bytes across are of one island and step, by the interface's counters."
     )
 
 

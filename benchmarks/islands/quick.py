@@ -16,7 +16,6 @@ from benchmarks.islands.front import OVERRUN, best_within
 from benchmarks.islands.judging import fastest_of_each, judged
 from benchmarks.islands.race import Row
 from benchmarks.islands.search import Race, is_slow
-from benchmarks.islands.work import Chain
 
 ROUNDS = 2
 OURS = "Atoll"
@@ -48,7 +47,7 @@ def confirm(case: Case, arguments: argparse.Namespace, result: Mapping[str, Any]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces are removed
     if case.work.to_json() != result["work"]:
         sys.exit(f"{case.name} is of another model now: measure it again")
-    work, rounds = (Chain(count=2, samples=2), 1) if arguments.quick else (case.work, case.rounds)
+    work, rounds = (case.small, 1) if arguments.quick else (case.work, case.rounds)
     races: dict[str, Any] = {}
     with allocations.library() as preload:
         for name, course in case.courses.items():

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atoll.runtime.models import Adapter, Decoder, DecoderConfig, SequentialAdapter
+from atoll.runtime.models import Adapter, Decoder, DecoderConfig, MixtureConfig, SequentialAdapter
 
 Batch = Mapping[str, Tensor]
 BYTES = 4
@@ -50,6 +50,10 @@ class Work(ABC):
     def units(self, model: Any) -> Sequence[nn.Module]:
         """The blocks in the order of the forward, each gathered and freed as one."""
         return list(model)
+
+    def wraps(self, model: Any) -> Sequence[nn.Module]:
+        """The units, and before each what an expert of FSDP2 wraps apart inside it: in the order their forwards end."""
+        return self.units(model)
 
     def model(self) -> nn.Module:
         """The model with its initial values, the same on every rank."""
@@ -168,6 +172,11 @@ class Text(Work):
     tokens: int = 512
     lr: float = 1e-4
 
+    @property
+    def mixture(self) -> MixtureConfig | None:
+        """The experts in place of the feed-forwards; None for dense ones."""
+        return None
+
     def build(self) -> nn.Module:
         sizes = DecoderConfig(
             vocabulary=self.vocabulary,
@@ -176,6 +185,7 @@ class Text(Work):
             heads=self.heads,
             kv_heads=self.heads,
             ffn=self.ffn,
+            mixture=self.mixture,
         )
         model = Decoder(sizes)
         for parameter in model.parameters():

@@ -145,8 +145,10 @@ class _Rank:
     @cached_property
     def shard(self) -> int:
         """Parameters whose optimizer state is on this rank."""
-        mesh = self.row.mesh
-        return self.elements // {Level.N: 1, Level.I: mesh.intra, Level.G: mesh.data}[self.row.layout.optimizer]
+        ranks, mesh, level = self.prediction.ranks, self.row.mesh, self.row.layout.optimizer
+        apart = sum(ranks.works[at].experts.parameters for at in self.blocks)
+        each = {Level.N: 1, Level.I: mesh.intra, Level.G: mesh.data}[level]
+        return (self.elements - apart) // each + apart // max(1, each // mesh.expert)
 
     @property
     def state(self) -> Held:

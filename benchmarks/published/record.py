@@ -200,6 +200,11 @@ class Fields:
         return self.plan.count("dp")
 
     @property
+    def expert(self) -> int:
+        """Data-parallel ranks that divide the experts of a mixture."""
+        return self.plan.count("ep", 1)
+
+    @property
     def sequence(self) -> int:
         """Tokens of a sample."""
         return self.model.count("seq")
@@ -257,8 +262,10 @@ class Fields:
 
     def mesh(self, devices: int) -> MeshShape:
         """Tensor-parallel ranks are innermost, then the data-parallel ones, in groups that nodes of `devices` have."""
-        intra = gcd(self.data, max(1, devices // self.tensor))
-        return MeshShape(pipeline=self.pipeline, inter=self.data // intra, intra=intra, tensor=self.tensor)
+        intra, expert = gcd(self.data, max(1, devices // self.tensor)), self.expert
+        if intra % expert:
+            raise UnclearError(f"ep = {expert} ranks divide experts, and a node has {intra} data-parallel ones")
+        return MeshShape(self.pipeline, self.data // intra, intra, self.tensor, expert=expert)
 
     # ---- wholes
 
@@ -292,6 +299,7 @@ class Fields:
             samples=self.plan.count("microbatch"),
             sequence=self.sequence,
             tensor=self.tensor,
+            expert=self.expert,
             sequence_parallel=self.tensor > 1 and bool(self.plan.get("sequence_parallel")),
             compute=self.precision[0],
             recompute=self._recompute() if recompute is None else recompute,
@@ -308,9 +316,8 @@ class Fields:
     def published(self, system: str, model: Transformer, use: Use, *, network: Network | None = None,
                   layers_per_stage: tuple[int, ...] | None = None) -> Published:  # fmt: skip
         """The record without results. network: None where one node is enough.  layers_per_stage: even if not given."""
-        for axis in ("cp", "ep"):
-            if self.plan.count(axis, 1) > 1:
-                raise UnclearError(f"{axis} = {self.plan.get(axis)} has no plan")
+        if self.plan.count("cp", 1) > 1:
+            raise UnclearError(f"cp = {self.plan.get('cp')} has no plan")
         gpus, devices = self.cluster.count("gpus"), self.cluster.count("per_node")
         mesh = self.mesh(devices)
         if mesh.world != gpus:

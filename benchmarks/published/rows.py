@@ -23,6 +23,7 @@ from benchmarks.published.megatron_ci import megatron_ci
 from benchmarks.published.record import GIB, MIB, Fields, Published, Row, filled, shorter_ends
 from benchmarks.published.sizes import (
     A100_FLOPS,
+    DEEPSEEK,
     NETWORKS,
     SELENE,
     ZERO_BUBBLE,
@@ -198,7 +199,8 @@ def _one_ring(found: Published) -> Published:
 
 def _simumax(row: Fields) -> Published:
     """One node. Transformer Engine's fused attention and loss; the page's script leaves gradient accumulation fused."""
-    named = llama(row.model.text("name").replace("-", " "))
+    name = row.model.text("name")
+    named = DEEPSEEK[name] if name in DEEPSEEK else llama(name.replace("-", " "))
     model = replace(named, layers=row.model.count("layers"), vocabulary=padded(named.vocabulary, row.tensor))
     found = row.published("megatron", model, row.use(attention="flash", loss="fused"))
     ranks = row.result.get("peak_alloc_mib_by_rank", {})

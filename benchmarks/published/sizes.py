@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from atoll.prediction.cost import Cluster, Transformer
+from atoll.prediction.cost.experts import Mixture
+from atoll.prediction.cost.latent import Latent
 
 
 class UnclearError(Exception):
@@ -65,6 +68,38 @@ ZERO_BUBBLE_VOCABULARY = 32_000
 
 A100_FLOPS = 312e12
 """Peak FLOP/s of an A100 that published utilizations refer to."""
+
+
+_LATENT = Latent(queries=1536, keys=512, rotary=64, values=128)
+
+_DEEPSEEK = Transformer(
+    name="deepseek",
+    layers=4,
+    hidden=7168,
+    heads=128,
+    ffn=18432,
+    vocabulary=129280,
+    width=192,
+    gated=True,
+    norm=1,
+    biases=False,
+    rotary=True,
+    latent=_LATENT,
+    mixture=Mixture(experts=256, chosen=8, ffn=2048, shared=2048, dense=(0,), has_precise_router=True),
+)
+
+DEEPSEEK = {
+    "deepseekv2": replace(
+        _DEEPSEEK,
+        hidden=5120,
+        ffn=12288,
+        vocabulary=102400,
+        mixture=Mixture(experts=160, chosen=6, ffn=1536, shared=2 * 1536, dense=(0,), has_precise_router=True),
+    ),
+    "deepseekv3": _DEEPSEEK,
+}
+"""DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437), cut to four layers. The measured bytes are those of one
+layer without experts, where V3 has three."""
 
 
 def llama(name: str) -> Transformer:

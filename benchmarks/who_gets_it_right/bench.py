@@ -10,6 +10,9 @@ ended.
                 pip install --no-deps --target build/deepspeed-0.19.8 deepspeed==0.19.8
     twice       schedules of 1F1B and of a split backward, with layers that are called twice in a row
     layouts     Atoll's 14 layouts with the same schedules, two stages by two groups of two
+    mixtures    experts in place of dense layers: torch, whose FSDP2 wraps each layer's experts by themselves, and
+                Atoll, whose data-parallel ranks divide them
+    experts     a Qwen3-MoE of transformers with its own expert parallelism, and with Atoll's
 """
 
 from __future__ import annotations
@@ -28,12 +31,25 @@ from atoll.testing import RankPool
 from benchmarks.islands.contenders import has_deepspeed
 from benchmarks.islands.tables import grid, measured_in
 from benchmarks.who_gets_it_right.contenders import ALONE, ATOLL, SHARDINGS
+from benchmarks.who_gets_it_right.mixtures import MESHES, axes_of
 from benchmarks.who_gets_it_right.verdict import TOLERANCE, judge
 from benchmarks.who_gets_it_right.work import Work
 
 SYSTEMS = (*(f"torch {name}" for name in SHARDINGS), *(f"atoll {layout}" for layout in ("NNN", "NNG", "NGG", "GGG")))
 TWICE = ("1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 """Schedules with which layers are called twice."""
+MIXED = (ALONE, "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""Schedules of mixtures."""
+MIXED_SYSTEMS = (
+    "torch by hand",
+    "torch FSDP2, kept",
+    "torch FSDP2, resharded",
+    "torch FSDP2, resharded, gathered first",
+    "atoll NNN, expert 2",
+    "atoll IIG, expert 2",
+    "atoll GGG, expert 2",
+    "atoll GGG",
+)
 BUILD = Path(__file__).parents[2] / "build"
 STAGES = ((0, "float64"), (0, "float32"), (1, "float32"), (2, "float32"), (3, "float32"))
 """ZeRO's stages and what they are tried in."""
@@ -65,6 +81,19 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             for row in rows
             if row != ALONE
         ]
+        mixture = replace(work, model_kind="mixture")
+        mixtures = [
+            _judge(pool, replace(mixture, pipeline=1) if row == ALONE else mixture, system=system, row=row)
+            for row in (row for row in MIXED if row in rows)
+            for system in MIXED_SYSTEMS
+        ]
+        divided = [
+            _judge(pool, replace(grouped, model_kind="mixture"), system=f"atoll {layout}, expert 2", row=row)
+            for layout in layouts
+            for row in MIXED
+            if row in rows and row != ALONE
+        ]
+    experts = _experts(work, MESHES[: 1 if arguments.quick else None])
     found = [] if arguments.quick else _deepspeed(work)
     return {
         "work": asdict(work),
@@ -74,6 +103,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "deepspeed": found,
         "grouped": asdict(grouped),
         "layouts": atoll,
+        "mixtures": mixtures,
+        "divided": divided,
+        "experts": experts,
     }
 
 
@@ -81,6 +113,23 @@ def _judge(pool: RankPool, work: Work, *, system: str, row: str) -> dict[str, An
     found = judge(pool, work, system=system, row=row)
     print(f"{row}, {system}: {_cell(found)}", flush=True)
     return found
+
+
+def _experts(work: Work, meshes: Sequence[str]) -> list[dict[str, Any]]:
+    """A mixture of transformers with each mesh of its own, whose ranks are new each time, and with Atoll."""
+    rows = []
+    family = replace(work, model_kind="qwen3_moe", pipeline=1)
+    for dtype in ("float64", "float32"):
+        for mesh in meshes:
+            with RankPool() as pool:
+                own = replace(family, dtype=dtype, **axes_of(mesh))
+                found = _judge(pool, own, system=f"transformers {mesh}", row=ALONE)
+            rows.append({**found, "dtype": dtype})
+    with RankPool() as pool:
+        for row in MIXED:
+            own = replace(family, pipeline=1 if row == ALONE else work.pipeline)
+            rows.append({**_judge(pool, own, system="atoll GGG, expert 2", row=row), "dtype": "float64"})
+    return rows
 
 
 def _deepspeed(work: Work) -> list[dict[str, Any]]:
@@ -153,7 +202,8 @@ def report(result: Mapping[str, Any]) -> str:
     zero, alone = ([row for row in labelled if (row["schedule"] == ALONE) is it] for it in (False, True))
     twice = [{**row, "schedule": _label(row["schedule"])} for row in result["twice"]]
     right = [row["difference"] for row in (*matrix, *twice, *layouts) if row["verdict"] == "right"]
-    words = _words([*result["matrix"], *result["twice"], *result["deepspeed"], *result["layouts"]])
+    said = ("matrix", "twice", "deepspeed", "layouts", "mixtures", "divided", "experts")
+    words = _words([row for name in said for row in result.get(name, [])])
     parts = [
         "# Who gets it right",
         "Written by `python benchmarks/run.py who_gets_it_right`.",
@@ -173,9 +223,32 @@ def report(result: Mapping[str, Any]) -> str:
         _ZERO.format(**result["work"]) if alone else "",
         "## Atoll: two stages, two groups of two data-parallel ranks",
         _table(layouts, down="layout", across="schedule"),
+        *_of_mixtures(result),
         f"## In their own words\n\n{words}" if words else "",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _of_mixtures(result: Mapping[str, Any]) -> list[str]:
+    """The tables of mixtures; none where they have not been judged."""
+    if "mixtures" not in result:
+        return []
+    mixtures = [{**row, "schedule": _label(row["schedule"])} for row in result["mixtures"]]
+    divided = [
+        {**row, "schedule": ATOLL[row["schedule"]], "layout": row["system"].split()[1].rstrip(",")}
+        for row in result["divided"]
+    ]
+    experts = [{**row, "system": f"{row['system']}; {_label(row['schedule'])}"} for row in result["experts"]]
+    return [
+        "## Mixtures of experts: torch and Atoll, two stages, two data-parallel ranks",
+        _MIXTURES,
+        _table(mixtures, down="schedule", across="system"),
+        "## Mixtures of experts: Atoll, two stages, two groups of two data-parallel ranks, which divide the experts",
+        _table(divided, down="layout", across="schedule"),
+        "## Expert parallelism of transformers",
+        _EXPERTS,
+        _table(experts, down="system", across="dtype"),
+    ]
 
 
 def _label(row: str) -> str:
@@ -213,6 +286,16 @@ right, and a stage's parameters stay whole.
 rank keeps its own gradient. If all forwards precede the first backward it fails in the second step, because of \
 the forward with which a stage infers its shapes; with *shapes given* it does not. `replicate` is its newer form, on \
 FSDP2's code."""
+
+_MIXTURES = """\
+The same with a router and 8 experts in each layer, of which a token takes two. FSDP2 wraps each layer's experts by \
+themselves, as torchtitan does, and the layer around them. With *expert 2* both data-parallel ranks have half of the \
+experts and exchange tokens; without it, the experts are laid out like everything else."""
+
+_EXPERTS = """\
+A Qwen3-MoE of two layers, loaded by `from_pretrained` with `DistributedConfig`: *ep* is `ep_size`, the other sizes \
+likewise. Gradients of all microbatches are accumulated before a step. Each mesh is compared with the same model in \
+one process, in float64 and in float32; Atoll's GGG with both ranks dividing the experts is beside it."""
 
 _TWICE = """\
 A weight is then used twice on one path of a stage. torch's split backward visits a part of the graph a second time \

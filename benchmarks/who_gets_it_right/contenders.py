@@ -30,9 +30,11 @@ from atoll.plans.ir import Placement
 from atoll.plans.layouts import Layout, Precision
 from atoll.plans.plan import MeshShape, Plan
 from atoll.runtime.engine import Engine
+from atoll.runtime.models.mixture import Experts
 from atoll.testing.parity import whole_parameters
 from benchmarks.emulated.contenders import TORCH
 from benchmarks.islands.contenders import deepspeed_on_gloo
+from benchmarks.who_gets_it_right.mixtures import transformers_parts
 from benchmarks.who_gets_it_right.work import Parameters, Work, copied
 
 ALONE = "no pipeline"
@@ -97,7 +99,8 @@ def _replicated(part: nn.Sequential, mesh: DeviceMesh) -> nn.Module:
 
 
 def _fully_sharded(part: nn.Sequential, mesh: DeviceMesh, *, reshard: bool) -> nn.Module:
-    for module in (*part, part):
+    experts = [module for module in part.modules() if isinstance(module, Experts)]
+    for module in (*experts, *part, part):
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
     return part
 
@@ -118,13 +121,17 @@ SHARDINGS: Mapping[str, Sharding] = MappingProxyType(
 
 
 def build(work: Work, system: str, row: str) -> Contender:
-    """`torch FSDP2, kept`, `atoll GGG` or `deepspeed 1` (ZeRO's stage) with the schedule of a row."""
+    """`torch FSDP2, kept`, `atoll GGG, expert 2`, `deepspeed 1` (ZeRO's stage) or `transformers fsdp 2, ep 2` with the
+    schedule of a row."""
     who, _, how = system.partition(" ")
     if who == "torch":
         return torch_contender(work, SHARDINGS[how], row)
     if who == "deepspeed":
         return deepspeed_contender(work, int(how)) if row != ALONE else zero_contender(work, int(how))
-    return atoll_contender(work, how, row)
+    if who == "transformers":
+        return Contender(*transformers_parts(work, how))
+    layout, _, expert = how.partition(", expert ")
+    return atoll_contender(work, layout, row, expert=int(expert or 1))
 
 
 def torch_contender(work: Work, sharding: Sharding, row: str) -> Contender:
@@ -272,10 +279,10 @@ def _deepspeed_engine(ds: Any, work: Work, model: nn.Module, stage: int) -> Any:
     return engine
 
 
-def atoll_contender(work: Work, layout: str, row: str) -> Contender:
-    """Atoll with a layout."""
+def atoll_contender(work: Work, layout: str, row: str, *, expert: int = 1) -> Contender:
+    """Atoll with a layout. expert: ranks that divide the experts."""
     schedule = schedules.build(ATOLL[row], ranks=work.pipeline, microbatches=work.microbatches)
-    mesh = MeshShape(work.pipeline, work.inter, work.intra)
+    mesh = MeshShape(work.pipeline, work.inter, work.intra, expert=expert)
     plan = Plan(mesh, Layout(layout), schedule, 1, precision=Precision.preset("fp64"))
     with torch.device("meta"):
         model = work.build()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from atoll.runtime.models import adapter_for, initialise_model
 from atoll.testing.tiny import TinyConfig, tiny_model
+from benchmarks.who_gets_it_right.mixtures import MixtureLayer, qwen3_moe
 
 Parameters = dict[str, Tensor]
 
@@ -21,7 +23,8 @@ class Work:
     """A tiny model, trained by plain SGD at a rate of 1: what a step takes off a parameter is its gradient.
 
     microbatches: of each data-parallel rank, one sample each.  dtype: a name in torch.  twice: each layer is called
-    twice in a row, so that its weights are used twice on one path.
+    twice in a row, so that its weights are used twice on one path.  tensor: ranks that get the same samples.
+    model_kind: dense layers, mixtures of experts in their place, or a model of transformers.
     """
 
     pipeline: int = 2
@@ -34,6 +37,8 @@ class Work:
     sequence: int = 6
     seed: int = 3
     twice: bool = False
+    tensor: int = 1
+    model_kind: Literal["dense", "mixture", "qwen3_moe"] = "dense"
 
     @property
     def data(self) -> int:
@@ -43,22 +48,23 @@ class Work:
     @property
     def ranks(self) -> int:
         """World size."""
-        return self.pipeline * self.data
+        return self.pipeline * self.data * self.tensor
 
     @property
     def config(self) -> TinyConfig:
         """Embedding, layers of a norm and two linears, head: no difficulty that a peer might not claim to master."""
         return TinyConfig(layers=self.layers)
 
-    def build(self) -> nn.Sequential:
+    def build(self) -> nn.Module:
         """The model on torch's current device, with any values."""
-        model = tiny_model(self.config)
-        if not self.twice:
-            return model
-        first, *layers, last = model
-        return nn.Sequential(first, *map(Twice, layers), last)
+        if self.model_kind == "qwen3_moe":
+            return qwen3_moe(self)
+        first, *layers, last = tiny_model(self.config)
+        if self.model_kind == "mixture":
+            layers = [MixtureLayer(self.config.hidden) for _ in layers]
+        return nn.Sequential(first, *(map(Twice, layers) if self.twice else layers), last)
 
-    def model(self) -> nn.Sequential:
+    def model(self) -> nn.Module:
         """The model with the values that everyone starts from."""
         model = self.build()
         initialise_model(adapter_for(model), self.seed)
@@ -112,7 +118,8 @@ def one_process(work: Work) -> list[Parameters]:
         samples = work.samples(step)
         optimizer.zero_grad()
         for ids, labels in zip(samples["input_ids"].split(1), samples["labels"].split(1), strict=True):
-            work.loss(model(ids), labels).backward()
+            out = model(ids)
+            work.loss(getattr(out, "logits", out), labels).backward()
         optimizer.step()
         found.append(copied(dict(model.named_parameters())))
     return found

@@ -2,43 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
-import torch
-from torch import nn
 
+from atoll.base.errors import RankError
 from atoll.plans.layouts import EFFECTIVE
-from atoll.runtime.models import Decoder, DecoderConfig, MixtureConfig
+from atoll.runtime.models import MixtureConfig
 from atoll.testing.parity import Case, assert_parity
-from atoll.testing.tiny import TinyConfig
-
-MIXTURE = MixtureConfig(
-    experts=8, experts_per_token=3, expert_ffn=8, shared_experts=1, dense_layers=1, scoring="sigmoid", route_scale=2.5
-)
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """The built-in decoder with a mixture, as a recipe."""
-
-    config: MixtureConfig = MIXTURE
-
-    def build(self) -> Decoder:
-        sizes = {"vocabulary": 19, "layers": 4, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 24}
-        return Decoder(DecoderConfig(**sizes, mixture=self.config))
-
-    def batch(self, step: int, samples: int) -> dict[str, torch.Tensor]:
-        return TinyConfig(vocabulary=19).batch(step, samples)
-
-    def initialise(self, name: str, module: nn.Module) -> None:
-        for key, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)
-            else:
-                residual = key == "down_proj" or name.endswith((".attention.output", ".down"))
-                parameter.normal_(std=0.02 / 8**0.5 if residual else 0.02)
-
+from tests.mixtures import Mixture
 
 PAIR = Case(intra=2, expert=2, microbatches=4, steps=2, model=Mixture())
 
@@ -76,3 +48,34 @@ def test_weight_gradients_wait_for_w_without_an_expert_axis(layout: str) -> None
 @pytest.mark.parametrize("layout", ["NNG", "GGG"])
 def test_experts_have_a_layout_of_their_own(layout: str, experts: str) -> None:
     assert_parity(replace(PAIR, layout=layout, expert_layout=experts, inter=2))
+
+
+@pytest.mark.parametrize("recompute", ["block", "selective"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_a_forward_that_runs_again_exchanges_again(schedule: str, recompute: str) -> None:
+    assert_parity(replace(PAIR, layout="GGG", pipeline=2, schedule=schedule, recompute=recompute))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_compiled_blocks(pipeline: int) -> None:
+    schedule = "1f1b" if pipeline == 1 else "zb-h1"
+    assert_parity(replace(PAIR, layout="GGG", pipeline=pipeline, schedule=schedule, compile="block-eager"))
+
+
+@pytest.mark.parametrize("post_validation", [False, True])
+def test_steps_that_are_validated_later(post_validation: bool) -> None:
+    case = replace(PAIR, layout="NGG", pipeline=2, schedule="zb-h1", post_validation=post_validation, steps=3)
+    assert_parity(case)
+
+
+def test_compiled_experts_keep_no_products() -> None:
+    case = replace(PAIR, recompute="selective", compile="block-eager")
+    with pytest.raises(RankError, match='compile = "block-eager" and experts'):
+        assert_parity(case)
+
+
+def test_more_ranks_than_experts_are_refused() -> None:
+    few = Mixture(MixtureConfig(experts=3))
+    with pytest.raises(RankError, match="3 experts, which expert = 2 ranks cannot divide evenly"):
+        assert_parity(replace(PAIR, model=few))

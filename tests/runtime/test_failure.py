@@ -187,6 +187,65 @@ def test_a_process_that_says_goodbye_is_not_missed() -> None:
         monitor.close()
 
 
+def test_a_rank_is_heard_before_it_goes_on(monitor: Monitor) -> None:
+    """Past bug: a rank that stopped within a quarter of a second was not known, had a minute to start, and gloo gave up
+    first."""
+    watch(monitor, 1).start()
+    assert monitor._states[1].pid == os.getpid()
+
+
+def test_a_rank_that_closes_its_connection_to_connect_again_is_not_missed() -> None:
+    """Past bug: a monitor that answered too late, and then saw that the connection had ended, ended the run."""
+    clock = Clock()
+    monitor = Monitor(1, host="127.0.0.1", limit=60.0, clock=clock, sleep=clock.pause)
+    rank, goes_on = Watch(monitor.address, 0, 1), threading.Event()
+    try:
+        assert rank.is_heard()
+        monitor._loop.call_soon_threadsafe(goes_on.wait)
+        with pytest.raises(TimeoutError):
+            rank._ask(beat(60.0), seconds=0.01)
+        goes_on.set()
+        wait_until(lambda: not monitor._open)
+        assert not monitor._missed
+        clock.advance(GONE_SECONDS + 0.5)
+        assert monitor.failure is None
+        rank.stop()  # it connects again to say goodbye
+        wait_until(lambda: 0 in monitor._left)
+    finally:
+        goes_on.set()
+        monitor.close()
+
+
+def test_a_monitor_that_was_late_itself_reads_what_was_sent_before_it_judges() -> None:
+    """Past bug: after a pause of its own process all ranks were silent."""
+    clock, looks = Clock(), 0
+
+    async def pause(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        await clock.pause(seconds)
+
+    monitor = Monitor(1, host="127.0.0.1", limit=60.0, clock=clock, sleep=pause)
+
+    def failure_after(seconds: float) -> dict[str, Any] | None:
+        before = looks
+        clock.advance(seconds)
+        wait_until(lambda: looks > before or monitor.failure is not None)
+        return monitor.failure
+
+    try:
+        wait_until(lambda: looks > 0)
+        monitor.answer(0, beat(60.0))
+        assert failure_after(100.0) is None
+        monitor.answer(0, beat(60.0))
+        assert not any(failure_after(SILENT_SECONDS) for _ in range(20))
+        found = failure_after(BEAT_SECONDS)
+        assert found is not None
+        assert "rank 0 sent no heartbeat for 60 s" in found["message"]
+    finally:
+        monitor.close()
+
+
 WAITS = """
 from atoll.runtime import failure
 failure.RUNTIME = "<string>"  # this code counts as the runtime's: whoever is in it waits for others

@@ -300,6 +300,21 @@ def test_a_rank_ends_with_the_agent_of_torchrun_and_is_left_to_other_launchers(
             os.kill(process, signal.SIGKILL)
 
 
+JUDGED = (
+    "from atoll.runtime.failure import Watch; from atoll.runtime.monitor import Address; "
+    "watch = Watch(Address.parse(os.environ['ATOLL_MONITOR']), 1, 2); "
+    "watch._ask({'report': {'exit_code': 1, 'message': 'rank 1 is late', 'speaker': 0, 'ends': []}}); time.sleep(300)"
+)
+
+
+@pytest.mark.slow
+def test_a_verdict_whose_speaker_is_killed_before_it_speaks_is_the_parents_error() -> None:
+    """Past bug: on a busy machine the speaker was ended with the others, and the run ended without a word."""
+    with pytest.raises(RankError, match="rank 1 is late") as found:
+        launch_local(by_rank(JUDGED, "time.sleep(300)"), 2)
+    assert found.value.rank == 1
+
+
 LEAVE = """
 import sys
 from atoll.runtime.failure import Watch

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from atoll.base.errors import PlanError
 from atoll.plans.schedules import CATALOGUE
+from atoll.runtime.assemble.describe import describe_rank
 from atoll.testing.parity import assert_parity
-from tests.matrix import Choice, case_of, missing_pairs, name_of, sample, whole
+from tests.matrix import (
+    MIXED,
+    REFUSALS,
+    SAMPLED,
+    Choice,
+    Refusal,
+    case_of,
+    is_refused,
+    missing_pairs,
+    mixtures,
+    name_of,
+    sample,
+    whole,
+)
 
 SAMPLE = sample()
 
@@ -28,4 +46,28 @@ def test_any_two_values_meet() -> None:
 def test_the_whole_is_every_combination_once() -> None:
     found = [tuple(choice.values())[:5] for choice in whole()]
     assert len(found) == len(set(found)) == len(CATALOGUE) * 14 * 2 * 3 * 4
-    assert not missing_pairs(list(whole()))
+
+
+def test_the_matrix_of_mixtures_is_every_combination_once() -> None:
+    rows = list(mixtures())
+    found = {tuple(row[name] for name in MIXED) for row in rows}
+    assert len(rows) == len(found) == 3 * 3 * 14 * 2 * 2 * 2
+    assert not any(is_refused(row, name, value) for row in rows for name, value in row.items())
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=[f"{each.one}-{each.other}" for each in REFUSALS])
+def test_what_the_sample_leaves_out_is_refused(refusal: Refusal) -> None:
+    plain = {name: values[0] for name, values in SAMPLED.items()}
+    pairs = [(a, b) for a in SAMPLED[refusal.one] for b in SAMPLED[refusal.other]]
+    refused = [(a, b) for a, b in pairs if refusal.values(a) and refusal.others(b)]
+    assert refused
+    for a, b in refused:
+        case = case_of({**plain, refusal.one: a, refusal.other: b})
+
+        def build(recipe: Any = case.model) -> nn.Module:
+            with torch.device("meta"):
+                model: nn.Module = recipe.build()
+            return model
+
+        with pytest.raises(PlanError, match=refusal.words):
+            describe_rank(build, case.plan, 0)

@@ -24,6 +24,7 @@ from atoll.base._torch import (
     bare_copy,
     parameter_replaced,
     pretended_ranks,
+    recording_history,
     release_groups,
     reset_of,
     run_backward,
@@ -33,6 +34,19 @@ from atoll.base._torch import (
     watched_operations,
     writes_to,
 )
+
+
+def test_history_is_recorded_inside_an_operator() -> None:
+    @torch.library.custom_op("atoll_test::doubled", mutates_args=())
+    def doubled(given: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad(), recording_history():
+            leaf = given.detach().requires_grad_()
+            (2 * leaf).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad.clone()
+
+    doubled.register_autograd(lambda ctx, gradient: gradient)
+    assert doubled(torch.ones(2, requires_grad=True)).tolist() == [2.0, 2.0]
 
 
 def test_a_backward_gives_what_the_public_function_gives() -> None:

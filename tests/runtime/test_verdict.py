@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from atoll.runtime.verdict import LONGEST_SECONDS, SHORTEST_SECONDS, START_SECONDS, RankState, judge, named, patience
+from atoll.runtime.verdict import (
+    LONGEST_SECONDS,
+    SHORTEST_SECONDS,
+    START_SECONDS,
+    RankState,
+    judge,
+    named,
+    patience,
+    transport_patience,
+)
 
 NOW, LIMIT = 1000.0, 20.0
 
@@ -183,3 +192,16 @@ def test_without_a_limit_the_most_patient_rank_decides() -> None:
 )
 def test_ranks_are_named_in_runs(ranks: tuple[int, ...], words: str) -> None:
     assert named(ranks) == words
+
+
+@pytest.mark.parametrize("limit", [1.0, 10.0, None, 3600.0])
+@pytest.mark.parametrize("is_started", [True, False])
+def test_a_verdict_of_a_busy_machine_comes_before_the_transport_gives_up(limit: float | None, is_started: bool) -> None:
+    """Past bug: gloo gave up 4 s after the limit, when a busy machine had not judged yet, and named nobody. A rank that
+    does not start has a minute, whatever the limit."""
+    waited = transport_patience(limit) - 300.0
+    states = {0: state(1, since=waited), 1: state(since=waited, heard=waited)}
+    states[1] = states[1] if is_started else replace(states[1], host="")
+    found = judge(states, NOW, limit)
+    assert found is not None
+    assert found.ranks == (1,)

@@ -292,3 +292,19 @@ def run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None
         engine.run_backward(*given, False, False, (), allow_unreachable=True, accumulate_grad=True)
     else:
         torch.autograd.backward(outputs, gradients)
+
+
+def recording_history() -> AbstractContextManager[None]:
+    """Context in which autograd records operations inside a custom operator, which runs below autograd.
+
+    Private: the dispatcher's keys of this thread. No public context gives them back: `torch.enable_grad` sets another
+    switch.
+    """
+    keys = torch._C.DispatchKey
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradCPU, keys.AutogradCUDA):
+        excluded = excluded.remove(key)
+    guard: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(
+        torch._C._dispatch_tls_local_include_set(), excluded
+    )
+    return guard

@@ -26,12 +26,12 @@ def predict_command(
     Weights are not read and the corpus is not prepared: the vocabulary has model.vocabulary ids, or the maximum of the
     tokenizer.
 
-    Keys of the JSON object: parameters; world; seconds of a step, and interval, the least and the most;
-    tokens_per_second, tokens_per_second_per_device; mfu; breakdown, with busiest_rank, and the seconds by part of that
-    rank and the mean of all; ranks, one object a pipeline rank with rank, peak and rest (bytes by component),
-    saved_bytes (of host memory, for saving in the background), fits, margin_bytes and breakdown; fits and
-    margin_bytes of the fullest rank; outer, null without outer steps: seconds that they add to a step on average (part
-    of `seconds`) and at worst, bytes that a rank sends between islands on average and after one step at most.
+    Keys of the JSON object: parameters; active, those that a token takes; world; seconds of a step, and interval, the
+    least and the most; tokens_per_second, tokens_per_second_per_device; mfu; breakdown, with busiest_rank, and the
+    seconds by part of that rank and the mean of all; ranks, one object a pipeline rank with rank, peak and rest (bytes
+    by component), saved_bytes (of host memory, for saving in the background), fits, margin_bytes and breakdown; fits
+    and margin_bytes of the fullest rank; outer, null without outer steps: seconds that they add to a step on average
+    (part of `seconds`) and at worst, bytes that a rank sends between islands on average and after one step at most.
     """
     from atoll.training.setup.choosing import load_chosen
     from atoll.training.setup.prediction import predict
@@ -78,7 +78,13 @@ def _plan(prediction: Prediction) -> Iterator[str]:
     sizes = {name: size for name, size in plan.mesh.sizes.items() if size > 1}
     mesh = " x ".join(f"{name} {size}" for name, size in sizes.items())
     world = "1 rank" if plan.mesh.world == 1 else f"{plan.mesh.world} ranks: {mesh}"
-    yield f"{prediction.workload.name}, {format_count(prediction.workload.parameters)} parameters, on {world}"
+    model = prediction.workload
+    active = f" ({format_count(model.active)} active)" if model.experts else ""
+    yield f"{model.name}, {format_count(model.parameters)} parameters{active}, on {world}"
+    if plan.divides_experts:
+        shared = "" if plan.expert_layout is None else f", layout {plan.expert_layout.name}"
+        over = f" over {plan.mesh.expert} ranks" if plan.mesh.expert > 1 else ""
+        yield f"experts{over}{shared}"
     batch = f"{plan.schedule.microbatches} microbatches of {plan.microbatch} x {use.sequence} tokens a rank"
     recompute = "" if plan.recompute == "none" else f", recompute {plan.recompute}"
     yield f"layout {plan.layout.name}, {plan.schedule.name} with {batch}, {plan.precision.compute}{recompute}"

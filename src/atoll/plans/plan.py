@@ -337,11 +337,18 @@ class Plan:
         return nest if self.outer is None else Nest(1, nest.intra, 0, nest.j)
 
     def sharding(self, place: Place, view: View = View.DENSE) -> Sharding:
-        """Return the layout of a view's units on the rank at `place`."""
+        """Return the layout of a view's units on the rank at `place`.
+
+        Experts that no other rank has are whole: where `expert` is `intra`, their level I is N.
+        """
+        layout, nest = self.layout_of(view), self.nest(place, view)
+        if view is View.EXPERTS:
+            levels = (layout.parameters, layout.gradients, layout.optimizer)
+            layout = Layout("".join(level.name if nest.parts(level) > 1 else "N" for level in levels))
         return Sharding(
-            self.layout_of(view),
+            layout,
             self.precision,
-            self.nest(place, view),
+            nest,
             keeps_apart=self.post_validation,
             states=self.states,
             codecs=self.codecs,

@@ -14,13 +14,15 @@ from atoll.program.memory import Bytes, held_after
 from atoll.program.operation import Fact, Lane, Per
 from atoll.program.program import Program
 from atoll.program.shape import RankShape
+from atoll.program.traffic import exchanges_of
 
 _COLUMNS = (Lane.COMPUTE, Lane.DATA, Lane.PIPELINE)
 _WIDTH = 16
 
 
 def listing(program: Program, *, microbatch: int | None = None) -> Iterator[str]:
-    """Yield an instruction per line, in the column of its lane, with the bytes held after it.
+    """Yield an instruction per line, in the column of its lane, with the bytes held after it; `x2` is behind one that
+    exchanges rows twice with the ranks that divide experts.
 
     microbatch: leave out instructions of others.
     """
@@ -31,7 +33,8 @@ def listing(program: Program, *, microbatch: int | None = None) -> Iterator[str]
         zip(program.instructions, held_after(program.instructions, program.shape), strict=True)
     ):
         if microbatch in (None, each.action.microbatch):
-            text = " " * (_WIDTH * _COLUMNS.index(each.do.lane)) + str(each)
+            rows = exchanges_of(each, program.shape)
+            text = " " * (_WIDTH * _COLUMNS.index(each.do.lane)) + str(each) + (f" x{rows}" if rows else "")
             yield f"{at:6}  {text.ljust(_WIDTH * len(_COLUMNS))}{_changed(held, before)}".rstrip()
         before = held
 
@@ -50,12 +53,12 @@ def _changed(held: Bytes, before: Bytes) -> str:
 _COLOURS = {
     "F": "#8fb8de", "I": "#f2b880", "W": "#a9cf9a", "L": "#c9d3dc", "S": "#c3a6d8", "T": "#dcc8ea", "G": "#e3ddc5",
     "STEP": "#d98c8c", "GATHER": "#5b8db8", "REDUCE": "#c2803f", "RETURN": "#8f6fb0", "COLLECT": "#b5a1cf",
-    "SEND": "#7a8792", "RECV": "#b6bec6",
+    "SEND": "#7a8792", "RECV": "#b6bec6", "EXCHANGE": "#5fa89a",
 }  # fmt: skip
 _NAMES = {
     "F": "F", "I": "I", "W": "W", "L": "L", "S": "S", "T": "T", "G": "G", "STEP": "step",
     "GATHER": "gather", "REDUCE": "reduce or sync", "RETURN": "return", "COLLECT": "slices of matrices",
-    "SEND": "send", "RECV": "receive",
+    "SEND": "send", "RECV": "receive", "EXCHANGE": "exchange of rows",
 }  # fmt: skip
 _PITCH, _BAR, _LEFT, _RIGHT, _MEMORY = 22, 18, 110, 16, 90
 
@@ -115,7 +118,7 @@ def draw_program(program: Program, *, width: int = 1200, title: str = "") -> str
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-_ORDER = ("compute", "gather", "reduce", "matrices", "return", "send", "receive")
+_ORDER = ("compute", "exchange", "gather", "reduce", "matrices", "return", "send", "receive")
 
 
 def _rows(bars: Sequence[_Bar]) -> dict[_Bar, int]:
@@ -156,6 +159,8 @@ def _bars(instructions: Sequence[Instruction], shape: RankShape) -> Iterator[_Ba
             begun.setdefault((fact, key), []).append(at + bool(do.column))
         if do.column:
             yield _Bar("compute", do.column, at, at + 1, str(each))
+        if exchanges_of(each, shape):
+            yield _Bar("exchange", "EXCHANGE", at, at + 1, f"{exchanges_of(each, shape)} exchanges of {each}")
         if do.bar is not None:
             lane, colour, text = do.bar
             yield _Bar(lane, colour, at, at + 1, text.format(unit=each.of, phase=each.phase, step=each))

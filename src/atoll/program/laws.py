@@ -6,6 +6,9 @@ budget       gathers in flight stay within the limit
 gradients    gradients are reduced before their sync, and none is computed after it; reductions are waited for in the
              order in which they were started, and the step's end waits for the last ones
 messages     receives are posted once, in the order in which they are waited for
+exchanges    the ranks that divide experts meet in each exchange of rows: an instruction that exchanges waits for
+             nothing else, begins no transfer and sends no message, so an exchange cannot cross a message of the
+             pipeline. That all of them have one order is checked when their programs are compared (`Program.digest`)
 the end      each phase of each unit is synced, and waited for before the sums; the optimizer steps on a verdict, which
              waits for sums; matrices are collected, transformed and updated in this order; what it wrote goes back, and
              nothing follows that reads or makes a gradient
@@ -21,6 +24,7 @@ from atoll.program.fold import OF_STEP, Key, Resolved
 from atoll.program.instruction import Instruction
 from atoll.program.operation import Fact, Operation, Per, Phase, facts
 from atoll.program.shape import RankShape
+from atoll.program.traffic import exchanges_of
 
 _SHOWN = 3
 """Number of instructions around a wrong one, and of wrong ones, in an error."""
@@ -48,6 +52,8 @@ def _broken(instructions: Sequence[Instruction], shape: RankShape) -> list[tuple
     wrong: list[tuple[int, str]] = []
     for at, step in enumerate(instructions):
         do, action, of, phase = step
+        if exchanges_of(step, shape) and (do.begins or do.sends or do.posts or do.receives or do.moves):
+            wrong.append((at, f"{step} exchanges rows and has a transfer of its own"))
         meaning = known.get((do, of, phase))
         if meaning is None:
             meaning = known[do, of, phase] = state.meaning(step)

@@ -201,6 +201,7 @@ class Operation:
     begins: whether it neither computes nor waits: after a block's forward it is executed before control returns to the
     model.  is_aside: whether a timeline shows it with the action that uses what it begins or ends.
 
+    exchanges: whether it exchanges rows with the ranks that divide its block's experts, where the block does.
     reads: whether it reads the parameters of its units.
     needs, ends, gives: facts.  takes, frees: buffers.  within: what it allocates and frees itself.
 
@@ -225,6 +226,7 @@ class Operation:
     peers: Partners = Partners.DATA
     begins: bool = False
     is_aside: bool = False
+    exchanges: bool = False
     reads: bool = False
     needs: tuple[Need, ...] = ()
     ends: tuple[Fact, ...] = ()

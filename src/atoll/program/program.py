@@ -13,7 +13,7 @@ from atoll.program.instruction import Instruction
 from atoll.program.laws import check_program
 from atoll.program.memory import Bytes, peaks
 from atoll.program.shape import RankShape
-from atoll.program.traffic import sent_by
+from atoll.program.traffic import exchanges_of, sent_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,10 @@ class Program:
 
     @cached_property
     def digest(self) -> int:
-        """Checksum of the instructions, which must be equal on ranks that share parameters."""
-        return zlib.crc32("\n".join(map(str, self.instructions)).encode())
+        """Checksum of the instructions, which must be equal on ranks that share parameters, and of what they exchange:
+        ranks that divide experts meet in each exchange, so all of them have the same in one order."""
+        lines = [f"{each} {exchanges_of(each, self.shape) or ''}".rstrip() for each in self.instructions]
+        return zlib.crc32("\n".join(lines).encode())
 
     @cached_property
     def sent(self) -> Counter[str]:

@@ -217,7 +217,8 @@ class Do:
     """
 
     F = computes(
-        scope=Scope.BLOCK, over=Over.BLOCK, reads=True, needs=(READS, WORKS), cause="forward", column="F",
+        scope=Scope.BLOCK, over=Over.BLOCK, reads=True, exchanges=True, needs=(READS, WORKS), cause="forward",
+        column="F",
         takes=(Amount(Workspaces.KEPT, lambda block, _: block.kept),),
         within=(Amount(Workspaces.PASSING, lambda block, _: block.in_forward),),
     )  # fmt: skip
@@ -227,7 +228,8 @@ class Do:
         within=(Amount(Workspaces.IN_LOSS, lambda stage, _: stage.in_loss),),
     )
     I = computes(  # noqa: E741  (the field's name for it)
-        scope=Scope.BLOCK, over=Over.BLOCK, phase="I", reads=True, needs=(READS, WRITES, WORKS), gives=(Facts.MADE,),
+        scope=Scope.BLOCK, over=Over.BLOCK, phase="I", reads=True, exchanges=True, needs=(READS, WRITES, WORKS),
+        gives=(Facts.MADE,),
         takes=(*GRADIENT, Amount(Workspaces.PENDING, lambda block, _: block.pending)), cause="backward", column="I",
         frees=(Amount(Workspaces.KEPT, lambda block, _: block.freed),),
         within=(Amount(Workspaces.PASSING, lambda block, _: block.in_backward),),

@@ -16,6 +16,17 @@ def way_of(instruction: Instruction, shape: RankShape) -> tuple[tuple[str, int],
     return () if sent is None else shape.units[index].travel.get((sent, phase), ())
 
 
+def exchanges_of(instruction: Instruction, shape: RankShape) -> int:
+    """Return how often an instruction exchanges rows with the ranks that divide experts: a backward as often as its
+    forward, after those of a forward that runs again."""
+    do, action, of, _ = instruction
+    if not do.exchanges:
+        return 0
+    stage = shape.stages[action.stage]
+    again = do.phase is not None and stage.is_recomputed
+    return shape.blocks[of].exchanges * (2 if again else 1)
+
+
 def sent_by(instructions: Iterable[Instruction], shape: RankShape) -> Counter[str]:
     """Return the bytes by axis that a program sends to data-parallel ranks."""
     total: Counter[str] = Counter()

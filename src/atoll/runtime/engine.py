@@ -34,6 +34,7 @@ from atoll.runtime.launch import share_cores
 from atoll.runtime.models import Batch, Loss
 from atoll.runtime.models.buffers import transient_buffers
 from atoll.runtime.pipeline.executor import Outcome
+from atoll.runtime.pipeline.routing import Balance
 from atoll.runtime.pipeline.step_end import Refused, StepEnd, StepResult
 from atoll.runtime.randomness import keeping_random_state
 from atoll.runtime.services.bad_steps import BadSteps
@@ -87,6 +88,8 @@ class Engine:
     loss: (outputs of the model's last block, microbatch) -> the loss summed over what counts, or a pair of this sum and
     its count; without it the adapter's. See `atoll.runtime.models.Loss`. On a tensor-parallel group the outputs are
     whole.
+    balance: how the load of a mixture's experts is balanced, by selection biases or losses of its routers, which are
+    part of the loss that a step returns.
 
     torch.distributed must be initialised with the world size of the plan's mesh, unless that is one.
     Raises PlanError on every rank if model and plan do not match.
@@ -111,12 +114,14 @@ class Engine:
         bad_steps: BadStepPolicy | str = "stop",
         labels: Labels = "shifted",
         loss: Loss | None = None,
+        balance: Balance | None = None,
     ) -> None:
         whole = optimizer.whole if isinstance(optimizer, MatrixUpdate) else None
         self.plan = plan = plan if plan.whole == whole else replace(plan, whole=whole)
         self.model, self.clip, self.labels, self.loss = model, clip, labels, loss
         policy = bad_steps if isinstance(bad_steps, BadStepPolicy) else BadStepPolicy.parse(bad_steps)
         folder = None if weights is None else Path(weights)
+        balance = Balance() if balance is None else balance
         self._moment = Moment()
         options = EngineOptions(
             optimizer,
@@ -127,12 +132,13 @@ class Engine:
             loss=loss,
             weights=folder,
             bad_steps=policy,
+            balance=balance,
             moment=self._moment,
         )
         self.checkpoints: dict[int, Path] = {}
         self.step_number = 0
         named = getattr(loss, "__qualname__", type(loss).__name__)
-        check_alike(model, plan, seed=seed, labels=labels, clip=clip, loss=named)
+        check_alike(model, plan, seed=seed, labels=labels, clip=clip, loss=named, balance=balance)
         self.place = plan.mesh.place(world_rank())
         self.device = _with_index(torch.device(device)) if device is not None else _default_device()
         share_cores(world_size())

@@ -172,8 +172,10 @@ class Watch:
         self._in_thread = threading.main_thread().ident or 0
 
     def start(self) -> Watch:
-        """Start to watch."""
+        """Start to watch, once the monitor has heard this rank: one that stops at once is known by its process."""
         if self._address is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._ask({"beat": self._beat_of(None)}, min(LONGEST_SECONDS, self._limit or LONGEST_SECONDS))
             self._thread.start()
         return self
 
@@ -184,10 +186,11 @@ class Watch:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=2 * ANSWERED_SECONDS)
+        if self._address is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._ask({"bye": True})
         with self._lock:
             if self._connection is not None:
-                with contextlib.suppress(OSError, ValueError):
-                    self._connection.ask({"bye": True})
                 self._connection.close()
         if self.hosts is not None:
             self.hosts.close()
@@ -438,6 +441,9 @@ class _Connection:
         return words
 
     def close(self) -> None:
+        """Close it with a last word: otherwise its end would mean to the monitor that this process has died."""
+        with contextlib.suppress(OSError):
+            self._write({"again": True})
         self._file.close()
         self._socket.close()
 

@@ -341,12 +341,12 @@ class _Children:
         if code in SAVED_AND_LEFT:
             return LaunchResult(code)
         failure = self.monitor.failure
-        if code < 0 and (failure is None or failure.get("speaker") is None):
-            words = _words_for_signal(first, -code, self.monitor.place_of(first))
-            error = RankError(words, rank=first) if failure is None else error_of(failure)
-            return LaunchResult(error.exit_code, first, was_lost=True, error=error)
         if failure is None:
             return LaunchResult(2 if code == 2 else 1, first)
+        speaker = first if failure.get("speaker") is None else failure["speaker"]
+        if self.processes[speaker].wait() < 0:  # killed before it could print the error
+            error = error_of(failure)
+            return LaunchResult(error.exit_code, error.rank, was_lost=True, error=error)
         was_lost = code < 0 or "ends" in failure
         if code < 0:
             code = int(failure["exit_code"])  # a rank has printed the error

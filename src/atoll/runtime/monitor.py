@@ -43,7 +43,8 @@ ANSWER_SECONDS = 5.0
 STRANGERS = 64
 """Maximum number of connections that have not answered the challenge; further ones are closed immediately."""
 GONE_SECONDS = 1.0
-"""Seconds for a rank to reconnect, or for its cause to be reported, after a connection ends without a goodbye."""
+"""Seconds for a rank to reconnect, or for its cause to be reported, after a connection ends without a last word. It has
+one if its process closes it: "bye" at the end of the run, "again" to reconnect to a monitor that is slow to answer."""
 STACK_SECONDS = 1.0
 """Time limit for a blamed rank to send its stack."""
 
@@ -184,11 +185,10 @@ class Monitor:
         if rank is None:
             return
         self._writers[rank] = writer
-        said_goodbye = False
+        words: Words = {}
         try:
-            while not said_goodbye:
+            while not words.keys() & {"bye", "again"}:
                 words = read_words(await reader.readline())
-                said_goodbye = "bye" in words
                 _write(writer, self.answer(rank, words))
                 await writer.drain()
         except (OSError, ValueError):
@@ -196,10 +196,10 @@ class Monitor:
         finally:
             if self._writers.get(rank) is writer:
                 del self._writers[rank]
-                if said_goodbye:
+                if "bye" in words:
                     self._states.pop(rank, None)
                     self._left[rank] = self._clock()
-                else:
+                elif "again" not in words:
                     missed = asyncio.create_task(self._miss(rank))
                     self._missed.add(missed)
                     missed.add_done_callback(self._missed.discard)
@@ -334,8 +334,12 @@ class Monitor:
     async def _judge(self) -> None:
         """Find a late rank, request its stack, and report the verdict."""
         while self.failure is None:
+            before = self._clock()
             await self._sleep(BEAT_SECONDS)
             states, now = dict(self._states), self._clock()
+            if now - before > SILENT_SECONDS:  # this process was late itself: first it reads what it has not heard
+                await self._sleep(SILENT_SECONDS)
+                continue
             found = judge(states, now, self._limit)
             if found is None:
                 continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import permutations, takewhile
 from typing import Any, Self
@@ -26,6 +26,7 @@ class Outline:
     """A model that is split according to a plan.
 
     runs: the blocks of each stage.  parameters: those of each stage, except those of a split vocabulary.
+    stacked: ids of those of experts, which the expert ranks divide.
     schedule: with its sharding actions and messages.  vocabulary: the ends that are split over the pipeline, if any.
     frees: for each pipeline rank, the look-ups and scores after which their slice of the vocabulary is freed.
     """
@@ -34,13 +35,17 @@ class Outline:
     adapter: Adapter
     runs: tuple[range, ...]
     parameters: tuple[tuple[nn.Parameter, ...], ...]
+    stacked: frozenset[int]
     schedule: Schedule
     vocabulary: Vocabulary | None
     frees: tuple[frozenset[Action], ...] = ()
 
     @classmethod
-    def of(cls, adapter: Adapter, plan: Plan) -> Self:
-        """Split a model, which may be on `meta`. Raises PlanError if plan and model do not match."""
+    def of(cls, adapter: Adapter, plan: Plan, *, stacked: Iterable[nn.Parameter] = ()) -> Self:
+        """Split a model, which may be on `meta`. stacked: parameters of experts.
+
+        Raises PlanError if plan and model do not match.
+        """
         blocks = adapter.blocks()
         vocabulary = None
         if plan.vocabulary_parallel:
@@ -50,7 +55,8 @@ class Outline:
         runs = split_blocks(weights, plan.schedule.placement, layers_per_stage=plan.layers_per_stage)
         own = tuple(tuple(p for at in run for p in blocks[at].parameters_but(ends)) for run in runs)
         compute = ITEM_BYTES[plan.precision.compute] / plan.mesh.tensor
-        sizes = [sum(p.numel() for p in parameters) * compute for parameters in own]
+        divided = frozenset(map(id, stacked))
+        sizes = [_numel(parameters, divided, plan) * compute for parameters in own]
         schedule = plan.schedule
         if vocabulary is not None:
             schedule = insert_vocabulary(schedule, score=relative_score(blocks, weights, vocabulary.head))
@@ -64,7 +70,16 @@ class Outline:
         schedule = lower(schedule, reduction=plan.reduction, sizes=sizes, slices=slices, **options)
         if plan.post_validation:
             _check_false_starts(schedule)
-        return cls(plan, adapter, runs, parameters=own, schedule=schedule, vocabulary=vocabulary, frees=tuple(frees))
+        return cls(
+            plan,
+            adapter,
+            runs,
+            parameters=own,
+            stacked=divided,
+            schedule=schedule,
+            vocabulary=vocabulary,
+            frees=tuple(frees),
+        )
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -75,10 +90,11 @@ class Outline:
     def sizes(self) -> list[StageSize]:
         """Parameters of each stage, all and trained, of one rank of a tensor-parallel group."""
         split = self.plan.mesh.tensor
-        return [
-            StageSize(sum(p.numel() for p in own) // split, sum(p.numel() for p in own if p.requires_grad) // split)
-            for own in self.parameters
-        ]
+
+        def held(own: Iterable[nn.Parameter]) -> int:
+            return _numel(own, self.stacked, self.plan) // split
+
+        return [StageSize(held(own), held(p for p in own if p.requires_grad)) for own in self.parameters]
 
     @property
     def rank_of_stage(self) -> list[int]:
@@ -106,6 +122,12 @@ class Outline:
         training."""
         frees = self.frees[rank] if self.frees else None
         return lower_row(row, shape, end=end, frees=frees, reduces_each=self.plan.reduction == "microbatch")
+
+
+def _numel(parameters: Iterable[nn.Parameter], stacked: Collection[int], plan: Plan) -> int:
+    """Return the number of elements of parameters, of experts those of one of the ranks that divide them; before any
+    division by tensor parallelism."""
+    return sum(p.numel() // (plan.mesh.expert if id(p) in stacked else 1) for p in parameters)
 
 
 def _check_false_starts(schedule: Schedule) -> None:

@@ -94,6 +94,12 @@ def patience(seconds: Sequence[float]) -> float:
     return min(LONGEST_SECONDS, max(SHORTEST_SECONDS, TIMES * max(seconds[-RECENT:])))
 
 
+def transport_patience(limit: float | None) -> float:
+    """Return the seconds for which gloo and NCCL wait for a peer. They do not know whom to blame, so they leave a busy
+    machine ten more minutes for a verdict under `limit`, and end only waits that no verdict ends."""
+    return (limit or LONGEST_SECONDS) + LONGEST_SECONDS
+
+
 def judge(states: Mapping[int, RankState], now: float, limit: float | None) -> Verdict | None:
     """Return a verdict if any rank has been silent, or has waited for others, for longer than `limit` seconds.
 

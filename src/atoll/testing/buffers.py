@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from atoll.plans.layouts import Axis
+from atoll.plans.plan import View
 from atoll.program import Do, Phase, Sliced
 from atoll.runtime.engine import Engine
 from atoll.runtime.sharding.tensors import Spread
@@ -32,15 +34,18 @@ class _Use:
 
 
 def rank_buffers(recipe: Recipe, engine: Engine) -> Iterator[Buffer]:
-    """Yield the buffers of a rank. One that its tensor-parallel group has several times is the first rank's."""
+    """Yield the buffers of a rank. One that its tensor-parallel group has several times is the first rank's, as is one
+    that the ranks which divide the experts have in common."""
     with torch.device("meta"):
         firsts = tied(recipe.build())
     uses = [use for unit in engine.units for use in _uses(unit, engine, firsts)]
     reductions = _reductions(engine, uses)
     for unit in engine.units:
         for part, segment in enumerate(unit.segments):
-            flat = segment.flat
-            if flat.spread is not Spread.SPLIT and engine.place.tp:
+            flat, place = segment.flat, engine.place
+            if flat.spread is not Spread.SPLIT and place.tp:
+                continue
+            if unit.spec.view is View.DENSE and place.intra:
                 continue
             assert engine.place.mesh.tensor == 1 or flat.spread is not Spread.SUMMED, "the reference sums no parts"
             own = [use for use in uses if use.unit == unit.spec.index and use.first in flat.parameters]
@@ -54,7 +59,10 @@ def rank_buffers(recipe: Recipe, engine: Engine) -> Iterator[Buffer]:
             )
             boxes = flat.boxes
             parts = (BufferPart(e.name, e.offset, boxes[e.name].offsets, boxes[e.name].sizes) for e in flat.map.entries)
-            yield Buffer(unit.spec.index, part, flat.map.padded, tuple(parts), streams)
+            sharing = place.peers(flat.sharding.along[Axis.INTRA])
+            ranks = tuple(place.mesh.place(rank).intra for rank in sharing)
+            levels = flat.sharding.layout.name
+            yield Buffer(unit.spec.index, part, flat.map.padded, tuple(parts), streams, ranks, levels)
 
 
 def _uses(unit: Unit, engine: Engine, firsts: dict[str, str]) -> Iterator[_Use]:

@@ -58,6 +58,8 @@ class Buffer:
     """A flat buffer that the data-parallel ranks of one pipeline and tensor-parallel rank have in common.
 
     unit, segment: its names in seeds.  streams: of its phases; none where it is frozen.
+    ranks: places in each group of the ranks that have it: all, or those with the same experts.
+    levels: of parameters, gradients and optimizer state.
     """
 
     unit: int
@@ -65,6 +67,8 @@ class Buffer:
     padded: int
     parts: tuple[BufferPart, ...]
     streams: tuple[GradientStream, ...]
+    ranks: tuple[int, ...]
+    levels: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +82,11 @@ class CodecKind:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where the codecs of a run are: the levels of parameters, gradients and optimizer state, the mesh, the codecs.
+    """Where the codecs of a run are: the mesh, the codecs, the buffers.
 
     gradient: with outer steps, that of outer gradients.
     """
 
-    levels: str
     inter: int
     intra: int
     gradient: CodecKind | None
@@ -158,7 +161,7 @@ class Coding:
 
     def _total(self, buffer: Buffer, pieces: Sequence[Mapping[str, Tensor]], step: int) -> Tensor:
         setting = self.setting
-        g, os = setting.levels[1:2], setting.levels[2:]
+        g, os = buffer.levels[1:2], buffer.levels[2:]
         total = torch.zeros(buffer.padded, dtype=torch.float64)
         each = len(pieces) // (setting.inter * setting.intra)
         if g == "G":
@@ -175,7 +178,7 @@ class Coding:
             total += self._reduce(buffer, buffer.streams[0].phase, sums, step, what="sync")
         if os != "G" and setting.gradient is not None:
             for i, j, block in self._blocks(buffer):
-                name = {"what": "gather", "rank": i * setting.intra + j, "to": i}
+                name = {"what": "gather", "rank": self._rank(buffer, i, j), "to": i}
                 total[block] = self._send(buffer, buffer.streams[0].phase, i, block, total[block], step, **name)
         return total
 
@@ -188,7 +191,8 @@ class Coding:
         reduced: Sequence[tuple[int, str]],
         each: int,
     ) -> Tensor:
-        """The gradients of the ranks of a group, in the order of a buffer."""
+        """The gradients of the ranks of a group, in the order of a buffer: those of an expert, which some of them have,
+        are of the tokens of all."""
         flat = torch.zeros(buffer.padded, dtype=torch.float64)
         firsts = dict(stream.uses)
         for rank in range(group * self.setting.intra, (group + 1) * self.setting.intra):
@@ -206,7 +210,7 @@ class Coding:
         total = torch.zeros(buffer.padded, dtype=torch.float64)
         for owner, j, block in self._blocks(buffer):
             for i, own in enumerate(sums):
-                name = {"what": what, "rank": i * self.setting.intra + j, "to": owner}
+                name = {"what": what, "rank": self._rank(buffer, i, j), "to": owner}
                 arrived = own[block]
                 if i != owner:
                     arrived = self._send(buffer, phase, i, block, arrived, step, **name)
@@ -229,13 +233,17 @@ class Coding:
         return arrived
 
     def _blocks(self, buffer: Buffer) -> Iterator[tuple[int, int, slice]]:
-        """Group and place in it of the owner of each block."""
-        inter, intra = self.setting.inter, self.setting.intra
+        """Group, and place among those that have the buffer in it, of the owner of each block."""
+        inter, intra = self.setting.inter, len(buffer.ranks)
         size = buffer.padded // (inter * intra)
         for j in range(intra):
             for i in range(inter):
                 at = j * inter + i
                 yield i, j, slice(at * size, (at + 1) * size)
+
+    def _rank(self, buffer: Buffer, i: int, j: int) -> int:
+        """The data-parallel rank of a group that is the j-th to have a buffer."""
+        return i * self.setting.intra + buffer.ranks[j]
 
     def _add(
         self, found: dict[str, Tensor], buffer: Buffer, total: Tensor, pieces: Sequence[Mapping[str, Tensor]]
@@ -261,7 +269,7 @@ class Coding:
         return found
 
     def _mean(self, buffer: Buffer, gradients: Sequence[Mapping[str, Tensor]], step: int) -> Tensor:
-        islands, intra = len(gradients), self.setting.intra
+        islands, intra = len(gradients), len(buffer.ranks)
         shard = buffer.padded // intra
         each = math.ceil(shard / islands)
         flats = []
@@ -279,10 +287,10 @@ class Coding:
                 for i, flat in enumerate(flats):
                     arrived = flat[block]
                     if i != owner:
-                        name = {"what": "outer.reduce", "rank": i * intra + j, "to": owner}
+                        name = {"what": "outer.reduce", "rank": self._rank(buffer, i, j), "to": owner}
                         arrived = self._send(buffer, "outer", i, block, arrived, step, **name)
                     total[block] += arrived
-                name = {"what": "outer.gather", "rank": owner * intra + j, "to": owner}
+                name = {"what": "outer.gather", "rank": self._rank(buffer, owner, j), "to": owner}
                 total[block] = self._send(buffer, "outer", owner, block, total[block], step, **name)
         return total.view(intra, islands * each)[:, :shard].reshape(-1) / islands
 
@@ -293,15 +301,14 @@ class Coding:
     def parameters(self, masters: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> None:
         """Write what the forward uses to `copies`, which have what it used before."""
         setting, kind = self.setting, self.setting.parameter
-        p, os = setting.levels[:1], setting.levels[2:]
         if kind is None:
             for name, copy in copies.items():
                 copy.copy_(masters[name])
             return
         kind = CodecKind(kind.name, kind.block)  # rounded to nearest
-        follows = p != "G" and os == "G"
         before = {name: copy.clone() for name, copy in copies.items()}  # copies of a tied parameter all start from it
         for buffer in setting.buffers:
+            p, os = buffer.levels[:1], buffer.levels[2:]
             flat, old = (torch.zeros(buffer.padded, dtype=torch.float64) for _ in range(2))
             for part in buffer.parts:
                 size = math.prod(part.sizes)
@@ -310,7 +317,7 @@ class Coding:
             if p == "G":
                 for _, _, block in self._blocks(buffer):
                     flat[block] = coded(flat[block], kind)
-            elif follows and buffer.streams:
+            elif os == "G" and buffer.streams:
                 for _, _, block in self._blocks(buffer):
                     flat[block] = old[block] + coded(flat[block] - old[block], kind)
             for part in buffer.parts:

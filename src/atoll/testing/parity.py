@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from atoll.plans.layouts import NO_CODECS, Codec, Codecs, Layout, Precision
 from atoll.plans.outer import Outer
 from atoll.plans.plan import AXES, MeshShape, Plan
 from atoll.runtime.engine import Engine
+from atoll.runtime.pipeline.routing import Balance
 from atoll.runtime.pipeline.step_end import StepResult
 from atoll.runtime.sharding.muon import Muon
 from atoll.runtime.sharding.optimizer import decay_matrices
@@ -106,6 +107,8 @@ class Case:
     outer: Outer | None = None
     expert: int = 1
     expert_layout: str | None = None
+    balance: Balance | None = None
+    bad_steps: str = "stop"
     model: Recipe = field(default_factory=TinyConfig)
 
     @property
@@ -172,6 +175,8 @@ class Case:
                 seed=self.seed,
                 device=self.device,
                 loss=getattr(self.model, "engine_loss", None),
+                balance=self.balance,
+                bad_steps=self.bad_steps,
             )
 
     def optimizer_of_engine(self) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
@@ -211,6 +216,12 @@ def whole_parameters(engine: Engine) -> dict[str, torch.Tensor]:
     return values
 
 
+def biases_of(engine: Engine) -> dict[str, torch.Tensor]:
+    """Return the selection biases that the engine steps, by the names of what has them."""
+    names = {id(buffer): name.rpartition(".")[0] for name, buffer in engine.model.named_buffers()}
+    return {names[id(load.bias)]: load.bias.clone() for load in engine._end.routers.loads}
+
+
 def results(case: Case, engine: Engine, first: int = 0) -> Iterator[StepResult]:
     """Return the results of steps first..steps-1, run without pauses."""
     share = case.share(engine, first)
@@ -237,6 +248,7 @@ def _train_with_units(case: Case, first: int = 0) -> tuple[History, tuple[tuple[
         history.losses.append(result.loss)
         history.norms.append(result.grad_norm)
     history.parameters = whole_parameters(engine)
+    history.biases = biases_of(engine)
     if case.codecs:
         with engine.full_parameters() as masters:
             history.masters = {name: value.clone() for name, value in masters.items()}
@@ -259,11 +271,11 @@ def setting_of(case: Case, histories: Sequence[History]) -> Setting | None:
     if not codecs or case.inter == 1:
         return None
     places = [case.plan.mesh.place(rank) for rank in range(case.ranks)]
-    own = [history.buffers for history, place in zip(histories, places, strict=True) if place.data == 0]
+    firsts = [place.inter == 0 and place.intra < place.mesh.expert for place in places]
+    own = [history.buffers for history, is_first in zip(histories, firsts, strict=True) if is_first]
     buffers = tuple(buffer for each in own for buffer in each)
-    levels, inter, intra = case.layout, case.inter, case.intra
     gradient, parameter = _kind(codecs.gradient), _kind(codecs.parameter)
-    return Setting(levels, inter, intra, gradient, parameter, codecs.feedback, case.seed, buffers)
+    return Setting(case.inter, case.intra, gradient, parameter, codecs.feedback, case.seed, buffers)
 
 
 def reference(case: Case, codecs: Setting | None = None) -> History:
@@ -287,7 +299,8 @@ def references(case: Case, units: tuple[tuple[str, ...], ...] = (), codecs: Sett
         "clip": case.clip,
     }
     if case.outer is None:
-        return [train_alone(case.model, **common, codecs=codecs)]
+        balance = None if case.balance is None else asdict(case.balance)
+        return [train_alone(case.model, **common, codecs=codecs, balance=balance)]
     outer, unit_of = case.outer, {name: at for at, names in enumerate(units) for name in names}
     return train_islands(
         case.model,
@@ -331,6 +344,8 @@ def worst_difference(got: History, wanted: History) -> tuple[float, str]:
         found.append((abs(a - b) / max(1e-2, abs(b)), f"gradient norm of step {step + 1}: {a} against {b}"))
     for name, value in got.parameters.items():
         found.append((difference(value, wanted.parameters[name]), f"parameter {name}"))
+    for name, value in got.biases.items():
+        found.append((difference(value, wanted.biases[name]), f"selection bias of {name}"))
     for name, value in got.masters.items():
         if wanted.masters:
             found.append((difference(value, wanted.masters[name]), f"master of {name}"))

@@ -48,7 +48,7 @@ from atoll.runtime.rendezvous import (
 )
 from atoll.runtime.same import check_same, software
 from atoll.runtime.template import Template, is_template
-from atoll.runtime.verdict import LONGEST_SECONDS
+from atoll.runtime.verdict import transport_patience
 from atoll.training.config import Config, load
 from atoll.training.models.sources import check_source
 from atoll.training.output.folder import RunFolder, Start
@@ -67,10 +67,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from atoll.training.run.session import RunResult
-
-
-SLACK = 4.0
-"""Seconds by which gloo and NCCL wait longer than the limit of the monitor, which knows the rank to blame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,8 +243,8 @@ def _train(
             folder = RunFolder(Path(config.run.folder))
             folder.check(request.effective_start)
             lock = held.enter_context(RunLock(folder.root).held(lambda line: _tell(line, sys.stderr)))
-        longest = config.parallel.timeout or LONGEST_SECONDS
-        transport.join(rendezvous.rank, rendezvous.world, store, device=device, timeout=longest + SLACK)
+        longest = transport_patience(config.parallel.timeout)
+        transport.join(rendezvous.rank, rendezvous.world, store, device=device, timeout=longest)
         here = None
         if rendezvous.rank == 0 and rendezvous.local_world == rendezvous.world:
             here = measured_cluster(config, rendezvous.world, device.type)

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from atoll.plans.layouts.flat import FlatMap, Nest
+from atoll.plans.layouts.flat import Box, FlatMap, Nest
 from atoll.plans.layouts.level import Level
 from atoll.plans.layouts.matrices import Holders, NewtonSchulz, Whole, matrix_pieces
 
@@ -22,7 +22,9 @@ def test_each_element_of_a_matrix_rests_once_in_a_holders_range(seed: int) -> No
     whole = Whole("Muon", NewtonSchulz(), split=(("several", rows),))
     shapes = {"several": (sum(rows), 4 * draw.randint(1, 3)), "single": (8, 4 * draw.randint(1, 3))}
     matrices = tuple(
-        matrix for name, shape in shapes.items() for matrix in whole.matrices_of(name, shape, dim=dim, tensor=tensor)
+        matrix
+        for name, shape in shapes.items()
+        for matrix in whole.matrices_of(name, Box.whole(shape), dim=dim, tensor=tensor)
     )
     assert [(each.name, each.rows) for each in matrices] == [("several", each) for each in rows] + [("single", 8)]
     multiple = inter * intra

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from atoll.plans.layouts import FlatMap, Layout, Precision, SegmentShape
-from atoll.plans.layouts.flat import Nest
+from atoll.plans.layouts.flat import Box, Nest
 from atoll.plans.layouts.matrices import NewtonSchulz, Whole
 from atoll.plans.layouts.storage import Sharding
 
@@ -39,7 +39,7 @@ def test_what_an_exchange_of_matrices_holds(layout: str, half: bool, item: int) 
     squares of its short side."""
     whole = Whole("Muon", NewtonSchulz(), half=half)
     shapes = {"a": (8, 6), "b": (6, 6), "c": (4, 6)}
-    matrices = tuple(matrix for name, shape in shapes.items() for matrix in whole.matrices_of(name, shape))
+    matrices = tuple(matrix for name, shape in shapes.items() for matrix in whole.matrices_of(name, Box.whole(shape)))
     found = []
     for rank in range(2):
         nest = Nest(1, 2, 0, rank)

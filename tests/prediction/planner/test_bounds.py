@@ -14,6 +14,7 @@ from atoll.plans.layouts import EFFECTIVE, Codec, Codecs
 from atoll.plans.outer import Outer
 from atoll.plans.plan import ORDERS
 from atoll.prediction.cost import Cluster, Link, Transformer
+from atoll.prediction.cost.mixture import MixtureConfig
 from atoll.prediction.planner import Goal, Order, PlanSearch, Space
 
 ROUNDING = 1 - 1e-9
@@ -89,11 +90,33 @@ def search_of(draw: random.Random) -> PlanSearch:
     )
 
 
+def search_of_mixture(draw: random.Random) -> PlanSearch:
+    """The same of a mixture of experts, which have a layout of their own in some cases."""
+    search, layers = search_of(draw), draw.randint(2, 4)
+    mixture = MixtureConfig(
+        experts=draw.choice([4, 8]),
+        expert_ffn=32 * draw.randint(1, 8),
+        shared_experts=draw.randint(0, 1),
+        dense_layers=draw.randint(0, 1),
+    )
+    model = Transformer.decoder(
+        layers=layers, hidden=128, heads=4, kv_heads=4, ffn=256, vocabulary=1000, mixture=mixture
+    )
+    layout = draw.choice([None, None, *EFFECTIVE])
+    return replace(
+        search,
+        workload=model.workload,
+        goal=replace(search.goal, imbalance=draw.choice([1.0, 1.4])),
+        space=replace(search.space, expert_layout=layout, expert=draw.choice([None, (2,), (4,)])),
+    )
+
+
 def compared(search: PlanSearch, *, most: int) -> tuple[int, list[str]]:
     """The number of plans that were compared, at most about `most`, and those that beat a bound."""
     count, better = 0, []
     draw = random.Random(0)
-    frames = list(search.space.frames(search.goal, search.cluster, blocks=len(search.workload.blocks)))
+    blocks, experts = len(search.workload.blocks), search.workload.experts
+    frames = list(search.space.frames(search.goal, search.cluster, blocks=blocks, experts=experts))
     for frame in draw.sample(frames, min(len(frames), 6)):
         of_frame = search._least_of(frame)
         if of_frame is None or (search.outer is not None and frame.mesh.inter == 1):
@@ -129,6 +152,18 @@ def test_no_plan_is_predicted_below_its_bounds(part: int) -> None:
     for number in range(part * 15, (part + 1) * 15):
         search = search_of(random.Random(number))
         count, better = compared(search, most=12)
+        assert not better, f"case {number} of {search.cluster.tables()}:\n" + "\n".join(better[:3])
+        total += count
+    assert total > 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(2))
+def test_no_plan_with_experts_is_predicted_below_its_bounds(part: int) -> None:
+    total = 0
+    for number in range(part * 25, (part + 1) * 25):
+        search = search_of_mixture(random.Random(number))
+        count, better = compared(search, most=8)
         assert not better, f"case {number} of {search.cluster.tables()}:\n" + "\n".join(better[:3])
         total += count
     assert total > 60

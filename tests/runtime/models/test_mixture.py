@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atoll.base.errors import ConfigError, PlanError
+from atoll.base.errors import PlanError
 from atoll.prediction.cost import FusedAttention, Product, Use
 from atoll.runtime.models import (
     Decoder,
@@ -239,9 +239,19 @@ def test_counted_work_is_that_of_the_chosen_experts(recompute: str) -> None:
     assert work.parameters == sum(each.numel() for each in model.layers[1].parameters())
 
 
-def test_no_formula_takes_a_mixture_for_a_dense_decoder() -> None:
-    with pytest.raises(ConfigError, match="mixture of experts"):
-        transformer_of(SMALL)
+def test_formulas_count_as_many_operations_and_parameters() -> None:
+    use = Use(samples=2, sequence=16)
+    with torch.device("meta"):
+        counted = [block.work(use) for block in count(Decoder(SMALL)).blocks]
+    by_formula = [block.work(use) for block in transformer_of(SMALL).workload.blocks]
+    for one, other in zip(counted, by_formula, strict=True):
+        assert one.parameters == other.parameters
+        for phases in (("forward",), ("backward", "weights")):
+            flops = [
+                sum(each.flops for name in phases for each in getattr(work, name) if isinstance(each, Product))
+                for work in (one, other)
+            ]
+            assert flops[0] == flops[1]
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,7 @@ def test_a_removed_key_is_one_error_that_says_what_happens_now(keys: tuple[str, 
 
 
 def test_there_are_no_more_keys_than_somebody_sets() -> None:
-    assert len(keys()) <= 93
+    assert len(keys()) <= 96
 
 
 def test_each_key_says_what_it_is() -> None:
@@ -280,7 +280,9 @@ def test_emitted_toml_reads_back(text: str, number: float, flags: list[bool]) ->
 
 def test_the_promised_keys_exist() -> None:
     known = known_keys()
-    assert " ".join(known) == "model data train lora parallel parallel.codecs parallel.outer run checkpoint"
+    assert (
+        " ".join(known) == "model data train train.router lora parallel parallel.codecs parallel.outer run checkpoint"
+    )
     promised = {
         "model": "source config layers hidden heads kv_heads ffn vocabulary",
         "data": "source tokenizer sequence validation text_field cache",
@@ -335,6 +337,20 @@ def test_what_other_systems_settings_are_here_exists() -> None:
     for word, says in WORDS.items():
         named = re.findall(r"\b(?:train|parallel|data|run|model|checkpoint|lora)\.[a-z_]+\b(?!\.)", says)
         assert set(named) <= known | {"model.config"}, word
+
+
+@pytest.mark.parametrize(("table", "key", "words"), [
+    ("parallel", "expert_model_parallel_size", "parallel.expert, a divisor of parallel.intra"),
+    ("parallel", "ep_size", "tensor-parallel ranks divide experts too, and do not count"),
+    ("parallel", "expert_tensor_parallel_size", "no expert is cut"),
+    ("parallel", "moe_token_dispatcher_type", "all-to-all"),
+    ("train", "moe_z_loss_coeff", "no loss and no bias balances the experts"),
+    ("model", "moe_pad_expert_input_to_capacity", "experts have no capacity"),
+    ("model", "moe_router_topk", "experts_per_token in [model.config]"),
+])  # fmt: skip
+def test_what_other_systems_call_settings_of_experts_is_answered(table: str, key: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{table}\.{key}: unknown key; here: .*{re.escape(words)}"):
+        from_dict({table: {key: 2}})
 
 
 def test_many_heads_are_refused_at_once() -> None:

@@ -191,3 +191,14 @@ def test_a_split_decoder_is_compiled_with_split_sequences_alone() -> None:
     with pytest.raises(ConfigError, match=r"parallel\.sequence_parallel = true"):
         from_dict({"parallel": parallel}).to_plan()
     assert from_dict({"parallel": {**parallel, "sequence_parallel": True}}).to_plan().mesh.tensor == 2
+
+
+def test_balance_without_experts_or_biases() -> None:
+    def problems(**options: object) -> str:
+        given = {"train": {"router": {"bias_rate": 0.001}}, "model": {"config": options}}
+        with pytest.raises(ConfigError) as caught:
+            from_dict(given).to_plan()
+        return str(caught.value)
+
+    assert "set model.config.experts, or leave it out" in problems()
+    assert "set model.config.selection_bias = true" in problems(experts=4)

@@ -153,6 +153,7 @@ FP16: dict[str, Any] = {"fp16.enabled": True}
 SCALED: dict[str, Any] = {"fp16.loss_scale_window": 2000, "fp16.hysteresis": 1}
 KEPT = {"parallel.layout": "NGG"}
 STAGES: dict[str, Any] = {"parallelism.pipeline_parallel_degree": 2}
+HYBRID: dict[str, Any] = {"parallelism.data_parallel_replicate_degree": 2, "parallelism.data_parallel_shard_degree": 8}
 
 Row = tuple[Any, Expected] | tuple[Any, Expected, dict[str, Any]]
 
@@ -240,6 +241,13 @@ RULES: dict[str, dict[str, list[Row]]] = {
         "activation_checkpointing.profile": [(True, {"parallel.recompute": "block"})],
         "tensor_parallel.autotp_size": [(2, {"parallel.tensor": 2}), (-1, NOTHING)],
         "tensor_parallel.tp_size": [(4, {"parallel.tensor": 4}), (0, NOTHING)],
+        "expert_parallel": [
+            ({"enabled": True, "autoep_size": 4}, {"parallel.expert": 4, "parallel.intra": 4}),
+            ({"enabled": False, "autoep_size": 4}, NOTHING),
+            ({"autoep_size": 4}, NOTHING),
+            ({"enabled": True}, NOTHING),
+        ],
+        "use_data_before_expert_parallelism": [(False, NOTHING), (True, LEFT)],
         "seed": [(11, {"train.seed": 11})],
         "steps_per_print": [(5, NOTHING)],
         "wall_clock_breakdown": [(True, NOTHING)],
@@ -303,7 +311,7 @@ RULES: dict[str, dict[str, list[Row]]] = {
         "deepspeed_config.deepspeed_hostfile": [("hosts", NOTHING)],
         "deepspeed_config.deepspeed_exclusion_filter": [("a", NOTHING)],
         "deepspeed_config.deepspeed_inclusion_filter": [("b", NOTHING)],
-        "deepspeed_config.deepspeed_moe_layer_cls_names": [("MixtralSparseMoeBlock", LEFT), ("", NOTHING)],
+        "deepspeed_config.deepspeed_moe_layer_cls_names": [("MixtralSparseMoeBlock", NOTHING)],
         "parallelism_config.parallelism_config_dp_replicate_size": [(2, NOTHING)],
         "parallelism_config.parallelism_config_dp_shard_size": [(4, {"parallel.layout": "GGG"}), (1, NOTHING)],
         "parallelism_config.parallelism_config_tp_size": [(2, {"parallel.tensor": 2})],
@@ -311,6 +319,13 @@ RULES: dict[str, dict[str, list[Row]]] = {
         "parallelism_config.parallelism_config_cp_comm_strategy": [("allgather", NOTHING)],
         "megatron_lm_config.megatron_lm_tp_degree": [(4, {"parallel.tensor": 4})],
         "megatron_lm_config.megatron_lm_pp_degree": [(2, {"parallel.pipeline": 2})],
+        "megatron_lm_config.megatron_lm_expert_model_parallel_size": [
+            (4, {"parallel.expert": 4, "parallel.intra": 4}),
+            (4, {"parallel.expert": 2, "parallel.intra": 2}, {"megatron_lm_config.megatron_lm_tp_degree": 2}),
+            (32, LEFT, {"num_processes": 16}),
+            (1, NOTHING),
+        ],
+        "megatron_lm_config.megatron_lm_expert_tensor_parallel_size": [(2, LEFT), (1, NOTHING)],
         "megatron_lm_config.megatron_lm_num_micro_batches": [(2, LEFT)],
         "megatron_lm_config.megatron_lm_sequence_parallelism": [(True, {"parallel.sequence_parallel": True})],
         "megatron_lm_config.megatron_lm_recompute_activations": [
@@ -421,7 +436,20 @@ RULES: dict[str, dict[str, list[Row]]] = {
         "parallelism.disable_loss_parallel": [(True, LEFT), (False, NOTHING)],
         "parallelism.context_parallel_degree": [(2, LEFT), (1, NOTHING)],
         "parallelism.context_parallel_rotate_method": [("alltoall", NOTHING)],
-        "parallelism.expert_parallel_degree": [(2, LEFT), (1, NOTHING)],
+        "parallelism.expert_parallel_degree": [
+            (4, {"parallel.expert": 4, "parallel.intra": 4}),
+            (4, {"parallel.expert": 2, "parallel.intra": 2}, {"parallelism.tensor_parallel_degree": 2}),
+            (2, NOTHING, {"parallelism.tensor_parallel_degree": 2}),
+            (3, LEFT, {"parallelism.tensor_parallel_degree": 2}),
+            (4, {"parallel.expert": 4}, HYBRID),
+            (16, LEFT, HYBRID),
+            (4, LEFT, {"parallelism.data_parallel_replicate_degree": 2}),
+            (4, LEFT, {"parallelism.data_parallel_shard_degree": 6}),
+            (1, NOTHING),
+        ],
+        "parallelism.expert_tensor_parallel_degree": [(2, LEFT), (1, NOTHING)],
+        "parallelism.expert_parallel_comm_backend": [("standard", NOTHING), ("deepep", LEFT)],
+        "parallelism.pipeline_parallel_expert_parallel_overlap": [(False, NOTHING)],
         "parallelism.enable_async_tensor_parallel": [(True, LEFT), (False, NOTHING)],
         "activation_checkpoint.mode": [
             ("none", {"parallel.recompute": "none"}),
@@ -659,6 +687,106 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, content: str, w
     (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=words):
         convert_command(tmp_path / name)
+
+
+# ---- experts
+
+
+@pytest.mark.parametrize(("system", "settings", "expert", "shared"), [
+    ("torchtitan", {"parallelism.data_parallel_shard_degree": 8, "parallelism.expert_parallel_degree": 4}, 4, 2),
+    (
+        "torchtitan",
+        {
+            "parallelism.data_parallel_replicate_degree": 2,
+            "parallelism.data_parallel_shard_degree": 8,
+            "parallelism.tensor_parallel_degree": 2,
+            "parallelism.pipeline_parallel_degree": 2,
+            "parallelism.expert_parallel_degree": 8,
+        },
+        *(4, 4),
+    ),
+    (
+        "torchtitan",
+        {
+            "parallelism.data_parallel_shard_degree": 8,
+            "parallelism.tensor_parallel_degree": 2,
+            "parallelism.expert_parallel_degree": 4,
+            "parallelism.expert_tensor_parallel_degree": 2,
+        },
+        *(4, 2),
+    ),
+    (
+        "accelerate",
+        {
+            "num_processes": 16,
+            "megatron_lm_config.megatron_lm_tp_degree": 2,
+            "megatron_lm_config.megatron_lm_expert_model_parallel_size": 8,
+        },
+        *(4, 2),
+    ),
+])  # fmt: skip
+def test_as_many_ranks_share_an_expert_as_in_the_other_system(
+    system: str, settings: dict[str, Any], expert: int, shared: int
+) -> None:
+    """torchtitan's efsdp, of all replicas: replicas x shards x tensor / (ep x etp)."""
+    config = from_dict(convert(document_of(settings), system).tables)
+    train = config.train.model_copy(update={"global_batch": 64, "microbatch": 1})
+    mesh = config.model_copy(update={"train": train}).to_plan().mesh
+    assert (mesh.expert, mesh.data // mesh.expert) == (expert, shared)
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    (
+        {
+            "parallelism.data_parallel_replicate_degree": 2,
+            "parallelism.data_parallel_shard_degree": 4,
+            "parallelism.tensor_parallel_degree": 2,
+            "parallelism.expert_parallel_degree": 16,
+        },
+        "parallelism.expert_parallel_degree = 16: parallel.expert would be 8 with parallel.tensor = 2, and does not "
+        "divide the 4 ranks of a group; use a divisor of 4, or a parallel.intra that is a multiple of 8",
+    ),
+    (
+        {"parallelism.tensor_parallel_degree": 4, "parallelism.expert_parallel_degree": 6},
+        "parallelism.expert_parallel_degree = 6: parallel.tensor = 4 divides the experts too; use a multiple of 4",
+    ),
+    (
+        {"parallelism.data_parallel_replicate_degree": 2, "parallelism.expert_parallel_degree": 4},
+        "parallelism.expert_parallel_degree = 4: parallel.expert = 4, once parallel.intra is set, to a multiple of it",
+    ),
+    (
+        {"parallelism.tensor_parallel_degree": 2, "parallelism.expert_tensor_parallel_degree": 2},
+        "parallelism.expert_tensor_parallel_degree = 2: no expert is cut: tensor-parallel ranks divide whole experts, "
+        "beside parallel.expert",
+    ),
+])  # fmt: skip
+def test_why_experts_are_not_divided_as_in_the_file(settings: dict[str, Any], words: str) -> None:
+    found = convert(document_of(settings), "torchtitan")
+    assert [line for line in found.left if "expert" in line] == [words]
+    assert "expert" not in found.tables["parallel"]
+
+
+def test_what_autoep_changes_of_a_model_is_said() -> None:
+    block = {
+        "enabled": True,
+        "autoep_size": 2,
+        "preset_model": "mixtral",
+        "expert_w3": None,
+        "use_grouped_mm": False,
+        "score_func": "auto",
+        "num_expert_groups": None,
+        "top_k": 4,
+        "load_balance_coeff": 0.1,
+        "colour": "blue",
+    }
+    found = convert({"expert_parallel": block, "zero_optimization": {"stage": 2}})
+    assert from_dict(found.tables).parallel.expert == 2
+    assert found.left == [
+        "expert_parallel.top_k = 4: routers are the model's: a key of [model.config]",
+        "expert_parallel.load_balance_coeff = 0.1: no loss and no bias balances the experts",
+        "expert_parallel.colour = 'blue': it has no counterpart",
+    ]
+    assert convert({"expert_parallel": {**block, "enabled": False}, "bf16": {"enabled": True}}).left == []
 
 
 # ---- what a file leaves out

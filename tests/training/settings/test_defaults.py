@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from atoll.training.settings.convert import SYSTEM_RULES
-from atoll.training.settings.from_deepspeed import NO_SCHEDULER
+from atoll.training.settings.from_deepspeed import AUTOEP_FINDS, AUTOEP_ROUTES, NO_SCHEDULER
 
 
 def package(name: str) -> Path:
@@ -123,3 +124,13 @@ def test_deepspeeds(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> N
         theirs |= {f"scheduler.params.{key}": value for key, value in of_rates.items()}
     ours = absent("deepspeed", given)
     assert ours == {path: theirs[path] for path in ours}
+
+
+@pytest.mark.slow
+def test_each_key_of_autoep_is_converted_or_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its `load_balance_coeff` is refused by itself."""
+    package("deepspeed")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    autoep = pytest.importorskip("deepspeed.module_inject.auto_ep_config", reason="what DeepSpeed needs is missing")
+    own = {each.name for each in fields(autoep.AutoEPConfig) if not each.name.startswith("_")}
+    assert own == {"enabled", "autoep_size", "load_balance_coeff", *f"{AUTOEP_ROUTES} {AUTOEP_FINDS}".split()}

@@ -37,7 +37,8 @@ TORCHTITAN = {
     "dtype mixed_precision_param mixed_precision_reduce gc_freq gc_debug dataloader",
     "parallelism": "data_parallel_replicate_degree data_parallel_shard_degree fsdp_reshard_after_forward "
     "tensor_parallel_degree pipeline_parallel_degree module_fqns_per_model_part pipeline_parallel_layers_per_stage "
-    "pipeline_parallel_schedule pipeline_parallel_schedule_csv pipeline_parallel_microbatch_size",
+    "pipeline_parallel_schedule pipeline_parallel_schedule_csv pipeline_parallel_microbatch_size "
+    "expert_parallel_degree expert_tensor_parallel_degree",
     "activation_checkpoint": "mode selective_ac_option early_stop memory_budget preserve_rng_state",
     "compile": "enable components backend",
 }
@@ -45,9 +46,14 @@ TORCHTITAN = {
 
 MEGATRON = """
 --adam-beta1 --adam-beta2 --adam-eps --attention-dropout --bf16 --ckpt-format --clip-grad
---data-parallel-sharding-strategy --disable-bias-linear --ffn-hidden-size --fp16 --global-batch-size
+--data-parallel-sharding-strategy --disable-bias-linear --expert-model-parallel-size --expert-tensor-parallel-size
+--ffn-hidden-size --fp16 --global-batch-size
 --group-query-attention --hidden-dropout --hidden-size --lr --lr-decay-style --lr-warmup-iters
---max-position-embeddings --micro-batch-size --min-lr --norm-epsilon --normalization --num-attention-heads
+--max-position-embeddings --micro-batch-size --min-lr --moe-ffn-hidden-size --moe-grouped-gemm --moe-layer-freq
+--moe-router-bias-update-rate --moe-router-dtype --moe-router-enable-expert-bias --moe-router-group-topk
+--moe-router-load-balancing-type --moe-router-num-groups --moe-router-pre-softmax --moe-router-score-function
+--moe-router-topk --moe-router-topk-scaling-factor --moe-shared-expert-intermediate-size
+--moe-token-dispatcher-type --num-experts --norm-epsilon --normalization --num-attention-heads
 --num-distributed-optimizer-instances --num-layers --num-query-groups --outer-dp-sharding-strategy
 --overlap-grad-reduce --overlap-param-gather --pipeline-model-parallel-layout --pipeline-model-parallel-size
 --position-embedding-type --recompute-granularity --recompute-method --recompute-num-layers --rotary-base
@@ -68,6 +74,7 @@ DEEPSPEED = {
     "fp16",
     "data_types",
     "tensor_parallel",
+    "expert_parallel",
 }
 """Keys of DeepSpeed 0.19.2, deepspeed/runtime/constants.py."""
 
@@ -105,6 +112,8 @@ CASES: tuple[dict[str, Any], ...] = (
     {"recompute": "selective", "reduction": "step", "layout": "GGG", "unit": 2, "prefetch": 0},
     {"vocabulary": True, "post_validation": True, "schedule": "zb-h2"},
     {"ranks": 1, "pipeline": 1, "intra": 1, "layout": "NNN"},
+    {"expert": 4, "layout": "NGG", "pipeline": 1},
+    {"expert": 2, "expert_layout": "III", "layout": "IIG", "tensor": 2},
 )
 
 
@@ -152,6 +161,134 @@ def test_torchtitans_flavors_are_the_models_of_llama_3(flavor: str, sizes: dict[
     other = exported(**sizes | {"layers": sizes["layers"] + 1})
     assert tomllib.loads(other.files["torchtitan.toml"])["model"]["flavor"] != flavor
     assert any(f"n_layers {sizes['layers'] + 1}" in limit for limit in other.limits)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"layout": "GGG", "expert": 4},
+        {"layout": "III", "expert": 2},
+        {"layout": "III", "expert": 4, "tensor": 2},
+        {"layout": "GGG", "expert": 2, "tensor": 2, "pipeline": 1},
+    ],
+    ids=str,
+)
+def test_experts_are_read_back_from_torchtitans_toml(given: dict[str, Any]) -> None:
+    found = settings("torchtitan", **given, residency="action")
+    tables = tomllib.loads(found.files["torchtitan.toml"])
+    mesh = config(**given).to_plan().mesh
+    own = tables["parallelism"]
+    assert (own["expert_parallel_degree"], own["expert_tensor_parallel_degree"]) == (mesh.expert * mesh.tensor, 1)
+    read = from_dict(convert(tables, "torchtitan").tables).to_plan().mesh
+    assert (read.expert, read.tensor, read.data) == (mesh.expert, mesh.tensor, mesh.data)
+    assert "expert" not in str(tomllib.loads(settings("torchtitan", layout="GGG").files["torchtitan.toml"]))
+
+
+def test_experts_are_read_back_from_deepspeeds_json() -> None:
+    found = settings("deepspeed", layout="NGG", pipeline=1, expert=4)
+    values = json.loads(found.files["deepspeed.json"])
+    assert values["expert_parallel"] == {"enabled": True, "autoep_size": 4}
+    assert from_dict(convert(values, "deepspeed").tables).parallel.expert == 4
+    assert not any("experts" in limit for limit in found.limits)
+
+
+@pytest.mark.parametrize("given", [{"layout": "GGG"}, {"tensor": 2}], ids=str)
+def test_deepspeed_divides_no_experts_with_zero_3_or_tensor_parallelism(given: dict[str, Any]) -> None:
+    found = settings("deepspeed", **given, pipeline=1, expert=2)
+    assert "expert_parallel" not in json.loads(found.files["deepspeed.json"])
+    assert any(limit.startswith("experts that 2 ranks divide") for limit in found.limits)
+
+
+def test_megatrons_flags_of_experts() -> None:
+    """With tensor parallelism it wants sequence parallelism."""
+    found = settings("megatron", expert=4)
+    (script,) = found.files.values()
+    assert "--expert-model-parallel-size 4\n    --expert-tensor-parallel-size 1\n" in script
+    assert "--moe-token-dispatcher-type alltoall" in script
+    assert "--sequence-parallel" not in script
+    assert [limit for limit in found.limits if "experts" in limit] == [
+        "the experts of the model: --num-experts, --moe-ffn-hidden-size, --moe-router-topk, "
+        "--moe-router-score-function and other flags of its router"
+    ]
+    for sequence in (False, True):
+        found = settings("megatron", expert=2, tensor=2, sequence_parallel=sequence)
+        (script,) = found.files.values()
+        assert "--expert-model-parallel-size 4\n" in script
+        assert script.count("--sequence-parallel") == 1
+        assert any("which Megatron-LM needs" in limit for limit in found.limits) != sequence
+    assert "expert" not in str(settings("megatron"))
+
+
+def mixture_of(**options: Any) -> dict[str, Any]:
+    return MODEL | {"config": {"experts": 16, **options}}
+
+
+def test_megatrons_flags_of_a_mixture_are_those_of_the_router() -> None:
+    """DeepSeek-V3's router, and Mixtral's, which has the defaults of both."""
+    deepseek = mixture_of(
+        experts_per_token=4,
+        expert_ffn=48,
+        shared_experts=2,
+        dense_layers=1,
+        scoring="sigmoid",
+        route_scale=2.5,
+        groups=4,
+        groups_per_token=2,
+        selection_bias=True,
+    )
+    found = settings("megatron", model=deepseek, expert=2)
+    (script,) = found.files.values()
+    flags = {line.strip() for line in script.splitlines()}
+    assert flags >= {
+        "--num-experts 16",
+        "--moe-ffn-hidden-size 48",
+        "--moe-layer-freq '([0]*1+[1]*7)'",
+        "--moe-router-topk 4",
+        "--moe-router-score-function sigmoid",
+        "--moe-router-topk-scaling-factor 2.5",
+        "--moe-router-num-groups 4",
+        "--moe-router-group-topk 2",
+        "--moe-router-enable-expert-bias",
+        "--moe-router-bias-update-rate 0",
+        "--moe-shared-expert-intermediate-size 96",
+        "--expert-model-parallel-size 2",
+    }
+    assert found.limits == ()
+    found = settings("megatron", model=mixture_of())
+    (script,) = found.files.values()
+    assert {word for word in shlex.split(script) if word.startswith("--moe")} == {
+        *("--moe-token-dispatcher-type", "--moe-grouped-gemm", "--moe-router-load-balancing-type"),
+        *("--moe-ffn-hidden-size", "--moe-layer-freq", "--moe-router-topk", "--moe-router-score-function"),
+        "--moe-router-dtype",
+    }
+    assert "--expert-model-parallel-size 1\n" in script
+    assert f"--moe-ffn-hidden-size {MODEL['ffn']}\n" in script
+    assert found.limits == ()
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"scoring": "sigmoid", "normalise_weights": False}, "weights of a sigmoid that are not normalised"),
+    ({"groups": 4, "groups_per_token": 2, "scoring": "sigmoid"}, "groups of experts, chosen by the sum of two scores"),
+    ({"groups": 4}, "groups of experts, chosen by the sum of two scores"),
+    ({"selection_bias": True}, "a selection bias with a softmax"),
+])  # fmt: skip
+def test_what_megatrons_router_has_not_is_said(options: dict[str, Any], words: str) -> None:
+    (limit,) = settings("megatron", model=mixture_of(**options)).limits
+    assert limit.startswith(words)
+
+
+def test_a_softmax_over_all_experts_is_megatrons_pre_softmax() -> None:
+    (script,) = settings("megatron", model=mixture_of(normalise_weights=False)).files.values()
+    assert "--moe-router-pre-softmax" in script
+
+
+@pytest.mark.parametrize("expert", [1, 2])
+def test_tensor_parallel_ranks_divide_the_experts_of_a_mixture(expert: int) -> None:
+    given = {"model": mixture_of(), "pipeline": 1, "tensor": 2, "expert": expert, "sequence_parallel": True}
+    own = tomllib.loads(settings("torchtitan", **given).files["torchtitan.toml"])["parallelism"]
+    (script,) = settings("megatron", **given).files.values()
+    assert own["expert_parallel_degree"] == 2 * expert
+    assert f"--expert-model-parallel-size {2 * expert}\n" in script
 
 
 @pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v", "v-half", "zb-h1"])
@@ -318,9 +455,20 @@ def test_what_cannot_be_expressed_is_said() -> None:
     assert settings("megatron").limits == ()
 
 
+def test_experts_that_no_rank_shards_or_that_have_a_layout_of_their_own_are_said() -> None:
+    found = settings("torchtitan", layout="NNN", expert=4)
+    assert "expert" not in found.files["torchtitan.toml"]
+    assert any("with layout NNN there are 1" in limit for limit in found.limits)
+    for system in SYSTEMS:
+        given = {"layout": "NGG", "expert": 2, "pipeline": 1}
+        assert "layout NNG of the experts: they" in str(settings(system, **given, expert_layout="NNG").limits)
+        assert "of the experts: they" not in str(settings(system, **given, expert_layout="NGG").limits)
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
+        ({"intra": 2, "expert": 2}, "experts that 2 ranks divide: FSDP2 shards and gathers them"),
         ({"tensor": 2, "ranks": 4}, "tensor parallelism over 2 ranks: apply parallelize_module before fully_shard"),
         ({"pipeline": 2, "ranks": 4}, "the pipeline of 2 and schedule 1f1b"),
         ({"recompute": "block"}, "recompute block: wrap the layers in checkpoint_wrapper"),

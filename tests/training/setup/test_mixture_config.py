@@ -27,11 +27,15 @@ def test_the_decoder_has_the_mixture_of_the_config() -> None:
     assert dense.config.mixture is None
 
 
-def test_its_work_is_counted_and_not_that_of_a_dense_decoder() -> None:
+def test_its_work_is_that_of_its_experts_and_not_of_a_dense_decoder() -> None:
     config, use = from_dict({"model": MODEL}), Use(samples=2, sequence=16)
-    found = [block.work(use) for block in workload_of(config, 50).blocks]
-    assert found == [block.work(use) for block in count(build_model(config, 50)).blocks]
+    workload = workload_of(config, 50)
+    found = [block.work(use) for block in workload.blocks]
+    counted = [block.work(use) for block in count(build_model(config, 50)).blocks]
+    assert [work.parameters for work in found] == [work.parameters for work in counted]
     assert found[1] != found[2] == found[3]
+    assert workload.experts == 4
+    assert workload.active < workload.parameters
 
 
 def test_bytes_of_a_plan_are_predicted() -> None:

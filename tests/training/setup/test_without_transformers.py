@@ -25,6 +25,12 @@ VALUES = {
     "n_embd": 64,
     "n_layer": 2,
     "n_head": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "intermediate_size_mlp": 80,
 }
 
 
@@ -44,7 +50,7 @@ def test_what_a_config_does_not_say_is_as_transformers_has_it(family: str) -> No
 
 
 def test_sizes_that_are_not_named_need_transformers() -> None:
-    assert known_config("mixtral", VALUES) is None
+    assert known_config("falcon", VALUES) is None
     for key in (*SIZES["llama"], "vocab_size"):
         assert known_config("llama", {name: value for name, value in VALUES.items() if name != key}) is None
 

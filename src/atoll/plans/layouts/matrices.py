@@ -12,20 +12,24 @@ place.
 
 Under tensor parallelism the holders of a split matrix are those ranks of every tensor-parallel rank: the owner has the
 whole matrix, not one of its blocks.
+
+Each expert of a stacked parameter [experts, rows, columns] is a matrix of its own. The parameter is then taken as a
+matrix of experts x rows: an expert is some of its rows, whole on the ranks that share it, which are its holders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple, Protocol
 
 from atoll.base.errors import PlanError
 from atoll.plans.layouts.flat import Box, FlatMap, Nest, Shape
-from atoll.plans.layouts.level import Level
+from atoll.plans.layouts.level import Axis, Level
 
 _Rows = tuple[int, ...]
 """Rows of the matrices that a parameter is split into, in order."""
@@ -68,9 +72,10 @@ class Whole:
     name: the optimizer's.  transform: what it does with a matrix.  states: tensors that it keeps of each element of a
     matrix, besides the master, in slices.
     patterns: names of the parameters that are matrices, as fnmatch has them; if not given, all hidden ones: two
-    dimensions, trained, of no `nn.Embedding`, and neither in the model's first block nor in its last.
+    dimensions, trained, of no `nn.Embedding`, and neither in the model's first block nor in its last. Stacked ones of
+    experts have three, and each expert's is a matrix as it is stored.
     split: patterns of names, each with the rows of every matrix that the parameter is made of, or the number of equal
-    ones.
+    ones; of stacked parameters, those of each expert.
     half: matrices travel and are transformed in bfloat16 if the master is in float32; if not, in the master's dtype.
     """
 
@@ -81,13 +86,17 @@ class Whole:
     split: tuple[tuple[str, int | _Rows], ...] = ()
     half: bool = True
 
-    def chosen(self, shapes: Mapping[str, Shape], hidden: Iterable[str]) -> tuple[str, ...]:
-        """Names of the parameters that are matrices, of a model's trained ones. hidden: what the rule takes.
+    def chosen(
+        self, shapes: Mapping[str, Shape], hidden: Iterable[str], stacked: Collection[str] = ()
+    ) -> tuple[str, ...]:
+        """Names of the parameters that are matrices, of a model's trained ones. hidden: what the rule takes.  stacked:
+        those of experts, along their first dimension.
 
         Raises PlanError for patterns that match nothing, or no matrix, and where there is no matrix at all.
         """
         problems = []
-        matrices = {name for name, shape in shapes.items() if len(shape) == 2 and 0 not in shape}
+        sizes = {name: shape[1:] if name in stacked else shape for name, shape in shapes.items()}
+        matrices = {name for name, size in sizes.items() if len(size) == 2 and 0 not in shapes[name]}
         if self.patterns is None:
             found = matrices.intersection(hidden)
         else:
@@ -115,22 +124,27 @@ class Whole:
         """The rows of each matrix that a parameter is made of. Raises PlanError for parts that do not add up."""
         for pattern, parts in self.split:
             if fnmatchcase(name, pattern):
-                rows = (shape[0] // parts,) * parts if isinstance(parts, int) and parts > 0 else parts
-                if isinstance(rows, int) or min(rows, default=0) < 1 or sum(rows) != shape[0]:
+                height = shape[-2]
+                rows = (height // parts,) * parts if isinstance(parts, int) and parts > 0 else parts
+                if isinstance(rows, int) or min(rows, default=0) < 1 or sum(rows) != height:
                     shown = parts if isinstance(parts, int) else list(parts)
                     raise PlanError(
-                        f"{self.name}: split: {pattern!r} = {shown} does not divide the {shape[0]} rows of {name}; "
+                        f"{self.name}: split: {pattern!r} = {shown} does not divide the {height} rows of {name}; "
                         "give the number of equal parts, or the rows of each part"
                     )
                 return rows
-        return (shape[0],)
+        return (shape[-2],)
 
-    def matrices_of(self, name: str, shape: Shape, *, dim: int | None = None, tensor: int = 1) -> Iterator[Matrix]:
-        """Yield the matrices of a parameter; `dim` and `tensor` as in `Matrix`."""
-        first = 0
-        for rows in self.rows_of(name, shape):
-            yield Matrix(name, (shape[0], shape[1]), first, first + rows, dim, tensor)
-            first += rows
+    def matrices_of(self, name: str, box: Box, *, dim: int | None = None, tensor: int = 1) -> Iterator[Matrix]:
+        """Yield the matrices of a parameter, of stacked ones those of this rank's experts. box: what this rank has of
+        it.  dim, tensor: as in `Matrix`."""
+        height, columns = box.shape[-2:]
+        count, above = 1, 0
+        if len(box.shape) == 3:
+            count, above, dim = box.sizes[0], box.offsets[0] * height, None
+        rows = self.rows_of(name, box.shape) * count
+        for first, last in pairwise(accumulate(rows, initial=0)):
+            yield Matrix(name, (count * height, columns), first, last, dim, tensor, above)
 
     @property
     def sliced(self) -> Whole:
@@ -152,6 +166,7 @@ class Matrix:
     """Rows `first`..`last` of the parameter `name`, of the whole `shape`.
 
     dim: along which a tensor-parallel group of `tensor` ranks splits the parameter; None: it does not.
+    above: rows of a stacked parameter before those of this rank's experts, which are `shape`.
     """
 
     name: str
@@ -160,6 +175,12 @@ class Matrix:
     last: int
     dim: int | None = None
     tensor: int = 1
+    above: int = 0
+
+    @property
+    def row(self) -> int:
+        """The row of the whole parameter at which the matrix begins."""
+        return self.above + self.first
 
     @property
     def rows(self) -> int:
@@ -236,9 +257,9 @@ class Holders:
         return "inter" if i != self.nest.i else "tp" if tp != self.tp else "intra"
 
 
-def swapped_along(level: Level) -> tuple[str, ...]:
+def swapped_along(level: Level) -> tuple[Axis, ...]:
     """Return the data-parallel axes along which slices travel where optimizer state rests at `level`."""
-    return {Level.N: (), Level.I: ("intra",), Level.G: ("inter", "intra")}[level]
+    return {Level.N: (), Level.I: (Axis.INTRA,), Level.G: (Axis.INTER, Axis.INTRA)}[level]
 
 
 class MatrixPiece(NamedTuple):

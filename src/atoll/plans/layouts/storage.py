@@ -6,6 +6,7 @@ lowered for it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -261,6 +262,8 @@ class Sharding:
         holders, item = self.holders(segment), ITEM_BYTES[self.transformed]
         slices = len(self.nest.range(holders.level, segment.map.padded))
         own = [each for each, owner in zip(segment.matrices, segment.owners, strict=True) if owner == holders.own]
-        largest = max((each.numel + 2 * min(each.rows, each.columns) ** 2 for each in own), default=0)
+        # Matrices of one shape are transformed together.
+        counts = Counter((each.rows, each.columns) for each in own)
+        needed = (n * (rows * columns + 2 * min(rows, columns) ** 2) for (rows, columns), n in counts.items())
         copy = 0 if self.keeps_apart else self.kept_bytes(segment)
-        return item * (2 * slices + 2 * sum(each.numel for each in own)), item * largest + copy
+        return item * (2 * slices + 2 * sum(each.numel for each in own)), item * max(needed, default=0) + copy

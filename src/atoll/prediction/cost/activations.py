@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from atoll.plans.plan import View
 from atoll.program import BlockShape, RankShape, StageShape
 from atoll.program.shape import WeightShape
 
@@ -37,10 +38,10 @@ def _stage(stage: StageShape, ranks: Ranks) -> StageShape:
     blocks = tuple(_block(block, ranks, run, received) for block in stage.blocks)
     weights: dict[int, WeightShape] = {}
     for at in run:
-        if at in ranks.weighed_with:
-            unit = ranks.weighed_with[at]
-            pending = weights.get(unit, WeightShape()).pending + ranks.works[at].kept_for_weights
-            weights[unit] = WeightShape(pending, received.get("B", 0) if at == run.stop - 1 else 0)
+        for unit in ranks.weighed_with.get(at, ()):
+            pending = weights.get(unit, WeightShape()).pending + ranks.kept_for(unit, at)
+            is_last = at == run.stop - 1 and ranks.shape.units[unit].view is View.DENSE
+            weights[unit] = WeightShape(pending, received.get("B", 0) if is_last else 0)
     return replace(stage, blocks=blocks, received=received, loss=loss, in_loss=in_loss, weights=weights)
 
 

@@ -13,11 +13,12 @@ from atoll.program.sim import PlayedPrograms, Rates
 class Breakdown(NamedTuple):
     """Seconds of one pipeline rank in a step. They add up to the step.
 
-    forward, backward, weights: F, I and W without the collectives of tensor parallelism. Without a pipeline no rank
+    forward, backward, weights: F, I and W without the collectives within blocks. Without a pipeline no rank
     waits for I, which then also computes the weights' gradients. Recomputing is part of I. Of a split vocabulary,
     look-ups (L), their sum and scores (S) are part of F, the gradient that is combined from scores is part of I, and
     the slices' gradients (T, G) are part of W.
-    tensor: time of those collectives.  optimizer: its step, and waits for slices of matrices that it transforms whole.
+    tensor: time of collectives of tensor parallelism.  exchanges: of rows between ranks that divide experts.
+    optimizer: its step, and waits for slices of matrices that it transforms whole.
     other: pauses, and everything else with a time.
     bubble: waits for a message or a sum that another pipeline rank has not sent yet.
     messages: waits for messages between stages that are in flight.
@@ -29,6 +30,7 @@ class Breakdown(NamedTuple):
     backward: float = 0.0
     weights: float = 0.0
     tensor: float = 0.0
+    exchanges: float = 0.0
     optimizer: float = 0.0
     other: float = 0.0
     bubble: float = 0.0
@@ -48,6 +50,7 @@ PARTS = {
     "backward": "backward (I)",
     "weights": "weights' gradients (W)",
     "tensor": "tensor-parallel collectives",
+    "exchanges": "exchanges between experts",
     "optimizer": "optimizer",
     "other": "other",
     "bubble": "pipeline bubble",
@@ -66,19 +69,22 @@ _FROM_OTHERS = frozenset({"messages", "sums"})
 Seconds = Mapping[tuple[Operation, int], float]
 """Seconds by operation, and block or unit."""
 
+Inside = Mapping[str, Seconds]
+"""Seconds that collectives add to instructions, by the field of `Breakdown` that they are part of."""
+
 
 def break_down(
-    played: PlayedPrograms, rates: Sequence[Rates], inside: Sequence[Seconds] | None = None
+    played: PlayedPrograms, rates: Sequence[Rates], inside: Sequence[Inside] | None = None
 ) -> tuple[Breakdown, ...]:
     """Return the breakdown of the last step of simulated programs, on each pipeline rank.
 
     rates: those of the simulation, one per rank.
-    inside: for each rank, the time that tensor-parallel collectives add to its instructions; None if there are none.
+    inside: for each rank, the time that collectives add to its instructions; None if there are none.
 
     A rank's seconds add up to the time between its own ends of two steps, which is the step's length once the ranks
     are in a steady state.
     """
-    parts: Sequence[Seconds] = [{}] * len(rates) if inside is None else inside
+    parts: Sequence[Inside] = [{}] * len(rates) if inside is None else inside
     return tuple(
         _of_rank(played, rank, own.compute, part) for rank, (own, part) in enumerate(zip(rates, parts, strict=True))
     )
@@ -93,7 +99,7 @@ class Period(NamedTuple):
     end: float
 
 
-def pieces(played: PlayedPrograms, rank: int, compute: Seconds, inside: Seconds | None = None) -> Iterator[Period]:
+def pieces(played: PlayedPrograms, rank: int, compute: Seconds, inside: Inside | None = None) -> Iterator[Period]:
     """Yield the pieces of a rank's last simulated step, in order and without gaps.
 
     A wait for another rank is the bubble until that rank has sent, and then its own cause.  compute, inside: as in
@@ -105,22 +111,31 @@ def pieces(played: PlayedPrograms, rank: int, compute: Seconds, inside: Seconds 
     for nth, ((do, _, of, _), end) in enumerate(zip(program.instructions, timing.ends, strict=True)):
         cause = do.cause
         if not do.waits or cause not in _WAITS:
-            middle = end - (inside or {}).get((do, of), 0.0)
-            both = (cause, before, middle), ("tensor", middle, end)
+            both = _within(cause, before, end, {part: own.get((do, of), 0.0) for part, own in (inside or {}).items()})
         elif cause in _FROM_OTHERS:
             own = min(end - before, compute.get((do, of), 0.0))
             travels = min(end - before - own, end - next(sent))
             middle = end - own - travels
-            both = ("bubble", before, middle), (cause, middle, end)
+            both = [("bubble", before, middle), (cause, middle, end)]
         else:
-            both = (cause, before, end), (cause, end, end)
+            both = [(cause, before, end)]
         for part, start, stop in both:
             if stop > start:
                 yield Period(nth, part, start, stop)
         before = end
 
 
-def _of_rank(played: PlayedPrograms, rank: int, compute: Seconds, inside: Seconds) -> Breakdown:
+def _within(cause: str, before: float, end: float, parts: Mapping[str, float]) -> list[tuple[str, float, float]]:
+    """Return an instruction that computes and then communicates, though it does both in turns: parts with start and
+    end."""
+    found = []
+    for part, seconds in parts.items():
+        found.append((part, end - seconds, end))
+        end -= seconds
+    return [(cause, before, end), *reversed(found)]
+
+
+def _of_rank(played: PlayedPrograms, rank: int, compute: Seconds, inside: Inside) -> Breakdown:
     found: defaultdict[str, float] = defaultdict(float)
     for _, part, start, end in pieces(played, rank, compute, inside):
         found[part] += end - start

@@ -206,31 +206,32 @@ class Cluster(_Table):
         return nested_to_toml(self.tables())
 
     def along(self, mesh: MeshShape, axis: str) -> Speed:
-        """Return the link of each rank for a collective along an axis, while all groups along it communicate.
+        """Return the link of each rank for a collective along an axis, while all groups along it communicate. Besides
+        the axes of the mesh there are `expert`, ranks that divide experts, and `shard`, those that share them.
 
         A ring crosses between nodes once in each direction, so the ranks of a group in one node share one group's part
-        of the cards. Raises ConfigError if the axis leaves the node and there is no network.
+        of the cards. Ranks that divide experts send to all others: each has its own part of the cards, for what leaves
+        the node. Raises ConfigError if the axis leaves the node and there is no network.
         """
-        sizes = mesh.sizes
-        inner = 1
-        for name in reversed(list(sizes)):
-            if name == axis:
-                break
-            inner *= sizes[name]
-        near = 1 if inner >= self.node.devices else min(sizes[axis], self.node.devices // inner)
+        inner, size = _stretch(mesh, axis)
+        near = 1 if inner >= self.node.devices else min(size, self.node.devices // inner)
         inside = self.node.link
-        if near == sizes[axis]:
+        if near == size:
             found = self.inside()
-            if inside is None or inside.shared is None or axis != "intra":
+            if inside is None or inside.shared is None or axis not in ("intra", "shard"):
                 return found
             return replace(found, rate=inside.shared)
         if self.network is None:
             raise ConfigError(
-                f"ranks along {axis!r} are {inner * sizes[axis]} apart, a node has {self.node.devices} devices and the "
+                f"ranks along {axis!r} are {inner * size} apart, a node has {self.node.devices} devices and the "
                 "cluster no [network]; add one, or use fewer ranks"
             )
         groups = self.node.devices // near
-        found = self.network.speed(self.node.cards / groups)
+        if axis == "expert":
+            found = self.network.speed(self.node.cards / self.node.devices)
+            found = replace(found, rate=found.rate * (size - 1) / (size - near))
+        else:
+            found = self.network.speed(self.node.cards / groups)
         if inside is not None and near > 1:
             return replace(found, rate=min(found.rate, inside.goodput))
         return found
@@ -254,6 +255,17 @@ class Cluster(_Table):
         """Return the link of a device within its node."""
         link = self.node.link
         return Speed() if link is None else link.speed(1.0)
+
+
+def _stretch(mesh: MeshShape, axis: str) -> tuple[int, int]:
+    """Return how far neighbours along an axis are apart, and the number of ranks along it."""
+    sizes = mesh.sizes
+    own = "intra" if axis in ("expert", "shard") else axis
+    names = list(sizes)
+    inner = math.prod(sizes[name] for name in names[names.index(own) + 1 :])
+    if axis == "shard":
+        return inner * mesh.expert, mesh.intra // mesh.expert
+    return inner, mesh.expert if axis == "expert" else sizes[own]
 
 
 @lru_cache(maxsize=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from atoll.plans.layouts import ITEM_BYTES, StoredCopies
 from atoll.plans.schedules import Links, PipelineLink
@@ -37,6 +37,9 @@ class Durations:
         mesh = self.ranks.plan.mesh
         axes = ("pp", "inter", "intra", *(("tp",) if self.ranks.plan.whole is not None else ()))
         found = {axis: self.cluster.along(mesh, axis) for axis in axes if mesh.sizes[axis] > 1}
+        if 1 < mesh.expert < mesh.intra:
+            # Experts have transfers on the same link, between ranks that are further apart.
+            found["intra"] = min(found["intra"], self.cluster.along(mesh, "shard"), key=lambda speed: speed.rate)
         if any(map(self.near, range(mesh.pipeline))) and not all(
             self.cluster.share_nodes(mesh, 0, rank) for rank in range(mesh.pipeline)
         ):
@@ -153,9 +156,11 @@ class Durations:
     @cached_property
     def clock(self) -> KernelClock:
         """Clock of the device, which gives the seconds of kernels."""
-        tensor = self.ranks.plan.mesh.tensor
-        link = {"link": self.cluster.along(self.ranks.plan.mesh, "tp")} if tensor > 1 else {}
-        return KernelClock(self.cluster.device, self.ranks.use.compute, self.ranks.use.item, tensor, **link)
+        mesh, use = self.ranks.plan.mesh, self.ranks.use
+        links = {"link": self.cluster.along(mesh, "tp")} if mesh.tensor > 1 else {}
+        if mesh.expert > 1:
+            links["between"] = self.cluster.along(mesh, "expert")
+        return KernelClock(self.cluster.device, use.compute, use.item, mesh.tensor, experts=mesh.expert, **links)
 
     def _by_instruction(self, rank: int, of_work: Callable[[Work], Parts]) -> dict[tuple[Operation, int], float]:
         """Return the seconds of a rank's blocks and slices, given F, I and W of each, by instruction."""
@@ -165,8 +170,10 @@ class Durations:
             forward, backward, weights = of_work(self.ranks.works[at])
             found[Do.F, at] += forward
             found[Do.I, at] += backward
-            # A block whose gradients are all computed in I, such as an embedding, has no W.
-            found[(Do.W, weighed_with[at]) if at in weighed_with else (Do.I, at)] += weights
+            if at not in weighed_with:  # all of its gradients are computed in I, such as an embedding's
+                found[Do.I, at] += weights
+            for unit, share in weighed_with.get(at, {}).items():
+                found[Do.W, unit] += weights * share
         for work, begins, ends in zip(
             self.ranks.slices.works, (Sliced.L, Sliced.S), (Sliced.G, Sliced.T), strict=False
         ):
@@ -185,12 +192,21 @@ class Durations:
     def _known(self) -> dict[int, tuple[Work, Parts]]:
         return {}
 
-    def _collectives(self, work: Work) -> Parts:
-        """Return the seconds of tensor-parallel collectives within F, I and W."""
+    def _collectives(self, work: Work, axis: str) -> Parts:
+        """Return the seconds of collectives along an axis within F, I and W."""
         every = work.forward, work.backward, work.weights
-        alone = (self.clock.seconds(k for k in kernels if not isinstance(k, Exchange)) for kernels in every)
+        alone = (
+            self.clock.seconds(each for each in kernels if not (isinstance(each, Exchange) and each.axis == axis))
+            for kernels in every
+        )
         return tuple(whole - part for whole, part in zip(self.parts(work), alone, strict=True))  # type: ignore[return-value]
 
-    def tensor_seconds(self, rank: int) -> dict[tuple[Operation, int], float]:
-        """Return the seconds that tensor-parallel collectives add to a pipeline rank's instructions."""
-        return self._by_instruction(rank, self._collectives) if self.ranks.plan.mesh.tensor > 1 else {}
+    def inside(self, rank: int) -> dict[str, dict[tuple[Operation, int], float]]:
+        """Return the seconds that collectives add to a pipeline rank's instructions, by field of `Breakdown`."""
+        mesh = self.ranks.plan.mesh
+        axes = (("tensor", "tp", mesh.tensor), ("exchanges", "expert", mesh.expert))
+        return {
+            part: self._by_instruction(rank, partial(self._collectives, axis=axis))
+            for part, axis, size in axes
+            if size > 1
+        }

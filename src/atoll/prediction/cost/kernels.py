@@ -26,12 +26,12 @@ TILE = (128, 256)
 class Product:
     """`count` products of matrices, [rows, inner] x [inner, columns] each.
 
-    share: factor of the usual rate, if tensor cores cannot be used.
+    share: factor of the usual rate, if tensor cores cannot be used. A size may be a mean.
     """
 
-    rows: int
-    inner: int
-    columns: int
+    rows: float
+    inner: float
+    columns: float
     count: int = 1
     share: float = 1.0
 
@@ -74,10 +74,21 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A collective over the tensor-parallel group, of a whole buffer of `nbytes`."""
+    """A collective over the tensor-parallel group, of a whole buffer of `nbytes`; or an all-to-all over the ranks that
+    divide experts, of so many bytes of each of them, after the numbers of rows."""
 
-    kind: Literal["all-gather", "reduce-scatter", "all-reduce"]
+    kind: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
     nbytes: float
+
+    @property
+    def axis(self) -> Literal["tp", "expert"]:
+        """The axis of the mesh along which its ranks are."""
+        return "expert" if self.kind == "all-to-all" else "tp"
+
+    def sent(self, ranks: int) -> float:
+        """Return the bytes that each of so many ranks sends: in an all-reduce, as in a reduce-scatter and an
+        all-gather."""
+        return self.nbytes * (2 if self.kind == "all-reduce" else 1) * (ranks - 1) / ranks
 
 
 Kernel = Product | FusedAttention | Pass | Exchange
@@ -92,7 +103,8 @@ def launches(kernel: Kernel) -> int:
 class KernelClock:
     """Computes the duration of kernels on a device, in a dtype, with a tensor-parallel group.
 
-    item: bytes of an element.  ranks: of the group, which communicates over `link`.
+    item: bytes of an element.  ranks: of the group, which communicates over `link`.  experts: ranks that divide the
+    experts, which exchange rows over `between`.
     """
 
     device: Device
@@ -100,6 +112,8 @@ class KernelClock:
     item: int
     ranks: int = 1
     link: Speed = field(default_factory=Speed)
+    experts: int = 1
+    between: Speed = field(default_factory=Speed)
 
     def seconds(self, kernels: Iterable[Kernel]) -> float:
         """Return the seconds of kernels run one after the other on the device, or of their launches on the host if
@@ -123,6 +137,8 @@ class KernelClock:
             case Pass():
                 reached = efficiency.half if self.item == 2 else 1.0
                 return max(self._memory(kernel.nbytes) / reached, efficiency.launch * kernel.kernels)
+            case Exchange("all-to-all"):
+                return exchange(kernel.nbytes, ranks=self.experts, link=self.between)
             case Exchange():
                 return collective(kernel.kind, kernel.nbytes, ranks=self.ranks, link=self.link)
         return max(own, efficiency.launch)
@@ -147,3 +163,11 @@ def collective(kind: str, nbytes: float, *, ranks: int, link: Speed) -> float:
         return 0.0
     rounds = (ranks - 1) * (2 if kind == "all-reduce" else 1)
     return rounds * (link.latency + link.seconds(nbytes / ranks))
+
+
+def exchange(nbytes: float, *, ranks: int, link: Speed) -> float:
+    """Return the seconds in which each rank sends its part of `nbytes` to each of the others, after how many rows
+    come."""
+    if ranks == 1:
+        return 0.0
+    return ranks * link.latency + link.seconds(nbytes * (ranks - 1) / ranks)

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Literal
 
 from atoll.base.errors import ConfigError
 from atoll.prediction.cost.ends import without
+from atoll.prediction.cost.experts import MixtureWork
 from atoll.prediction.cost.kernels import Exchange, FusedAttention, Kernel, Pass, Product
-from atoll.prediction.cost.work import Saved, Use, Work
+from atoll.prediction.cost.work import NO_ELEMENTS, Saved, Use, Work
 
 if TYPE_CHECKING:
+    from atoll.prediction.cost.implementation import Implementation
     from atoll.prediction.cost.transformer import Transformer
 
 _ALIGNED, UNALIGNED = 16, 1 / 16
@@ -63,15 +65,18 @@ class TransformerLayer:
                 f"sequence_parallel needs layers that are split by outputs and then by inputs; those of {sizes.name} "
                 "are gathered one by one. Turn it off"
             )
-        problem = head_problem(self._inside(use), sizes.heads, sizes.kv_heads or sizes.heads)
+        problem = head_problem(self._heads_over(use), sizes.heads, sizes.kv_heads or sizes.heads)
         if problem is not None and how.runtime == "atoll":
             raise ConfigError(problem)
-        for size, what in ((sizes.heads, "heads"), (sizes.keys, "kv_heads x width"), (sizes.ffn, "ffn")):
-            _check(size, self._inside(use), what)
+        for size, what in ((sizes.heads, "heads"), (sizes.keys, "kv_heads x width")):
+            _check(size, self._heads_over(use), what)
+        mixture = self._mixture(use)
+        _check(0 if mixture else sizes.ffn, self._inside(use), "ffn")
         forward = tuple(self._forward(use))
         backward = tuple(self._backward(use))
-        products = self._products(use)
-        weights = tuple(product.learnt for product in products.values())
+        products = [*self._products(use).values(), *(() if mixture is None else mixture.products)]
+        apart = () if mixture is None else mixture.weights
+        weights = (*apart, *(product.learnt for product in products))
         held, *rest = self._saved(use)
         saved, again = [held, *rest], list[Saved]()
         match use.recompute:
@@ -79,7 +84,7 @@ class TransformerLayer:
                 backward = (*forward, *backward)
                 saved, again = [held], rest
             case "selective" if how.runtime == "atoll":
-                backward = (*without(forward, products.values()), *backward)
+                backward = (*without(forward, products), *backward)
                 outputs = self._outputs(use)
                 saved, again = [held, *outputs], [each for each in rest if each.name not in _names(outputs)]
             case "selective":
@@ -89,34 +94,57 @@ class TransformerLayer:
         if not how.waits:
             backward, weights = (*backward, *weights), ()
             saved, again = ([replace(each, until="I") for each in kept] for kept in (saved, again))
+        experts, beside = (NO_ELEMENTS, NO_ELEMENTS) if mixture is None else (mixture.elements, mixture.beside)
         return Work(
-            parameters=self.parameters(use.tensor),
-            matrices=-(-self.matrices // use.tensor) if how.waits else 0,
+            parameters=self.parameters(use.tensor) + experts.parameters + beside.parameters,
+            matrices=(self._on_rank(use.tensor) if how.waits else 0) + experts.matrices + beside.matrices,
+            experts=experts,
             forward=forward,
             backward=backward,
             weights=weights,
+            expert_weights=apart,
+            exchanges=0 if mixture is None else mixture.exchanges,
             saved=tuple(saved),
             pending=self._gradients(use) if how.waits else (),
             again=tuple(again),
             wire=use.tokens * sizes.hidden * use.item // use.parts,
-            linear=tuple(self._weights),
+            linear=(*self._weights, *(() if mixture is None else mixture.linear)),
         )
 
     def parameters(self, tensor: int) -> int:
-        """Return the number of elements on one rank of a tensor-parallel group."""
+        """Return the number of elements on one rank of a tensor-parallel group, without those of a mixture."""
         s = self.sizes
-        split = {True: s.queries + 2 * s.keys + s.up, "qkv": s.queries + 2 * s.keys, False: 0}[s.biases]
-        whole = 2 * s.hidden if s.biases is True else 0
+        up, down = (0, 0) if s.mixture else (s.up, s.hidden)
+        split = {True: s.queries + 2 * s.keys + up, "qkv": s.queries + 2 * s.keys, False: 0}[s.biases]
+        split += s.heads if s.sinks else 0
+        whole = s.hidden + down if s.biases is True else 0
         if self._is_gathered:  # the biases of all linear layers are split with their outputs
             split, whole = split + whole, 0
-        norms = 2 * s.norm * (s.hidden + (s.head_width if s.head_norms else 0))
-        return -(-(self.matrices + split) // tensor) + whole + norms
+        heads = {"head": 2 * s.head_width, "all": s.queries + s.keys, None: 0}[s.head_norms]
+        norms = s.norm * (2 * s.hidden + heads + (s.latent.norms if s.latent else 0))
+        return self._on_rank(tensor, split) + whole + norms
 
     @property
     def matrices(self) -> int:
-        """Number of elements of the linear layers' weights."""
-        s = self.sizes
-        return s.hidden * (s.queries + 2 * s.keys) + s.queries * s.hidden + s.hidden * s.up + s.ffn * s.hidden
+        """Number of elements of the linear layers' weights, without those of a mixture."""
+        return sum(inputs * outputs for inputs, outputs in self._linear.values())
+
+    def _on_rank(self, tensor: int, rest: int = 0) -> int:
+        """Return the part of these weights that a rank of a tensor-parallel group has, with its part of `rest`: all of
+        latent attention, which is not split."""
+        whole = sum(inputs * outputs for inputs, outputs in self.sizes.attention.values()) if self.sizes.latent else 0
+        return whole - (whole - self.matrices - rest) // tensor
+
+    @property
+    def cost(self) -> float:
+        """Multiplications of a token with parameters, as `atoll.runtime.models.weigh_blocks` counts them."""
+        mixture = self._mixture(Use(samples=1, sequence=1))
+        if mixture is None:
+            return float(self.matrices)
+        experts, m = mixture.elements, mixture.mixture
+        biases = experts.parameters - experts.matrices
+        router = m.experts * self.sizes.hidden
+        return self.matrices + mixture.beside.matrices + router + experts.matrices * m.chosen / m.experts + biases
 
     @property
     def _weights(self) -> Iterator[tuple[int, int]]:
@@ -125,41 +153,47 @@ class TransformerLayer:
         if not s.implementation.waits:
             yield from self._linear.values()
             return
-        yield s.queries, s.hidden
-        yield from [(s.keys, s.hidden)] * 2
-        yield s.hidden, s.queries
-        yield from [(s.ffn, s.hidden)] * (s.up // s.ffn)
-        yield s.hidden, s.ffn
+        if s.latent is None:
+            yield s.queries, s.hidden
+            yield from [(s.keys, s.hidden)] * 2
+            yield s.hidden, s.queries
+        else:
+            yield from ((outputs, inputs) for inputs, outputs in s.attention.values())
+        if s.mixture is None:
+            yield from [(s.ffn, s.hidden)] * (s.up // s.ffn)
+            yield s.hidden, s.ffn
 
     @property
     def _linear(self) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of the linear layers before they are split."""
         s = self.sizes
-        return {
-            "qkv": (s.hidden, s.queries + 2 * s.keys),
-            "out": (s.queries, s.hidden),
-            "up": (s.hidden, s.up),
-            "down": (s.ffn, s.hidden),
-        }
+        return s.attention | ({} if s.mixture else {"up": (s.hidden, s.up), "down": (s.ffn, s.hidden)})
 
     def _products(self, use: Use) -> dict[str, Product]:
         """The linear layers."""
         by_inputs = () if self._is_gathered else ("out", "down")
-        return {
-            name: Product(use.tokens, inputs // use.tensor, outputs)
-            if name in by_inputs
-            else Product(use.tokens, inputs, -(-outputs // use.tensor))
-            for name, (inputs, outputs) in self._linear.items()
-        }
+        found = {}
+        for name, (inputs, outputs) in self._linear.items():
+            ranks = self._heads_over(use) if name in self.sizes.attention and self.sizes.latent else use.tensor
+            own = (inputs // ranks, outputs) if name in by_inputs else (inputs, -(-outputs // ranks))
+            found[name] = Product(use.tokens, *own)
+        return found
 
     @property
     def _is_gathered(self) -> bool:
         return self.sizes.implementation.splits == "gathered"
 
     def _inside(self, use: Use) -> int:
-        """Return the number of ranks over which heads and the feed-forward's width are split, between the linear
-        layers."""
+        """Return the number of ranks over which the feed-forward's width is split, between the linear layers."""
         return 1 if self._is_gathered else use.tensor
+
+    def _heads_over(self, use: Use) -> int:
+        """Return the number of ranks over which heads are split, between the linear layers."""
+        return 1 if self.sizes.latent else self._inside(use)
+
+    def _mixture(self, use: Use) -> MixtureWork | None:
+        mixture = self.sizes.mixture
+        return None if mixture is None else MixtureWork(mixture, self.sizes, use)
 
     def _multiply(self, use: Use, name: str) -> Iterator[Kernel]:
         """Return the kernels of a linear layer's forward."""
@@ -178,48 +212,51 @@ class TransformerLayer:
     def _scores(self, use: Use) -> Iterator[Kernel]:
         """Return the kernels of attention between its two linear layers, forward."""
         s, i = self.sizes, use.item
-        heads, length = use.samples * s.heads // self._inside(use), use.sequence
-        if use.attention != "eager":
-            width = (2 * s.queries + 2 * s.keys) // self._inside(use)
+        heads, length = use.samples * s.heads // self._heads_over(use), use.sequence
+        value_width = s.head_width if s.latent is None else s.latent.values
+        if not s.is_eager(use):
+            width = (s.queries + s.keys + s.values + s.attended) // self._heads_over(use)
             share = 0.5 if s.causal else 1.0
-            flops = 4.0 * share * heads * length * length * s.head_width
+            flops = 2.0 * share * heads * length * length * (s.head_width + value_width)
             yield FusedAttention(flops, i * use.tokens * width)
             return
         scores = heads * length * length
         is_taken = s.implementation.runtime != "megatron" or s.head_width * i % _ALIGNED == 0
         share = 1.0 if is_taken else UNALIGNED
         yield Product(length, s.head_width, length, heads, share)
-        yield self._softmax(scores, heads, i)
+        yield _softmax(s.implementation, scores, heads, i)
         if s.dropout:
             yield Pass((2.0 * i + 1) * scores)
-        yield Product(length, length, s.head_width, heads, share)
-
-    def _softmax(self, scores: int, heads: int, item: int) -> Pass:
-        """Return the kernels of scaled, masked scores and their softmax. Megatron fuses all of it if samples times
-        heads are a multiple of four (`FusedScaleMaskSoftmax.is_kernel_available`); otherwise it casts, scales, masks,
-        divides and casts back, in fp32."""
-        is_fused = self.sizes.implementation.runtime != "megatron" or heads % 4 == 0
-        return Pass(2.0 * item * scores) if is_fused else Pass((2.0 * item + 32.0) * scores, 5)
+        yield Product(length, length, value_width, heads, share)
 
     def _forward(self, use: Use) -> Iterator[Kernel]:
         s, i, tokens = self.sizes, use.item, use.tokens
         hidden = tokens * s.hidden // use.parts
         masks = hidden if s.dropout else 0
         yield Pass(2.0 * i * hidden)
-        yield from self._enter(use)
-        yield from self._multiply(use, "qkv")
+        *entering, out = s.attention
+        if self._heads_over(use) > 1:
+            yield from self._enter(use)
+        for name in entering:
+            yield from self._multiply(use, name)
+        if s.latent is not None:
+            yield Pass(2.0 * i * tokens * (s.latent.norms + s.keys), 3)
         if s.rotary:
-            yield Pass(2.0 * i * tokens * (s.queries + s.keys) / self._inside(use))
+            yield Pass(2.0 * i * tokens * (s.queries + s.keys) / self._heads_over(use))
         yield from self._scores(use)
-        yield from self._multiply(use, "out")
-        yield from self._leave(use)
+        yield from self._multiply(use, out)
+        if self._heads_over(use) > 1:
+            yield from self._leave(use)
         yield Pass(3.0 * i * hidden + masks)
         yield Pass(2.0 * i * hidden)
-        yield from self._enter(use)
-        yield from self._multiply(use, "up")
-        yield Pass(i * tokens * (s.up + s.ffn) / self._inside(use))
-        yield from self._multiply(use, "down")
-        yield from self._leave(use)
+        if (mixture := self._mixture(use)) is not None:
+            yield from mixture.forward()
+        else:
+            yield from self._enter(use)
+            yield from self._multiply(use, "up")
+            yield Pass(i * tokens * (s.up + s.ffn) / self._inside(use))
+            yield from self._multiply(use, "down")
+            yield from self._leave(use)
         yield Pass(3.0 * i * hidden + masks)
 
     def _backward(self, use: Use) -> Iterator[Kernel]:
@@ -229,21 +266,30 @@ class TransformerLayer:
         masks = hidden if s.dropout else 0
         if s.dropout:
             yield Pass(2.0 * i * hidden + masks)
-        yield from self._enter(use)
-        yield from self._multiply_back(use, "down")
-        yield Pass(i * tokens * (2 * s.up + s.ffn) / self._inside(use))
-        yield from self._multiply_back(use, "up")
-        yield from self._leave(use)
+        if (mixture := self._mixture(use)) is not None:
+            yield from mixture.backward()
+        else:
+            yield from self._enter(use)
+            yield from self._multiply_back(use, "down")
+            yield Pass(i * tokens * (2 * s.up + s.ffn) / self._inside(use))
+            yield from self._multiply_back(use, "up")
+            yield from self._leave(use)
         yield Pass(4.0 * i * hidden)
         if s.dropout:
             yield Pass(2.0 * i * hidden + masks)
-        yield from self._enter(use)
-        yield from self._multiply_back(use, "out")
+        *entering, out = s.attention
+        if self._heads_over(use) > 1:
+            yield from self._enter(use)
+        yield from self._multiply_back(use, out)
         yield from self._scores_backward(use)
         if s.rotary:
-            yield Pass(2.0 * i * tokens * (s.queries + s.keys) / self._inside(use))
-        yield from self._multiply_back(use, "qkv")
-        yield from self._leave(use)
+            yield Pass(2.0 * i * tokens * (s.queries + s.keys) / self._heads_over(use))
+        if s.latent is not None:
+            yield Pass(4.0 * i * tokens * (s.latent.norms + s.keys), 3)
+        for name in reversed(entering):
+            yield from self._multiply_back(use, name)
+        if self._heads_over(use) > 1:
+            yield from self._leave(use)
         yield Pass(4.0 * i * hidden)
 
     def _scores_backward(self, use: Use) -> Iterator[Kernel]:
@@ -256,7 +302,7 @@ class TransformerLayer:
                     yield kernel.swapped
                     yield kernel.learnt
                 case Pass():
-                    scores = use.samples * s.heads // self._inside(use) * use.sequence**2
+                    scores = use.samples * s.heads // self._heads_over(use) * use.sequence**2
                     yield Pass(kernel.nbytes + i * scores, kernel.kernels)
 
     def _enter(self, use: Use) -> Iterator[Kernel]:
@@ -275,7 +321,7 @@ class TransformerLayer:
 
     def _saved(self, use: Use) -> Iterator[Saved]:
         """Return the input, which the runtime keeps, and the tensors saved by the kernels."""
-        s, i, tokens, t = self.sizes, use.item, use.tokens, self._inside(use)
+        s, i, tokens = self.sizes, use.item, use.tokens
         hidden = tokens * s.hidden // use.parts
         norm = partial(s.implementation.saved_by_norm, use)
         is_post = s.order == "post"
@@ -284,36 +330,52 @@ class TransformerLayer:
             yield from norm("norm", hidden, s.hidden, is_kept=True)
             yield Saved("qkv's input", i * hidden, "W")
         yield from self._saved_by_attention(use)
-        yield Saved("out's input", i * tokens * s.queries // t, "W")
+        yield Saved("out's input", i * tokens * s.attended // self._heads_over(use), "W")
         if s.dropout:
             yield Saved("dropout", hidden, "I")
         yield from norm("feed-forward's norm", hidden, s.hidden, is_kept=s.order == "parallel")
-        yield Saved("up's input", i * hidden, "W")
-        yield Saved("activation's input", i * tokens * s.up // t, "I")
-        if s.implementation.results:
-            yield Saved("activation's results", s.implementation.results * i * tokens * s.ffn // t, "I")
-        yield Saved("down's input", i * tokens * s.ffn // t, "W")
+        yield from self._saved_by_feed_forward(use)
         if s.dropout:
             yield Saved("feed-forward's dropout", hidden, "I")
         if is_post:
             yield from norm("last norm", hidden, s.hidden, is_kept=False)
 
-    def _saved_by_attention(self, use: Use) -> Iterator[Saved]:
-        """Return the tensors saved between the two linear layers of attention."""
+    def _saved_by_feed_forward(self, use: Use) -> Iterator[Saved]:
+        """Return its input, and the tensors saved between its two linear layers or by a mixture."""
         s, i, tokens, t = self.sizes, use.item, use.tokens, self._inside(use)
-        how, is_eager = s.implementation, use.attention == "eager"
+        hidden = tokens * s.hidden // use.parts
+        if (mixture := self._mixture(use)) is not None:
+            yield Saved("up's input", i * hidden, "W" if s.mixture and s.mixture.shared else "I")
+            yield from mixture.saved()
+            return
+        yield Saved("up's input", i * hidden, "W")
+        yield Saved("activation's input", i * tokens * s.up // t, "I")
+        if s.implementation.results:
+            yield Saved("activation's results", s.implementation.results * i * tokens * s.ffn // t, "I")
+        yield Saved("down's input", i * tokens * s.ffn // t, "W")
+
+    def _saved_by_attention(self, use: Use) -> Iterator[Saved]:
+        """Return the tensors saved between the linear layers of attention."""
+        s, i, tokens, t = self.sizes, use.item, use.tokens, self._heads_over(use)
+        how, is_eager = s.implementation, s.is_eager(use)
+        for name, width in s.latent.normalized if s.latent else ():
+            yield from how.saved_by_norm(use, f"norm of {name}", tokens * width, width, is_kept=False)
+            yield Saved(f"{name}, normalized", i * tokens * width, "W")
         if s.head_norms:
             for name, width in (("queries", s.queries), ("keys", s.keys)):
-                yield from how.saved_by_norm(use, f"{name}' norm", tokens * width // t, s.head_width, is_kept=False)
+                rows = s.head_width if s.head_norms == "head" else width // t
+                yield from how.saved_by_norm(use, f"{name}' norm", tokens * width // t, rows, is_kept=False)
         if how.keeps_angles:
             yield Saved("rotary angles", 2 * i * use.sequence * s.head_width, "I")
         keys = s.queries if is_eager and how.repeats_keys else s.keys
         yield Saved("queries and keys", i * tokens * (s.queries + keys) // t, "I")
         values = s.queries + 2 * s.keys if self._is_slice(use) else keys
+        if s.latent is not None:
+            values = s.attention["keys and values"][1]
         yield Saved("values", i * tokens * values // t, "I")
         # Kernels write in the queries' memory order: head by head, the output is copied.
         if how.heads == "outer" and not is_eager and (i < 4 or how.copies == "all"):
-            yield Saved("attention's output", i * tokens * s.queries // t, "I")
+            yield Saved("attention's output", i * tokens * s.attended // t, "I")
         scores = use.samples * s.heads // t * use.sequence**2
         if not is_eager:
             yield Saved("log-sums", max(4, i) * tokens * s.heads // t, "I")
@@ -328,10 +390,10 @@ class TransformerLayer:
     def _outputs(self, use: Use) -> tuple[Saved, ...]:
         """Return the outputs of the products of linear layers; another saved tensor of the same name is the same
         tensor."""
-        s, i, tokens, t = self.sizes, use.item, use.tokens, self._inside(use)
-        if use.tensor > t:  # parts are kept, and gathered again
+        s, i, tokens, t = self.sizes, use.item, use.tokens, self._heads_over(use)
+        if self._is_gathered and use.tensor > 1:  # parts are kept, and gathered again
             products = self._products(use).items()
-            return tuple(Saved(f"{name}'s product", i * tokens * each.columns, "I") for name, each in products)
+            return tuple(Saved(f"{name}'s product", int(i * tokens * each.columns), "I") for name, each in products)
         hidden = i * tokens * s.hidden // use.parts
         queries, keys = i * tokens * s.queries // t, i * tokens * s.keys // t
         is_copied = self._is_copied(use)
@@ -343,10 +405,16 @@ class TransformerLayer:
             if s.head_norms:
                 heads = [Saved("queries' norm's input", queries, "I"), Saved("keys' norm's input", keys, "I")]
             heads.append(Saved("product of values" if is_copied else "values", keys, "I"))
+        if s.latent is not None:
+            linear = list(s.attention.items())[:-1]
+            heads = [Saved("values" if "and" in name else f"{name}' product", i * tokens * outputs, "I")
+                     for name, (_, outputs) in linear]  # fmt: skip
+        if (mixture := self._mixture(use)) is not None:
+            return (*heads, Saved("out's product", hidden, "I"), *mixture.outputs())
         return (
             *heads,
             Saved("out's product", hidden, "I"),
-            Saved("activation's input", i * tokens * s.up // t, "I"),
+            Saved("activation's input", i * tokens * s.up // self._inside(use), "I"),
             Saved("down's product", hidden, "I"),
         )
 
@@ -355,7 +423,7 @@ class TransformerLayer:
         memory."""
         s = self.sizes
         is_repeated = s.implementation.repeats_keys and s.queries != s.keys
-        return use.attention == "eager" and (use.samples > 1 or is_repeated)
+        return s.is_eager(use) and (use.samples > 1 or is_repeated)
 
     def _is_slice(self, use: Use) -> bool:
         """Return True if values are a part of a larger product, which is saved as a whole."""
@@ -363,19 +431,32 @@ class TransformerLayer:
 
     def _gradients(self, use: Use) -> tuple[Saved, ...]:
         """Return the gradients of the linear layers' outputs, which I computes and W needs."""
-        s, i, tokens, t = self.sizes, use.item, use.tokens, self._inside(use)
+        s, i, tokens, t = self.sizes, use.item, use.tokens, self._heads_over(use)
         out = (Saved("out's gradient", i * tokens * s.hidden // use.parts, "W"),)
-        return (
+        mixture = self._mixture(use)
+        feed_forward = (
             Saved("down's gradient", i * tokens * s.hidden // use.parts, "W"),
-            Saved("up's gradient", i * tokens * s.up // t, "W"),
+            Saved("up's gradient", i * tokens * s.up // self._inside(use), "W"),
+        )
+        entering = list(s.attention.items())[:-1]
+        return (
+            *(feed_forward if mixture is None else mixture.gradients()),
             # The gradients of two branches from one residual are one tensor.
             *(() if s.order == "parallel" else out),
-            Saved("qkv's gradient", i * tokens * (s.queries + 2 * s.keys) // t, "W"),
+            *(Saved(f"{name}'s gradient", i * tokens * outputs // t, "W") for name, (_, outputs) in entering),
         )
 
 
 _OF_SCORES = ("softmax", "softmax in fp32", "attention's dropout", "dropped softmax", "log-sums")
 """Tensors that selective recompute does not keep under Megatron."""
+
+
+def _softmax(how: Implementation, scores: int, heads: int, item: int) -> Pass:
+    """Return the kernels of scaled, masked scores and their softmax. Megatron fuses all of it if samples times heads
+    are a multiple of four (`FusedScaleMaskSoftmax.is_kernel_available`); otherwise it casts, scales, masks, divides and
+    casts back, in fp32."""
+    is_fused = how.runtime != "megatron" or heads % 4 == 0
+    return Pass(2.0 * item * scores) if is_fused else Pass((2.0 * item + 32.0) * scores, 5)
 
 
 def _names(saved: Iterable[Saved]) -> set[str]:

@@ -110,7 +110,7 @@ class Prediction:
     @cached_property
     def breakdown(self) -> tuple[Breakdown, ...]:
         """The breakdown of the step for each pipeline rank."""
-        inside = [self.durations.tensor_seconds(rank) for rank in range(self.plan.mesh.pipeline)]
+        inside = [self.durations.inside(rank) for rank in range(self.plan.mesh.pipeline)]
         return break_down(self.played, self.rates, inside)
 
     @property

@@ -3,19 +3,21 @@ without torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from atoll.base.errors import PlanError
 from atoll.plans.ir import Placement, Schedule, lower
 from atoll.plans.layouts import ITEM_BYTES
-from atoll.plans.plan import Place, Plan
+from atoll.plans.plan import Place, Plan, View
 from atoll.plans.stages import BlockWeight, split_blocks
+from atoll.prediction.cost.kernels import Exchange, Kernel, Product
 from atoll.prediction.cost.segments import Segments, model_shape, segments_of
 from atoll.prediction.cost.slices import Slices, VocabularySlices
 from atoll.prediction.cost.work import BlockOf, Use, Work, Workload
-from atoll.program import ModelShape, Program, Programs, RankShape, lower_row
+from atoll.program import Do, ModelShape, Program, Programs, RankShape, lower_row
 
 
 @lru_cache(maxsize=256)
@@ -24,6 +26,11 @@ def _split(
 ) -> tuple[range, ...]:
     """Split blocks like `split_blocks`, cached for plans that differ in other choices."""
     return split_blocks(weights, placement, layers_per_stage=layers_per_stage)
+
+
+def _flops(kernels: Iterable[Kernel]) -> float:
+    """Return the operations of products."""
+    return sum(kernel.flops for kernel in kernels if isinstance(kernel, Product))
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,10 @@ class Ranks:
     def works(self) -> tuple[Work, ...]:
         """The work of each block. Blocks before the first trained one have no backward, and keep nothing for one."""
         whole, first = self._whole_works, self.first_trained
-        frozen = (replace(work, backward=(), weights=(), saved=(), pending=(), again=()) for work in whole[:first])
+        frozen = (
+            replace(work, backward=(), weights=(), expert_weights=(), saved=(), pending=(), again=())
+            for work in whole[:first]
+        )
         return *frozen, *whole[first:]
 
     @cached_property
@@ -145,18 +155,30 @@ class Ranks:
         return model_shape(self)
 
     @cached_property
-    def weighed_with(self) -> Mapping[int, int]:
-        """For each block with matrices, the unit whose W computes their gradients; none if there is one stage."""
-        units, shared = self.shape.units, self.shared
-        return {
-            at: next(
-                unit
-                for unit in self.shape.units_of[at]
-                if units[unit].is_shared == (at in self.ends and work.matrices == shared)
-            )
-            for at, work in enumerate(self.works)
-            if work.matrices and self.is_split
-        }
+    def weighed_with(self) -> Mapping[int, Mapping[int, float]]:
+        """For each block with matrices, the units whose W computes their gradients, and the share of its W that each
+        has; none if there is one stage."""
+        works = enumerate(self.works)
+        return {at: dict(self._weighed(at, work)) for at, work in works if work.matrices and self.is_split}
+
+    def _weighed(self, block: int, work: Work) -> Iterator[tuple[int, float]]:
+        units, is_shared = self.shape.units, block in self.ends and work.matrices == self.shared
+        apart = (
+            _flops(work.expert_weights) / _flops(work.weights)
+            if work.expert_weights and self.plan.divides_experts
+            else 0.0
+        )
+        share = {View.DENSE: 1.0 - apart, View.EXPERTS: apart}
+        for unit in self.shape.units_of[block]:
+            view = units[unit].view
+            if units[unit].is_shared == is_shared and share[view]:
+                yield unit, share[view]
+
+    def kept_for(self, unit: int, block: int) -> int:
+        """Return the bytes that a block keeps from I to the W of a unit."""
+        work = self.works[block]
+        apart = work.kept_for_experts if self.plan.divides_experts else 0
+        return apart if self.shape.units[unit].view is View.EXPERTS else work.kept_for_weights - apart
 
     @property
     def message_bytes(self) -> int:
@@ -183,6 +205,23 @@ class Ranks:
     def segments(self) -> tuple[Segments, ...]:
         """The segments of each pipeline rank, by unit: its sizes, of which the rest of its description follows."""
         return tuple(segments_of(self, rank) for rank in range(self.plan.mesh.pipeline))
+
+    def sent_inside(self, rank: int) -> dict[tuple[str, str], tuple[int, float]]:
+        """Return the number of collectives within blocks of a pipeline rank in a step, and the bytes that they send, by
+        axis and field of `Breakdown`."""
+        sizes = {"tp": self.plan.mesh.tensor, "expert": self.plan.mesh.expert}
+        found: dict[tuple[str, str], tuple[int, float]] = {}
+        if max(sizes.values()) == 1:
+            return found
+        times = Counter((do, of) for do, _, of, _ in self.programs.ranks[rank].instructions if do in (Do.F, Do.I))
+        for (do, of), count in times.items():
+            work = self.works[of]
+            kernels = work.forward if do is Do.F else (*work.backward, *work.weights)
+            for each in (kernel for kernel in kernels if isinstance(kernel, Exchange) and sizes[kernel.axis] > 1):
+                key = each.axis, "tensor" if each.axis == "tp" else "exchanges"
+                before, nbytes = found.get(key, (0, 0.0))
+                found[key] = before + count, nbytes + count * each.sent(sizes[each.axis])
+        return found
 
     # ---- programs
 

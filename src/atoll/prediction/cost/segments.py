@@ -1,18 +1,21 @@
 """Segments of a workload's units on a rank: what `build` makes of a model's parameters, from numbers of elements.
 
 Each block, or each group of layers if a plan has units of several blocks, is a unit of up to three segments: gradients
-computed in W, gradients computed in I, and frozen parameters. Parameters that the first block shares with the last form
-a unit of their own. Slices of a split vocabulary are units of one segment each, before all others.
+computed in W, gradients computed in I, and frozen parameters. Experts that the ranks divide are such a unit beside it.
+Parameters that the first block shares with the last form a unit of their own. Slices of a split vocabulary are units of
+one segment each, before all others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from atoll.plans.layouts import FlatMap, Matrix, SegmentShape
-from atoll.program import ModelShape, Phase, by_index, groups_of, using
+from atoll.plans.plan import View
+from atoll.prediction.cost.work import NO_ELEMENTS, Elements
+from atoll.program import ModelShape, Phase, Using, by_index, groups_of, using
 
 if TYPE_CHECKING:
     from atoll.prediction.cost.ranks import Ranks
@@ -26,10 +29,26 @@ def model_shape(ranks: Ranks) -> ModelShape:
     plan, layers, works = ranks.plan, ranks.model.layers, ranks.works
     groups = groups_of(["layer" if at in layers else None for at in range(len(works))], ranks.runs, plan.unit)
     shared = [ranks.ends] if ranks.shared else []
-    own = [(at,) for at, work in enumerate(works) if work.parameters > (ranks.shared if at in ranks.ends else 0)]
-    used: Iterable[Sequence[int]] = (*shared, *own)
-    units = by_index((using(blocks, groups) for blocks in used), slices=len(ranks.slices.elements(0)))
-    return ModelShape(plan, ranks.runs, units, ranks.first_trained, ranks.slices.named)
+    own = [
+        (at, view)
+        for at in range(len(works))
+        for view in View
+        if elements_of(ranks, at, view).parameters > (ranks.shared if at in ranks.ends and view is View.DENSE else 0)
+    ]
+    used = [*(using(blocks, groups) for blocks in shared), *(using((at,), groups, view) for at, view in own)]
+    units = by_index(used, slices=len(ranks.slices.elements(0)))
+    exchanges = {at: work.exchanges for at, work in enumerate(works) if work.exchanges}
+    return ModelShape(plan, ranks.runs, units, ranks.first_trained, ranks.slices.named, exchanges)
+
+
+def elements_of(ranks: Ranks, block: int, view: View) -> Elements:
+    """Return the elements of a block's parameters that see the data-parallel ranks in one way."""
+    work = ranks.works[block]
+    apart = work.experts if ranks.plan.divides_experts else NO_ELEMENTS
+    if view is View.EXPERTS:
+        return apart
+    every = work.parameters, work.matrices, work.frozen
+    return Elements(*(of_all - of_experts for of_all, of_experts in zip(every, apart, strict=True)))
 
 
 def segments_of(ranks: Ranks, rank: int) -> Segments:
@@ -43,7 +62,7 @@ def segments_of(ranks: Ranks, rank: int) -> Segments:
     for index, unit in enumerate(ranks.shape.units):
         here = [at for at in unit.blocks if at in own]
         if here:
-            found[index] = _shared(ranks, here) if unit.is_shared else _own(ranks, unit.blocks)
+            found[index] = _shared(ranks, here) if unit.is_shared else _own(ranks, unit)
     if ranks.plan.whole is None:
         return found
     dealt = ranks.plan.sharding(ranks.place(rank)).dealt([(False, segments) for segments in found.values()])
@@ -62,24 +81,24 @@ def _shared(ranks: Ranks, here: Iterable[int]) -> tuple[SegmentShape, ...]:
     return (_segment(ranks, ranks.shared, *sorted(phases)),)
 
 
-def _own(ranks: Ranks, blocks: Iterable[int]) -> tuple[SegmentShape, ...]:
+def _own(ranks: Ranks, unit: Using) -> tuple[SegmentShape, ...]:
     made: dict[tuple[Phase, ...], int] = {("W",): 0, ("I",): 0, (): 0}
-    for at in blocks:
-        work = ranks.works[at]
-        matrices = work.matrices if ranks.is_split else 0
+    for at in unit.blocks:
+        own = elements_of(ranks, at, unit.view)
+        matrices = own.matrices if ranks.is_split else 0
         made["W",] += matrices
-        made["I",] += work.parameters - matrices - work.frozen
-        made[()] += work.frozen
-        if at in ranks.ends:
+        made["I",] += own.parameters - matrices - own.frozen
+        made[()] += own.frozen
+        if at in ranks.ends and unit.view is View.DENSE:
             made[_phases(ranks, at)] -= ranks.shared
-    whole = tuple(matrix for at in blocks for matrix in _matrices(ranks, at))
+    whole = tuple(matrix for at in unit.blocks for matrix in _matrices(ranks, at)) if unit.view is View.DENSE else ()
     numel = sum(matrix.part(0).numel for matrix in whole)
     made_in: tuple[Phase, ...] = ("W",) if made["W",] else ("I",)
     if numel <= made[made_in]:
         made[made_in] -= numel
     else:
         whole = ()  # some are made in I and some in W
-    found = tuple(_segment(ranks, numel, *phases) for phases, numel in made.items() if numel)
+    found = tuple(_segment(ranks, numel, *phases, view=unit.view) for phases, numel in made.items() if numel)
     if not whole:
         return found
     shapes = [(matrix.name, matrix.part(0).sizes) for matrix in whole]
@@ -99,6 +118,6 @@ def _matrices(ranks: Ranks, block: int) -> tuple[Matrix, ...]:
     )
 
 
-def _segment(ranks: Ranks, numel: int, *phases: Phase) -> SegmentShape:
-    own = FlatMap.build([("parameters", (numel,))], ranks.plan.nest(ranks.place(0)).ranks)
+def _segment(ranks: Ranks, numel: int, *phases: Phase, view: View = View.DENSE) -> SegmentShape:
+    own = FlatMap.build([("parameters", (numel,))], ranks.plan.nest(ranks.place(0), view).ranks)
     return SegmentShape(own, phases, ranks.plan.precision.compute)

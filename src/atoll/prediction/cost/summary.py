@@ -18,6 +18,7 @@ def summary(prediction: Prediction) -> dict[str, Any]:
     devices = plan.mesh.world
     found: dict[str, Any] = {
         "parameters": prediction.workload.parameters,
+        "active": prediction.workload.active,
         "world": devices,
         "seconds": prediction.seconds if is_timed else None,
         "interval": list(prediction.interval) if is_timed else None,

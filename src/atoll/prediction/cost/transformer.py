@@ -6,10 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from atoll.prediction.cost.ends import Embedding, HeadBlock
+from atoll.prediction.cost.experts import Mixture
 from atoll.prediction.cost.implementation import DECODER, DECODER_ON_CPU, MEGATRON, Implementation
+from atoll.prediction.cost.latent import Latent
 from atoll.prediction.cost.layer import TransformerLayer
+from atoll.prediction.cost.mixture import MixtureConfig
 from atoll.prediction.cost.vocabulary import EmbeddingSlice, HeadSlice, LookedUp, Scored
-from atoll.prediction.cost.work import BlockOf, VocabularyRows, Workload
+from atoll.prediction.cost.work import BlockOf, Use, VocabularyRows, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +23,9 @@ class Transformer:
     products, as SwiGLU.  norm: parameters of a norm, an element of the hidden size.  biases: whether
     linear layers have them, or "qkv" for those of queries, keys and values alone.  positions: rows of a learned
     embedding of positions.  rotary: positions rotate queries and keys.
-    head_norms: whether queries and keys are normalized per head.
+    head_norms: whether queries and keys are normalized, "head" by head or over "all" of them.
+    sinks: whether each head of attention has a logit of its own.  eager: whether attention is eager by default.
+    latent: where queries, keys and values come from latent vectors.  mixture: experts in place of the feed-forward.
     order: "pre" normalizes before attention and before the feed-forward, "post" their sums with the residual;
     "parallel" adds both to the same residual.
     types: rows of an embedding of token types, which is followed by a norm.
@@ -44,7 +49,11 @@ class Transformer:
     tied: bool = False
     dropout: bool = False
     causal: bool = True
-    head_norms: bool = False
+    head_norms: Literal["head", "all"] | None = None
+    sinks: bool = False
+    eager: bool = False
+    latent: Latent | None = None
+    mixture: Mixture | None = None
     order: Literal["pre", "post", "parallel"] = "pre"
     types: int = 0
     transform: bool = False
@@ -89,13 +98,25 @@ class Transformer:
 
     @staticmethod
     def decoder(*, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocabulary: int, tied: bool = False,
-                dropout: bool = False, on_cpu: bool = False) -> Transformer:  # fmt: skip
+                dropout: bool = False, on_cpu: bool = False,
+                mixture: MixtureConfig | None = None) -> Transformer:  # fmt: skip
         """Return Atoll's own decoder, with the tensors that its code saves on CUDA or on the CPU."""
         sizes = Transformer.llama(
             layers=layers, hidden=hidden, heads=heads, ffn=ffn, vocabulary=vocabulary, kv_heads=kv_heads, tied=tied
         )
         implementation = DECODER_ON_CPU if on_cpu else DECODER
-        return replace(sizes, name="decoder", dropout=dropout, implementation=implementation)
+        experts = None
+        if mixture is not None:
+            inner = ffn if mixture.expert_ffn is None else mixture.expert_ffn
+            experts = Mixture(
+                experts=mixture.experts,
+                chosen=mixture.experts_per_token,
+                ffn=inner,
+                shared=mixture.shared_experts * inner,
+                dense=tuple(range(mixture.dense_layers)),
+                has_precise_router=True,
+            )
+        return replace(sizes, name="decoder", dropout=dropout, mixture=experts, implementation=implementation)
 
     @staticmethod
     def bert(*, layers: int, hidden: int, heads: int, vocabulary: int, positions: int,
@@ -123,6 +144,27 @@ class Transformer:
         return self.hidden // self.heads if self.width is None else self.width
 
     @property
+    def values(self) -> int:
+        """Number of elements of a token's values."""
+        return self.keys if self.latent is None else self.heads * self.latent.values
+
+    @property
+    def attended(self) -> int:
+        """Number of elements of attention's output."""
+        return self.queries if self.latent is None else self.values
+
+    def is_eager(self, use: Use) -> bool:
+        """Return True if attention is eager."""
+        return self.eager if use.attention is None else use.attention == "eager"
+
+    @property
+    def attention(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of the linear layers of attention, the last one at its end."""
+        if self.latent is not None:
+            return self.latent.linear(self.hidden, self.heads, self.head_width)
+        return {"qkv": (self.hidden, self.queries + 2 * self.keys), "out": (self.queries, self.hidden)}
+
+    @property
     def up(self) -> int:
         """Number of outputs of the first part of the feed-forward."""
         return self.ffn * (2 if self.gated else 1)
@@ -142,10 +184,13 @@ class Transformer:
 
     def _around_layers(self, first: BlockOf, last: BlockOf, rows: int) -> Workload:
         """Return the workload of layers between two ends. rows: of the head that its block multiplies by."""
-        layers = [TransformerLayer(f"layers.{at}", self) for at in range(self.layers)]
+        dense = () if self.mixture is None else self.mixture.dense
+        plain = replace(self, mixture=None)
+        layers = [TransformerLayer(f"layers.{at}", plain if at in dense else self) for at in range(self.layers)]
         head = rows * self.hidden + (self.hidden**2 if self.transform else 0)
-        costs = (0.0, *[3.0 * layers[0].matrices] * self.layers, 3.0 * head)
-        return Workload(self.name, (first, *layers, last), range(1, self.layers + 1), costs=costs)
+        costs = (0.0, *(3.0 * layer.cost for layer in layers), 3.0 * head)
+        blocks, every = (first, *layers, last), range(1, self.layers + 1)
+        return Workload(self.name, blocks, every, costs=costs, mixture=self.mixture)
 
     @property
     def parameters(self) -> int:

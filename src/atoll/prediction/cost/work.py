@@ -6,12 +6,15 @@ and W, bytes kept between them, and bytes sent. Blocks are those of a model's ad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from atoll.plans.layouts import ITEM_BYTES
 from atoll.prediction.cost.kernels import Kernel, Product
+
+if TYPE_CHECKING:
+    from atoll.prediction.cost.experts import Mixture
 
 AttentionKind = Literal["eager", "flash"]
 LossKind = Literal["eager", "fused"]
@@ -21,9 +24,10 @@ LossKind = Literal["eager", "fused"]
 class Use:
     """How a model is executed.
 
-    samples, sequence: of one microbatch.  tensor: ranks of a tensor-parallel group.  compute: torch's name of the dtype
-    of activations.  recompute: as `Plan` has it.  attention: "eager" writes all scores to memory, "flash" none of them;
-    None: that of a counted model, by formulas "flash".
+    samples, sequence: of one microbatch.  tensor: ranks of a tensor-parallel group.  expert, imbalance: as in
+    `MeshShape` and `Plan`.  compute: torch's name of the dtype of activations.  recompute: as `Plan` has it.
+    attention: "eager" writes all scores to memory, "flash" none of them; None: that of a counted model, by formulas
+    "flash".
     loss: "eager" keeps the logits in compute and in fp32, "fused" once.
     chunks: number of parts in which the loss is computed, each with its own part of the logits.
     """
@@ -31,6 +35,8 @@ class Use:
     samples: int
     sequence: int
     tensor: int = 1
+    expert: int = 1
+    imbalance: float = 1.0
     sequence_parallel: bool = False
     compute: str = "bfloat16"
     recompute: str = "none"
@@ -53,14 +59,34 @@ class Use:
         """Number of ranks over which tensors between the split modules are divided."""
         return self.tensor if self.sequence_parallel else 1
 
+    @property
+    def expert_parts(self) -> int:
+        """Number of ranks that divide the experts of a mixture: those of `expert`, each with its tensor-parallel
+        group."""
+        return self.expert * self.tensor
+
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A tensor that is saved for the backward. until: its last use, the loss's backward or the block's I or W."""
+    """A tensor that is saved for the backward. until: its last use, the loss's backward or the block's I or W.
+    of_experts: whether that is the W of experts."""
 
     name: str
     nbytes: int
     until: Literal["loss", "I", "W"]
+    of_experts: bool = False
+
+
+class Elements(NamedTuple):
+    """Elements of parameters: all, those whose gradients W computes in a split backward, and those that are not
+    trained."""
+
+    parameters: int = 0
+    matrices: int = 0
+    frozen: int = 0
+
+
+NO_ELEMENTS = Elements()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +94,10 @@ class Work:
     """Work of one block for one microbatch on one rank.
 
     parameters: elements on a rank.  matrices: those whose gradients W computes in a split backward.
-    frozen: those that are not trained.
+    frozen: those that are not trained.  experts: the share of all three that is in the experts of a mixture.
     forward, backward, weights: kernels of F, of I and of W. Recomputing is part of `backward`.
+    expert_weights: the kernels of W that are of experts.
+    exchanges: how often a forward exchanges rows with the ranks that divide the experts.
     saved: from F on.  pending: computed by I for W, the gradients of outputs of linear layers.
     again: saved by a recomputed forward within the block's I.  peak: temporary bytes within an operation.
     loss: temporary bytes in the loss's backward, before the block's I.
@@ -81,9 +109,12 @@ class Work:
     parameters: int
     matrices: int
     frozen: int = 0
+    experts: Elements = NO_ELEMENTS
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
     weights: tuple[Kernel, ...]
+    expert_weights: tuple[Kernel, ...] = ()
+    exchanges: int = 0
     saved: tuple[Saved, ...]
     pending: tuple[Saved, ...] = ()
     again: tuple[Saved, ...] = ()
@@ -105,7 +136,16 @@ class Work:
     @property
     def kept_for_weights(self) -> int:
         """Bytes kept from I to W."""
-        return sum(each.nbytes for each in (*self.saved, *self.again, *self.pending) if each.until == "W")
+        return sum(each.nbytes for each in self._until_weights)
+
+    @property
+    def kept_for_experts(self) -> int:
+        """Part of them that the W of experts frees."""
+        return sum(each.nbytes for each in self._until_weights if each.of_experts)
+
+    @property
+    def _until_weights(self) -> Iterator[Saved]:
+        return (each for each in (*self.saved, *self.again, *self.pending) if each.until == "W")
 
 
 class BlockOf(Protocol):
@@ -143,6 +183,7 @@ class Workload:
     token with its parameters, by which stages are balanced; by default three for each element of `matrices`.
     vocabulary: the rows of which each pipeline rank has a slice, if they are split.  split: returns the same model with
     its vocabulary split over a number of pipeline ranks; None if those costs are unknown.
+    mixture: the experts of its layers, if they are known.
     """
 
     name: str
@@ -154,12 +195,29 @@ class Workload:
     costs: tuple[float, ...] = ()
     vocabulary: VocabularyRows | None = None
     split: Callable[[int], Workload] | None = field(default=None, compare=False)
+    mixture: Mixture | None = None
 
     @property
     def parameters(self) -> int:
         """Number of elements of all blocks; shared ones count once. Those of a split vocabulary are not counted."""
-        use = Use(samples=1, sequence=1)
-        return sum(block.work(use).parameters for block in self.blocks) - self.shared
+        return sum(work.parameters for work in self._works) - self.shared
+
+    @property
+    def experts(self) -> int:
+        """Number of experts of a layer; 0 if there are none, or if they are not known."""
+        return 0 if self.mixture is None else self.mixture.experts
+
+    @property
+    def active(self) -> int:
+        """The same with those experts alone that a token takes."""
+        if self.mixture is None:
+            return self.parameters
+        idle = self.mixture.experts - self.mixture.chosen
+        return self.parameters - sum(work.experts.parameters for work in self._works) * idle // self.mixture.experts
+
+    @property
+    def _works(self) -> Iterator[Work]:
+        return (block.work(Use(samples=1, sequence=1)) for block in self.blocks)
 
     def flops(self, use: Use) -> float:
         """Operations of one microbatch, forward and backward, without recompute: the count of MFU.
@@ -169,7 +227,14 @@ class Workload:
         appendix B). The head's matrix is part of N, the embedding's rows are not. A frozen matrix needs no gradient.
         """
         plain = replace(
-            use, tensor=1, sequence_parallel=False, recompute="none", attention="eager", loss="eager", chunks=1
+            use,
+            tensor=1,
+            expert=1,
+            sequence_parallel=False,
+            recompute="none",
+            attention="eager",
+            loss="eager",
+            chunks=1,
         )
         works = (block.work(plain) for block in self.blocks)
         kernels = (kernel for work in works for kernel in (*work.forward, *work.backward, *work.weights))

@@ -35,6 +35,8 @@ def use_of(plan: Plan, use: Use) -> Use:
         use,
         samples=plan.microbatch,
         tensor=plan.mesh.tensor,
+        expert=plan.mesh.expert,
+        imbalance=plan.imbalance,
         sequence_parallel=plan.sequence_parallel,
         compute=plan.precision.compute,
         recompute=plan.recompute,

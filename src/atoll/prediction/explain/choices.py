@@ -37,6 +37,7 @@ class Choice:
     make: returns the plan with another value; raises PlanError or ConfigError if there is none.
     plain: the value without any special feature; None if there is none.
     is_exact: whether a plan with another value has the same results, apart from the order of sums.
+    needs_experts: whether it is a choice of mixtures of experts alone.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Choice:
     make: Callable[[Plan, str], Plan]
     plain: str | None = None
     is_exact: bool = True
+    needs_experts: bool = False
 
     def values(self, plan: Plan) -> list[str]:
         """Return its other values, each once."""
@@ -107,7 +109,8 @@ def with_axis(mesh: MeshShape, axis: str, size: int, *, gives: tuple[str, str]) 
         whole = _whole(mesh, axis, other)
         if whole % size == 0:
             sizes: dict[str, Any] = {axis: size, other: whole // size}
-            return replace(mesh, **sizes)
+            expert = math.gcd(mesh.expert, sizes.get("intra", mesh.intra))
+            return replace(mesh, **sizes, expert=expert)
     raise PlanError(f"{mesh.world} ranks {mesh.sizes} cannot have {size} along {axis!r}")
 
 
@@ -246,6 +249,23 @@ _CHOICES = (
     _axis("pipeline", "parallel.pipeline", "pipeline", gives=("inter", "intra"), plain="1"),
     _axis("tensor", "parallel.tensor", "tensor", gives=("intra", "inter"), plain="1"),
     _axis("group", "parallel.intra", "intra", gives=("inter", "inter")),
+    Choice(
+        "experts",
+        "parallel.expert",
+        now=lambda plan: str(plan.mesh.expert),
+        others=lambda plan: (str(size) for size in range(1, plan.mesh.intra + 1) if plan.mesh.intra % size == 0),
+        make=lambda plan, value: replace(plan, mesh=replace(plan.mesh, expert=int(value))),
+        plain="1",
+        needs_experts=True,
+    ),
+    Choice(
+        "layout of experts",
+        "parallel.expert_layout",
+        now=lambda plan: (plan.expert_layout or plan.layout).name,
+        others=lambda plan: _if(plan.mesh.data > plan.mesh.expert, *(layout.name for layout in EFFECTIVE)),
+        make=_field("expert_layout", Layout),
+        needs_experts=True,
+    ),
     Choice(
         "order",
         "parallel.order",

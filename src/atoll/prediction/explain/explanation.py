@@ -154,6 +154,8 @@ class Explanation:
 
     def alternatives(self, choice: str) -> tuple[Alternative, ...]:
         """Return all values of a choice that differ from the plan's."""
+        if CHOICES[choice].needs_experts and not self.prediction.workload.experts:
+            return ()
         return tuple(self.alternative(choice, value) for value in CHOICES[choice].values(self.plan))
 
     @cached_property
@@ -167,7 +169,9 @@ class Explanation:
         return tuple(
             self.alternative(choice.name, choice.plain)
             for choice in CHOICES.values()
-            if choice.plain is not None and choice.plain in choice.values(self.plan)
+            if choice.plain is not None
+            and choice.plain in choice.values(self.plan)
+            and (self.prediction.workload.experts or not choice.needs_experts)
         )
 
     @cached_property

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from atoll.plans.layouts import footprint
+from atoll.plans.plan import View
 from atoll.prediction.cost import Held, Prediction
 from atoll.program import Do, Instruction
 
@@ -96,13 +97,15 @@ def _state(prediction: Prediction, rank: int) -> list[State]:
     own = ranks.shape.blocks_of(rank)
     of_layers = f"{len([at for at in own if at in layers])} layers"
     found: dict[str, State] = {}
-    for unit in ranks.of(rank).units.values():
+    for index, unit in ranks.of(rank).units.items():
         if not unit.blocks:
             name = "vocabulary slices"
         elif unit.is_shared:
             name = "embedding shared with the head"
         else:
             name = of_layers if unit.blocks[0] in layers else blocks[unit.blocks[0]].name
+        if ranks.shape.units[index].view is View.EXPERTS:
+            name = f"experts of {name}"
         assert unit.sharding is not None, "it was made from a plan"
         held = footprint(unit.segments, unit.sharding)
         before = found.get(name, State(name, 0, 0, 0, 0))

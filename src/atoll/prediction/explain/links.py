@@ -12,6 +12,7 @@ from atoll.program import way_of
 GATHERS, _REDUCTIONS, RETURNS, PIPELINE_MESSAGES = "gathers", "reductions", "updated parameters", "messages"
 OUTER = "outer gradients, mean of a step"
 MATRICES = "slices of matrices"
+ROWS = "rows of experts"
 
 _KINDS = {"gathers": GATHERS, "reductions": _REDUCTIONS, "sync": _REDUCTIONS, "matrices": MATRICES, "return": RETURNS}
 """Kinds by what instructions carry; all else is messages."""
@@ -21,7 +22,8 @@ _KINDS = {"gathers": GATHERS, "reductions": _REDUCTIONS, "sync": _REDUCTIONS, "m
 class LinkUse:
     """Traffic of a rank on a link in a step.
 
-    axis: of the mesh.  kind: gathers, reductions, updated parameters, slices of matrices, messages or outer gradients.
+    axis: of the mesh.  kind: gathers, reductions, updated parameters, slices of matrices, rows of experts, messages or
+    outer gradients.
     times: their number.  nbytes: in total.  seconds: busy time of the link.
     """
 
@@ -48,7 +50,10 @@ def link_uses(prediction: Prediction, rank: int) -> tuple[LinkUse, ...]:
         for axis, nbytes in way:
             times[axis, _KINDS.get(do.carries, PIPELINE_MESSAGES)] += 1
             sent[axis, _KINDS.get(do.carries, PIPELINE_MESSAGES)] += nbytes
-    links = prediction.durations.links
+    links = {**prediction.durations.links, "expert": prediction.durations.clock.between}
+    for (axis, part), (count, nbytes) in prediction.ranks.sent_inside(rank).items():
+        if part == "exchanges":
+            times[axis, ROWS], sent[axis, ROWS] = count, nbytes
     if prediction.plan.outer is not None:
         outgoing = outer_bytes_sent(prediction.ranks, rank)
         times["inter", OUTER] = -(-len(outgoing) // prediction.plan.outer.every)
@@ -82,7 +87,11 @@ def travel(prediction: Prediction) -> DataTraffic:
     """Return the data-parallel traffic of the pipeline rank whose links are busy longest."""
     found = []
     for rank, parts in enumerate(prediction.breakdown):
-        uses = [use for use in link_uses(prediction, rank) if use.kind != PIPELINE_MESSAGES and use.axis != "tp"]
+        uses = [
+            use
+            for use in link_uses(prediction, rank)
+            if use.kind != PIPELINE_MESSAGES and use.axis in ("inter", "intra")
+        ]
         sent, busy = (dict.fromkeys(("inter", "intra"), 0.0) for _ in range(2))
         for use in uses:
             sent[use.axis] += use.nbytes

@@ -17,6 +17,7 @@ AXIS_PHRASES = {
     "inter": "between groups",
     "intra": "inside a group",
     "tp": "in a tensor-parallel group",
+    "expert": "between ranks that divide experts",
 }
 """The links along each axis of the mesh."""
 
@@ -39,7 +40,8 @@ def signed_bytes(nbytes: float) -> str:
 def mesh(shape: MeshShape) -> str:
     """Return a mesh: "64 ranks: pp 4 x inter 2 x intra 8"."""
     sizes = " x ".join(f"{name} {size}" for name, size in shape.sizes.items() if size > 1)
-    return "1 rank" if shape.world == 1 else f"{shape.world} ranks: {sizes}"
+    experts = f", experts over {shape.expert}" if shape.expert > 1 else ""
+    return "1 rank" if shape.world == 1 else f"{shape.world} ranks: {sizes}{experts}"
 
 
 def plan_line(prediction: Prediction) -> str:
@@ -48,7 +50,23 @@ def plan_line(prediction: Prediction) -> str:
     recompute = "" if own.recompute == "none" else f", recompute {own.recompute}"
     batch = f"{own.schedule.microbatches} microbatches of {own.microbatch} x {prediction.use.sequence} tokens a rank"
     outer = "" if own.outer is None else f"; {own.mesh.inter} islands with outer steps {own.outer}"
-    return f"layout {own.layout}, {own.schedule.name} with {batch}, {own.precision.compute}{recompute}{outer}"
+    experts = "" if own.expert_layout in (None, own.layout) else f", experts {own.expert_layout}"
+    return f"layout {own.layout}{experts}, {own.schedule.name} with {batch}, {own.precision.compute}{recompute}{outer}"
+
+
+def break_even(prediction: Prediction) -> str:
+    """Return where an exchange of rows sends less than a gather of experts; empty without experts."""
+    mixture, tokens = prediction.workload.mixture, prediction.use.tokens
+    if mixture is None:
+        return ""
+    most, plan = mixture.break_even, prediction.plan
+    once = plan.schedule.microbatches if plan.stays == "step" else 1
+    whole = f", divided by the {once} microbatches of a step, since parameters are gathered once" if once > 1 else ""
+    less = "exchange" if tokens < most / once else "gather"
+    return (
+        f"An exchange of rows sends less than gathers of experts where a rank's microbatch has fewer than {most:,.0f} "
+        f"tokens (9 x width x experts / 4 x experts of a token){whole}. Here it has {tokens:,}: the {less} sends less."
+    )
 
 
 def setting(alternative: Alternative) -> str:

@@ -143,6 +143,8 @@ def _links(explanation: Explanation) -> Iterator[str]:
         for rank, use in every
     ]
     yield from phrases.columns(["sends", "link", "what", "times", "bytes a step", "busy", "of the step"], rows)
+    if compared := phrases.break_even(explanation.prediction):
+        yield from phrases.wrapped(compared)
     waits = explanation.prediction.breakdown
     data = [own.gathers + own.reductions for own in waits]
     if any(use.kind != PIPELINE_MESSAGES for _, use in every):

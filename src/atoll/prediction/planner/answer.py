@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from atoll.base.errors import ConfigError
 from atoll.prediction.cost import Cluster, Prediction
 from atoll.prediction.planner import text
-from atoll.prediction.planner.candidate import Candidate, choices
+from atoll.prediction.planner.candidate import Candidate, choices, experts_of
 from atoll.prediction.planner.search import Found, PlanSearch
 from atoll.prediction.planner.simpler import simplest_first
 from atoll.prediction.planner.space import world_of
@@ -62,7 +62,7 @@ class Answer:
     @staticmethod
     def of(search: PlanSearch) -> Answer:
         """Search for a plan. Raises ConfigError if the goal and the cluster do not match, and if no plan fits."""
-        found = Answer(search, search.with_made(search.run()))
+        found = Answer(search, search.with_expert_layouts(search.with_made(search.run())))
         _ = found.best
         return found
 
@@ -118,15 +118,20 @@ class Answer:
     @cached_property
     def alternatives(self) -> tuple[ChoiceAlternative, ...]:
         """For each choice, the cost of another value, with all other choices free."""
-        own = choices(self.best)
+        own = self._choices(self.best)
         found = []
         for name, value in own.items():
-            others = (each for each in self._slower if choices(each)[name] != value)
+            others = (each for each in self._slower if self._choices(each)[name] != value)
             fitting = (each for _, each in zip(range(TRIED), others, strict=False) if self._fits(each))
             other = next(fitting, None)
-            made = None if other is None else choices(other)[name]
+            made = None if other is None else self._choices(other)[name]
             found.append(ChoiceAlternative(name, value, made, None if other is None else other.seconds))
         return tuple(found)
+
+    def _choices(self, candidate: Candidate) -> dict[str, str]:
+        """Return the choices of a plan, also for experts that no ranks divide if the model has any."""
+        experts = {"experts": experts_of(candidate)} if self.search.workload.experts else {}
+        return choices(candidate) | experts
 
     @cached_property
     def _slower(self) -> tuple[Candidate, ...]:

@@ -38,11 +38,12 @@ from atoll.plans.layouts import (
     Axis,
     Codec,
     FlatMap,
+    Layout,
     Moves,
     SegmentShape,
     footprint,
 )
-from atoll.plans.plan import MeshShape, Place
+from atoll.plans.plan import MeshShape, Place, View
 from atoll.plans.schedules.links import Hops
 from atoll.prediction.cost import Cluster, Prediction
 from atoll.prediction.cost.durations import NEAR
@@ -97,7 +98,10 @@ class Skeleton:
 
     def alone(self, mesh: MeshShape) -> Least:
         """Return the bounds of compute and activations only. Steps that end at once have a likely bound."""
-        updates = [self.base.durations.update_seconds * trained / mesh.data for trained in self._trained]
+        updates = [
+            self.base.durations.update_seconds * (dense + experts * mesh.expert) / mesh.data
+            for dense, experts in self._trained
+        ]
         # While a post-validated rank waits for gradients, it may step with those of the step before.
         busy = max(
             max(computed + update, computed + idle)
@@ -223,20 +227,24 @@ class Skeleton:
     # ---- stored state
 
     @cached_property
-    def _sizes(self) -> tuple[dict[tuple[Phase, ...], int], ...]:
+    def _sizes(self) -> tuple[dict[View, Counter[tuple[Phase, ...]]], ...]:
         """Return the number of elements of each rank by the phase that computes their gradients."""
-        found = []
+        ranks, found = self.base.ranks, []
         for rank in range(self._schedule.ranks):
-            sizes: Counter[tuple[Phase, ...]] = Counter()
-            for segment in (each for own in self.base.ranks.segments[rank].values() for each in own):
-                sizes[segment.phases] += segment.map.numel
-            found.append(dict(sizes))
+            every: Counter[tuple[Phase, ...]] = Counter()
+            for segment in (each for own in ranks.segments[rank].values() for each in own):
+                every[segment.phases] += segment.map.numel
+            apart: Counter[tuple[Phase, ...]] = Counter()
+            for parameters, matrices, frozen in (ranks.works[at].experts for at in ranks.shape.blocks_of(rank)):
+                late = matrices if ranks.is_split else 0
+                apart.update({("W",): late, ("I",): parameters - late - frozen, (): frozen})
+            found.append({View.DENSE: every - apart, View.EXPERTS: +apart})
         return tuple(found)
 
     @cached_property
-    def _trained(self) -> list[int]:
-        """Return the number of elements of each rank that the optimizer steps."""
-        return [sum(numel for phases, numel in sizes.items() if phases) for sizes in self._sizes]
+    def _trained(self) -> list[tuple[int, int]]:
+        """Return the number of elements of each rank that the optimizer steps, without experts, and of experts."""
+        return [(_trained_of(sizes[View.DENSE]), _trained_of(sizes[View.EXPERTS])) for sizes in self._sizes]
 
     def _held(self, travel: Travel, mesh: MeshShape) -> list[float]:
         """Return the bytes of each rank: stored state, and its peak of activations."""
@@ -244,29 +252,37 @@ class Skeleton:
         # Segments here do not tell matrices from other parameters: the least that is kept of either is a bound.
         plan = replace(base.plan, states=base.plan.least_states, whole=None)
         plan = replace(plan, mesh=mesh, layout=travel.layout, post_validation=travel.post_validation)
+        plan = replace(plan, expert_layout=travel.expert_layout)
         compute, found = plan.precision.compute, []
         for rank, (sizes, kept) in enumerate(zip(self._sizes, self._kept, strict=True)):
-            sharding = plan.sharding(Place(mesh, pp=rank, inter=0, intra=0, tp=0))
-            segments = [
-                SegmentShape(FlatMap.build([("parameters", (numel,))], mesh.data), phases, compute)
-                for phases, numel in sizes.items()
-            ]
-            state = footprint(segments, sharding).at_rest(travel.layout).total
-            # Parameters that are not stored whole are gathered for the running block.
-            whole = any(map(sharding.whole_bytes, segments)) * ITEM_BYTES[plan.precision.compute]
-            most = max((held + whole * gathered for held, gathered in kept.items()), default=0)
+            state, whole = 0, {}
+            own = sizes if plan.divides_experts else {View.DENSE: sizes[View.DENSE] + sizes[View.EXPERTS]}
+            for view, of_view in own.items():
+                sharding = plan.sharding(Place(mesh, pp=rank, inter=0, intra=0, tp=0), view)
+                segments = [
+                    SegmentShape(FlatMap.build([("parameters", (numel,))], sharding.nest.ranks), phases, compute)
+                    for phases, numel in of_view.items()
+                ]
+                state += footprint(segments, sharding).at_rest(sharding.layout).total
+                # Parameters that are not stored whole are gathered for the running block.
+                whole[view] = any(map(sharding.whole_bytes, segments)) * ITEM_BYTES[compute]
+            dense, experts = whole[View.DENSE], whole.get(View.EXPERTS, whole[View.DENSE])
+            most = max((held + dense * each + experts * apart for held, (each, apart) in kept.items()), default=0)
             found.append(float(state + most + base.device.context))
         return found
 
     @cached_property
-    def _kept(self) -> tuple[dict[int, int], ...]:
+    def _kept(self) -> tuple[dict[int, tuple[int, int]], ...]:
         """Return for each rank the peak bytes of activations and of the inputs of W, in the last block of a forward,
-        with the number of elements of that block's parameters."""
+        with the number of elements of that block's parameters: without experts, and of experts."""
         ranks, schedule = self.base.ranks, self._schedule
         works = [[ranks.works[at] for at in run] for run in ranks.runs]
         after = [sum(work.kept for work in own) for own in works]
         last = [
-            (own[-1].peak, 0 if self._is_shared(run[-1]) else own[-1].parameters)
+            (
+                own[-1].peak,
+                (0, 0) if self._is_shared(run[-1]) else _apart(own[-1].parameters, own[-1].experts.parameters),
+            )
             for own, run in zip(works, ranks.runs, strict=True)
         ]
         weighed = ranks.weighed_with
@@ -274,7 +290,7 @@ class Skeleton:
         found = []
         for row in schedule.actions:
             held = 0
-            most: dict[int, int] = {}
+            most: dict[tuple[int, int], int] = {}
             for op, stage in ((action.op, action.stage) for action in row):
                 if op is Op.F:
                     held += after[stage]
@@ -298,23 +314,20 @@ class Skeleton:
     def _exposed(self, travel: Travel, mesh: MeshShape, once: Mapping[_Link, float]) -> float:
         """Return the seconds at the start and end of a step that are unlikely to be hidden; `once` as in `_loads`."""
         precision, codecs = self.base.plan.precision, self.base.plan.codecs
-        gather, reduce = GATHER_PARAMETER[travel.layout.parameters], REDUCE_GRADIENT[travel.layout.gradients]
         window = self._window
         begin, end = 0.0, 0.0
         for rank, stages in enumerate(self._travelling(travel, live=0)):
-            for stage, sent in stages.items():
-                gathered, reduced = (
-                    {
-                        axis: link.seconds(
-                            count * _item(axis, codec, dtype) * _along(axis, moves) * sent_share(axis, mesh)
-                        )
-                        for axis, link in self._links(mesh).items()
-                    }
-                    for count, codec, dtype, moves in (
-                        (sent.parameters, codecs.parameter, precision.compute, gather),
-                        (sent.trained, codecs.gradient, precision.reduce, reduce),
-                    )
-                )
+            for stage, parts in stages.items():
+                gathered, reduced = (dict.fromkeys(self._links(mesh), 0.0) for _ in range(2))
+                for view, sent in parts.items():
+                    layout = travel.layout_of(view)
+                    gather, reduce = GATHER_PARAMETER[layout.parameters], REDUCE_GRADIENT[layout.gradients]
+                    for axis, link in self._links(mesh).items():
+                        share = sent_share(axis, mesh, view)
+                        item = _item(axis, codecs.parameter, precision.compute) * _along(axis, gather)
+                        gathered[axis] += link.seconds(sent.parameters * item * share)
+                        item = _item(axis, codecs.gradient, precision.reduce) * _along(axis, reduce)
+                        reduced[axis] += link.seconds(sent.trained * item * share)
                 begin += max(0.0, max(gathered.values(), default=0.0) - self._takes[stage][F])
                 end = max([end, *(reduced[axis] + once[rank, axis] - window for axis in reduced)])
         return begin + end
@@ -322,37 +335,41 @@ class Skeleton:
     def _loads(self, travel: Travel, mesh: MeshShape, *, live: int) -> tuple[dict[_Link, float], dict[_Link, float]]:
         """Return the seconds of traffic by rank and axis: once per step, and per microbatch, if so many blocks may be
         gathered at once."""
-        plan, layout = self.base.plan, travel.layout
         links = self._links(mesh)
-        p, g, os = layout.parameters, layout.gradients, layout.optimizer
-        precision, codecs = plan.precision, plan.codecs
         once: dict[_Link, float] = {}
         each: dict[_Link, float] = {}
         for rank, stages in enumerate(self._travelling(travel, live)):
-            gathered = sum(stage.parameters * stage.gathers for stage in stages.values())
-            reduced = sum(stage.trained * stage.reductions for stage in stages.values())
-            trained = sum(stage.trained for stage in stages.values())
-            for axis in links:
-                compute = _item(axis, codecs.parameter, precision.compute)
-                gradient, reduce = (
-                    _item(axis, codecs.gradient, dtype) for dtype in (precision.gradient, precision.reduce)
-                )
-                synced = trained * (
-                    gradient * _along(axis, SYNC_GRADIENT[g, os]) + compute * _along(axis, SYNC_PARAMETER[os, p])
-                )
+            for axis, link in links.items():
                 # A burst after a pause may cover that much of a step's traffic.
-                spared = links[axis].burst / links[axis].rate
-                moved = gathered * _along(axis, GATHER_PARAMETER[p]), reduced * _along(axis, REDUCE_GRADIENT[g])
-                sent = compute * moved[0] + reduce * moved[1]
-                once[rank, axis] = links[axis].seconds(synced * sent_share(axis, mesh))
-                each[rank, axis] = links[axis].seconds(sent * sent_share(axis, mesh)) - spared
+                once[rank, axis], each[rank, axis] = 0.0, -link.burst / link.rate
+                for view in View:
+                    parts = [stage[view] for stage in stages.values() if view in stage]
+                    synced, sent = self._sent(parts, travel.layout_of(view), axis)
+                    share = sent_share(axis, mesh, view)
+                    once[rank, axis] += link.seconds(synced * share)
+                    each[rank, axis] += link.seconds(sent * share)
         return once, each
+
+    def _sent(self, stages: Sequence[_Sent], layout: Layout, axis: str) -> tuple[float, float]:
+        """Return the bytes of whole buffers that travel along an axis once per step, and for its microbatches."""
+        precision, codecs = self.base.plan.precision, self.base.plan.codecs
+        p, g, os = layout.parameters, layout.gradients, layout.optimizer
+        gathered = sum(stage.parameters * stage.gathers for stage in stages)
+        reduced = sum(stage.trained * stage.reductions for stage in stages)
+        trained = sum(stage.trained for stage in stages)
+        compute = _item(axis, codecs.parameter, precision.compute)
+        gradient, reduce = (_item(axis, codecs.gradient, dtype) for dtype in (precision.gradient, precision.reduce))
+        synced = trained * (
+            gradient * _along(axis, SYNC_GRADIENT[g, os]) + compute * _along(axis, SYNC_PARAMETER[os, p])
+        )
+        moved = gathered * _along(axis, GATHER_PARAMETER[p]), reduced * _along(axis, REDUCE_GRADIENT[g])
+        return synced, compute * moved[0] + reduce * moved[1]
 
     def _links(self, mesh: MeshShape) -> dict[str, Speed]:
         return data_links(self.base.given, mesh, has_islands=self.has_islands)
 
-    def _travelling(self, travel: Travel, live: int) -> list[dict[int, _Sent]]:
-        """Return the bytes that the stages of each rank send. live: blocks that may be gathered at once."""
+    def _travelling(self, travel: Travel, live: int) -> list[dict[int, dict[View, _Sent]]]:
+        """Return what the stages of each rank send. live: blocks that may be gathered at once."""
         ranks, works, found = self.base.ranks, self.base.ranks.works, []
         whole = live * max((work.parameters for work in works), default=0)
         for rank, stages in enumerate(self._uses):
@@ -361,15 +378,20 @@ class Skeleton:
             for stage, uses in stages.items():
                 run = ranks.runs[stage]
                 shared = ranks.model.shared if any(map(self._is_shared, (run[0], run[-1]))) else 0
-                parameters = max(0, sum(works[at].parameters for at in run) - shared)
-                trained = max(0, parameters - sum(works[at].frozen for at in run))
+                every = max(0, sum(works[at].parameters for at in run) - shared)
+                free = max(0, every - sum(works[at].frozen for at in run))
+                experts = sum(works[at].experts.parameters for at in run)
+                frozen = sum(works[at].experts.frozen for at in run)
+                parts = zip(View, _apart(every, experts), _apart(free, experts - frozen), strict=True)
+                ends = {"microbatch": uses.ends, "run": uses.runs, "step": 1}[travel.reduction]
                 gathers = 1.0
-                if travel.residency == "action" and parameters:
-                    gathers = max(1.0, uses.all - uses.following * min(1.0, whole / parameters))
+                if travel.residency == "action" and every:
+                    gathers = max(1.0, uses.all - uses.following * min(1.0, whole / every))
                 elif travel.residency == "run":
                     gathers = float(often.get(stage, 1))
-                ends = {"microbatch": uses.ends, "run": uses.runs, "step": 1}[travel.reduction]
-                own[stage] = _Sent(parameters, trained, gathers, ends)
+                own[stage] = {
+                    view: _Sent(parameters, trained, gathers, ends) for view, parameters, trained in parts if parameters
+                }
             found.append(own)
         return found
 
@@ -433,9 +455,19 @@ def data_links(cluster: Cluster, mesh: MeshShape, *, has_islands: bool = False) 
     return {axis: cluster.along(mesh, axis) for axis in axes if mesh.sizes[axis] > 1}
 
 
-def sent_share(axis: str, mesh: MeshShape) -> float:
+def sent_share(axis: str, mesh: MeshShape, view: View = View.DENSE) -> float:
     """Return the share of a buffer that a rank sends in one transfer along an axis."""
-    return 1.0 - 1.0 / mesh.intra if axis == "intra" else (1.0 - 1.0 / mesh.inter) / mesh.intra
+    intra = mesh.intra // mesh.expert if view is View.EXPERTS else mesh.intra
+    return 1.0 - 1.0 / intra if axis == "intra" else (1.0 - 1.0 / mesh.inter) / intra
+
+
+def _apart(every: int, experts: int) -> tuple[int, int]:
+    """Return elements without experts, and of experts, by view."""
+    return max(0, every - experts), experts
+
+
+def _trained_of(sizes: Mapping[tuple[Phase, ...], int]) -> int:
+    return sum(numel for phases, numel in sizes.items() if phases)
 
 
 def _item(axis: str, codec: Codec | None, dtype: str) -> float:

@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 from atoll.plans.ir.text import to_text
 from atoll.prediction.planner.space import Frame, Order, Travel
 
+WHOLE = "whole"
+"""Experts that no ranks divide."""
+
 
 class Candidate(NamedTuple):
     """A predicted plan. seconds: of a step.  peak: bytes of its fullest rank; None if it was too slow for memory to be
@@ -24,6 +27,7 @@ def choices(candidate: Candidate) -> dict[str, str]:
     frame, order, travel = candidate.frame, candidate.order, candidate.travel
     mesh = frame.mesh
     sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes.items() if size > 1) or "1 rank"
+    experts = experts_of(candidate)
     return {
         "mesh": sizes,
         "microbatch": f"{frame.microbatch} x {frame.microbatches}",
@@ -31,6 +35,7 @@ def choices(candidate: Candidate) -> dict[str, str]:
         "precision": frame.precision,
         "schedule": _in_words(order),
         "layout": travel.layout.name,
+        **({} if experts == WHOLE else {"experts": experts}),
         "residency": travel.residency,
         "reduction": travel.reduction,
         "unit": str(travel.unit),
@@ -41,6 +46,13 @@ def choices(candidate: Candidate) -> dict[str, str]:
     }
 
 
+def experts_of(candidate: Candidate) -> str:
+    """Return in words how many ranks divide experts, and their layout if it is another."""
+    expert, travel = candidate.frame.mesh.expert, candidate.travel
+    words = WHOLE if expert == 1 else f"over {expert} ranks"
+    return words if travel.expert_layout in (None, travel.layout) else f"{words}, {travel.expert_layout}"
+
+
 def settings(candidate: Candidate) -> dict[str, dict[str, Any]]:
     """Return the sections and keys of a config for a plan."""
     frame, order, travel = candidate.frame, candidate.order, candidate.travel
@@ -49,6 +61,8 @@ def settings(candidate: Candidate) -> dict[str, dict[str, Any]]:
         "pipeline": frame.mesh.pipeline,
         "tensor": frame.mesh.tensor,
         "intra": frame.mesh.intra,
+        "expert": frame.mesh.expert if frame.mesh.expert > 1 else None,
+        "expert_layout": None if travel.expert_layout in (None, travel.layout) else str(travel.expert_layout),
         "order": list(frame.mesh.order),
         "schedule": order.name if order.made is None else to_text(order.made.schedule),
         "chunks": order.chunks,

@@ -30,8 +30,9 @@ from atoll.plans import schedules
 from atoll.plans.ir import Schedule
 from atoll.plans.layouts import ITEM_BYTES, Layout, Precision, Whole
 from atoll.plans.outer import Outer
-from atoll.plans.plan import MeshShape, Plan
+from atoll.plans.plan import AXES, MeshShape, Plan, View
 from atoll.prediction.cost import Cluster, Prediction, Use, Workload
+from atoll.prediction.cost.work import Elements
 from atoll.prediction.planner.bounds import Least, Skeleton, data_links, sent_share
 from atoll.prediction.planner.candidate import Candidate
 from atoll.prediction.planner.space import Frame, Goal, Order, Space, Travel
@@ -87,13 +88,23 @@ PLAIN = Travel(Layout("NNN"), "action", "microbatch", 1, None, False)
 
 class _Total(NamedTuple):
     """Seconds of a microbatch through all blocks, and through each layer, the shortest first; of the layers also their
-    kept bytes, their state, and the number of trained elements."""
+    kept bytes, their state and the number of trained elements: without experts, and of experts."""
 
     seconds: float
     layers: tuple[float, ...]
     kept: int
-    state: int
-    trained: int
+    state: tuple[float, float]
+    trained: tuple[int, int]
+
+    def state_on(self, mesh: MeshShape) -> float:
+        """Bytes of a rank's share of the state, sharded as far as possible, if it had all layers."""
+        return (self.state[0] + self.state[1] * mesh.expert) / mesh.data
+
+
+def _alone(mesh: MeshShape) -> MeshShape:
+    """Return the mesh without data parallelism but for ranks that divide experts."""
+    order = mesh.order if mesh.expert > 1 and mesh.order[-2] == "pp" else AXES
+    return MeshShape(mesh.pipeline, 1, mesh.expert, mesh.tensor, order, mesh.expert)
 
 
 class _Node(NamedTuple):
@@ -166,6 +177,23 @@ class PlanSearch:
         fitting = sorted((*better, *found.fitting), key=lambda each: each.seconds)
         return found._replace(fitting=tuple(fitting), predicted=found.predicted + min(MADE, len(bases)))
 
+    def with_expert_layouts(self, found: Found) -> Found:
+        """Add the fastest plan with other layouts of its experts, if their layout is not fixed and one gains `_WORTH`.
+
+        The search keeps one layout for all parameters: two would square the number of plans.
+        """
+        if not self.workload.experts or self.space.expert_layout is not None or not found.fitting:
+            return found
+        base, better, tried = found.fitting[0], [], 0
+        for layout in self.space.expert_layouts(base.frame.mesh, besides=base.travel.layout):
+            node = _Node(Least(0.0, 0.0, 0.0), base.frame, base.order, (base.travel._replace(expert_layout=layout),))
+            candidate, _ = self._played(node, base.seconds * (1.0 - _WORTH))
+            tried += 1
+            if candidate is not None and candidate.peak is not None and candidate.peak <= self.limit:
+                better.append(candidate)
+        fitting = sorted((*better, *found.fitting), key=lambda each: each.seconds)
+        return found._replace(fitting=tuple(fitting), predicted=found.predicted + tried)
+
     def _made(self, base: Candidate) -> Candidate | None:
         """Return the plan with an order searched for it; None if none fits."""
         from atoll.prediction.planner.made import made_for  # with numba, if it is installed
@@ -209,7 +237,9 @@ class PlanSearch:
             if aim(node.least) < best and not (fastest and node.least.nbytes > self.limit):
                 heappush(heap, (is_late, node.least.likely if fastest else node.least.nbytes, next(numbers), node))
 
-        every = self.space.frames(self.goal, self.cluster, blocks=len(self.workload.blocks))
+        every = self.space.frames(
+            self.goal, self.cluster, blocks=len(self.workload.blocks), experts=self.workload.experts
+        )
         frames = [frame for frame in every if self.outer is None or frame.mesh.inter > 1]
         for frame in frames:
             least = self._least_of(frame)
@@ -315,6 +345,8 @@ class PlanSearch:
             vocabulary_parallel=frame.vocabulary_parallel,
             states=self.states,
             codecs=self.space.codecs,
+            expert_layout=travel.expert_layout,
+            imbalance=self.goal.imbalance,
             outer=self.outer if frame.mesh.inter > 1 else None,  # bounds are of plans without data parallelism
             whole=self.whole,
         )
@@ -342,7 +374,7 @@ class PlanSearch:
 
     def _skeleton(self, frame: Frame, order: Order) -> Skeleton | None:
         """Return the schedule, or None if it does not fit the frame."""
-        alone = MeshShape(pipeline=frame.mesh.pipeline, tensor=frame.mesh.tensor)
+        alone = _alone(frame.mesh)
         key = frame._replace(mesh=alone), order
         if key not in self._skeletons:
             skeleton: Skeleton | None = None
@@ -374,13 +406,16 @@ class PlanSearch:
         # Slices of a vocabulary have kernels of their own, which are likely to take as long as those of the whole head.
         mean = (sum(total.layers) if frame.vocabulary_parallel else total.seconds) / mesh.pipeline
         most = sum(total.layers[: -(-len(total.layers) // mesh.pipeline)])
-        nbytes = (total.kept + total.state / mesh.data) / mesh.pipeline + self.cluster.device.context
+        nbytes = (total.kept + total.state_on(mesh)) / mesh.pipeline + self.cluster.device.context
         likely = max(total.seconds / mesh.pipeline, most) * (microbatches + 0.5 * (mesh.pipeline - 1))
         precision = Precision.preset(frame.precision)
         item = ITEM_BYTES[precision.reduce] + ITEM_BYTES[precision.compute]
-        sent = item * total.trained / mesh.pipeline
+        sent = {view: item * trained / mesh.pipeline for view, trained in zip(View, total.trained, strict=True)}
         links = data_links(self.cluster, mesh, has_islands=self.outer is not None)
-        moves = (link.seconds(sent * sent_share(axis, mesh)) for axis, link in links.items())
+        moves = (
+            sum(link.seconds(nbytes * sent_share(axis, mesh, view)) for view, nbytes in sent.items())
+            for axis, link in links.items()
+        )
         exposed = max(0.0, max(moves, default=0.0) - total.seconds / mesh.pipeline)
         return Least(max(mean, most) * microbatches, nbytes, likely + exposed)
 
@@ -391,13 +426,14 @@ class PlanSearch:
         assert total is not None, "the frame has a bound"
         pipeline = frame.mesh.pipeline
         kept = total.kept * min(frame.microbatches, pipeline)
-        return (kept + total.state / frame.mesh.data) / pipeline + self.cluster.device.context
+        return (kept + total.state_on(frame.mesh)) / pipeline + self.cluster.device.context
 
     def _total(self, frame: Frame) -> _Total | None:
         """Return the seconds of one microbatch through all blocks."""
         use = frame.use(self.goal)
         if use not in self._totals:
-            alone = frame._replace(mesh=MeshShape(tensor=use.tensor), microbatches=1, vocabulary_parallel=False)
+            mesh = MeshShape(1, 1, use.expert, use.tensor, expert=use.expert)
+            alone = frame._replace(mesh=mesh, microbatches=1, vocabulary_parallel=False)
             prediction = self._prediction(alone, Order("1f1b"), PLAIN)
             workload, precision = self.workload, Precision.preset(frame.precision)
             try:
@@ -407,11 +443,14 @@ class PlanSearch:
                 self._totals[use] = None
                 return None
             layers = [works[at] for at in workload.layers]
-            frozen = sum(work.frozen for work in layers)
-            trained = sum(work.parameters for work in layers) - frozen
+            every = Elements(sum(work.parameters for work in layers), 0, sum(work.frozen for work in layers))
+            experts = Elements(*map(sum, zip(*(work.experts for work in layers), strict=True)))
+            dense = Elements(every.parameters - experts.parameters, 0, every.frozen - experts.frozen)
+            trained = dense.parameters - dense.frozen, experts.parameters - experts.frozen
             # The master and the optimizer's states; frozen parameters alone.
-            states = prediction.plan.least_states
-            state = (1 + states) * ITEM_BYTES[precision.master] * trained + ITEM_BYTES[precision.compute] * frozen
+            each = (1 + prediction.plan.least_states) * ITEM_BYTES[precision.master]
+            item = ITEM_BYTES[precision.compute]
+            state = each * trained[0] + item * dense.frozen, each * trained[1] + item * experts.frozen
             seconds = sum(sum(prediction.durations.parts(work)) for work in works)
             own = sorted(sum(prediction.durations.parts(work)) for work in layers)
             self._totals[use] = _Total(seconds, tuple(own), sum(work.kept for work in layers), state, trained)
@@ -420,7 +459,8 @@ class PlanSearch:
     @property
     def cause(self) -> str:
         """After a search that found no plan at all: what ruled out the last of them."""
-        ruled_out = self.space.cause(self.goal, self.cluster, blocks=len(self.workload.blocks))
+        blocks, experts = len(self.workload.blocks), self.workload.experts
+        ruled_out = self.space.cause(self.goal, self.cluster, blocks=blocks, experts=experts)
         if ruled_out:
             return ruled_out
         if self._refusals:

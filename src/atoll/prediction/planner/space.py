@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple, TypeVar
 
@@ -11,7 +12,7 @@ from atoll.base.errors import ConfigError
 from atoll.plans.ir import Schedule
 from atoll.plans.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, current
 from atoll.plans.layouts import EFFECTIVE, NO_CODECS, Codecs, Layout, Level, Precision
-from atoll.plans.plan import AXES, ORDERS, RECOMPUTE, MeshShape
+from atoll.plans.plan import AXES, ORDERS, RECOMPUTE, MeshShape, View
 from atoll.prediction.cost import Cluster, Use
 
 Word = TypeVar("Word", bound=str)
@@ -22,7 +23,8 @@ class Goal:
     """The requirements of a step.
 
     global_batch: samples per step, of `sequence` tokens each.  ranks: devices; by default all of the cluster.
-    headroom: share of a device's memory that a plan has to leave free, for errors of the prediction.
+    headroom: share of a device's memory that a plan has to leave free, for errors of the prediction.  imbalance: as in
+    `Plan`.
 
     Raises ConfigError for impossible sizes.
     """
@@ -31,6 +33,7 @@ class Goal:
     sequence: int
     ranks: int | None = None
     headroom: float = 0.05
+    imbalance: float = 1.0
 
     def __post_init__(self) -> None:
         sizes = {"global_batch": self.global_batch, "sequence": self.sequence, "ranks": self.ranks}
@@ -92,6 +95,8 @@ class Frame(NamedTuple):
             samples=self.microbatch,
             sequence=goal.sequence,
             tensor=self.mesh.tensor,
+            expert=self.mesh.expert,
+            imbalance=goal.imbalance,
             sequence_parallel=self.sequence_parallel,
             compute=Precision.preset(self.precision).compute,
             recompute=self.recompute,
@@ -107,6 +112,11 @@ class Travel(NamedTuple):
     unit: int
     prefetch: int | None
     post_validation: bool
+    expert_layout: Layout | None = None
+
+    def layout_of(self, view: View) -> Layout:
+        """The layout of a view's units."""
+        return self.layout if view is View.DENSE or self.expert_layout is None else self.expert_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +124,9 @@ class Space:
     """The values that a planner chooses from, the simplest first; None for all.
 
     pipeline, tensor, intra: ranks along these axes; by default all divisors. A group is within a node, and so are
-    tensor-parallel ranks.  order: of the mesh's axes over the ranks.  schedules: of a pipeline, those of
+    tensor-parallel ranks.  expert: ranks of a group that divide experts; by default all divisors of both.
+    expert_layout: of experts; if None that of all else, unless another one saves time for the fastest plans.
+    order: of the mesh's axes over the ranks.  schedules: of a pipeline, those of
     `atoll.prediction.planner.space.ORDERS_OF_A_PIPELINE` if not given, and orders searched for the fastest plans.
     microbatch: samples; all divisors of a rank's share if not given.  precision: presets of `atoll.Precision`; those
     with a dtype for which the device has no rate are left out.  codecs: of every plan. They change the results, so the
@@ -124,6 +136,8 @@ class Space:
     pipeline: tuple[int, ...] | None = None
     tensor: tuple[int, ...] | None = None
     intra: tuple[int, ...] | None = None
+    expert: tuple[int, ...] | None = None
+    expert_layout: Layout | None = None
     order: tuple[tuple[str, ...], ...] = ORDERS
     schedules: tuple[Order, ...] | None = None
     microbatch: tuple[int, ...] | None = None
@@ -142,8 +156,9 @@ class Space:
     def __post_init__(self) -> None:
         object.__setattr__(self, "residency", tuple(map(current, self.residency)))
 
-    def frames(self, goal: Goal, cluster: Cluster, *, blocks: int) -> Iterator[Frame]:
+    def frames(self, goal: Goal, cluster: Cluster, *, blocks: int, experts: int = 0) -> Iterator[Frame]:
         """Yield every mesh with its possible microbatches. blocks: of the model, the maximum length of a pipeline.
+        experts: of a layer, 0 if there are none.
 
         Meshes with equal placement on the network are yielded once, in the first order of `order`. Raises ConfigError
         if the device has no rate for any of the precisions.
@@ -152,12 +167,12 @@ class Space:
         precisions = [name for name, compute in computes.items() if compute in cluster.device.rates]
         if not precisions:
             cluster.device.rate(computes[self.precision[0]])
-        for mesh in self.meshes(world_of(goal, cluster), cluster, blocks=blocks):
+        for mesh in self.meshes(world_of(goal, cluster), cluster, blocks=blocks, experts=experts):
             share, rest = divmod(goal.global_batch, mesh.data)
             if rest:
                 continue
             sizes = _chosen(self.microbatch, share)
-            spread = (False,) if mesh.tensor == 1 else self.sequence_parallel
+            spread = (False,) if mesh.tensor == 1 or experts else self.sequence_parallel
             sliced = (False,) if mesh.pipeline == 1 else self.vocabulary_parallel
             for size, recompute, precision, is_spread, is_sliced in product(
                 sizes, self.recompute, precisions, spread, sliced
@@ -165,11 +180,11 @@ class Space:
                 if not is_spread or goal.sequence % mesh.tensor == 0:
                     yield Frame(mesh, size, share // size, recompute, precision, is_spread, is_sliced)
 
-    def meshes(self, world: int, cluster: Cluster, *, blocks: int) -> Iterator[MeshShape]:
+    def meshes(self, world: int, cluster: Cluster, *, blocks: int, experts: int = 0) -> Iterator[MeshShape]:
         """Yield every mesh of so many ranks."""
         devices = cluster.node.devices
         for tensor in _chosen(self.tensor, world):
-            if tensor > devices:
+            if tensor > devices or experts % tensor:
                 continue
             for pipeline in _chosen(self.pipeline, world // tensor):
                 if pipeline > blocks:
@@ -183,16 +198,17 @@ class Space:
                         lies = _lies(mesh, cluster)
                         if intra <= max(1, within) and lies not in seen:
                             seen.add(lies)
-                            yield mesh
+                            each = math.gcd(intra, experts // tensor) if experts else 1
+                            yield from (replace(mesh, expert=expert) for expert in _chosen(self.expert, each))
 
-    def cause(self, goal: Goal, cluster: Cluster, *, blocks: int) -> str:
+    def cause(self, goal: Goal, cluster: Cluster, *, blocks: int, experts: int = 0) -> str:
         """Return the constraint that leaves no frame; an empty text if there is one.
 
         The constraints in the order in which `meshes` and `frames` apply them: the first without which there would be a
         frame, if all that follow it were met as well, ruled out the last.
         """
         world = world_of(goal, cluster)
-        if any(True for _ in self.frames(goal, cluster, blocks=blocks)):
+        if any(True for _ in self.frames(goal, cluster, blocks=blocks, experts=experts)):
             return ""
         for axis in ("tensor", "pipeline", "intra", "microbatch"):
             kept = getattr(self, axis)
@@ -200,7 +216,7 @@ class Space:
             if kept is not None and not _chosen(kept, share):
                 of = "global_batch" if axis == "microbatch" else "ranks"
                 return f"{axis} = {_listed(kept)} does not divide {share} ({of})"
-        meshes = [*self.meshes(world, cluster, blocks=blocks)]
+        meshes = [*self.meshes(world, cluster, blocks=blocks, experts=experts)]
         if not meshes:
             devices = cluster.node.devices
             kept_axes = {axis: getattr(self, axis) for axis in ("tensor", "pipeline", "intra")}
@@ -251,20 +267,32 @@ class Space:
             if placed in seen:
                 continue
             seen.add(placed)
-            is_whole = layout.parameters is Level.N
+            own = self.expert_layout
+            is_whole = layout.parameters is Level.N and (own is None or own.parameters is Level.N)
+            is_summed = layout.gradients is Level.N and (own is None or own.gradients is Level.N)
             units = self.unit[:1] if mesh.data == 1 else self.unit
             prefetch = self.prefetch[:1] if mesh.data == 1 else self.prefetch
             for residency, reduction in product(
                 self.residency[:1] if is_whole or not several else _distinct(self.residency, stays),
-                self.reduction[:1] if layout.gradients is Level.N or not several else _distinct(self.reduction, stays),
+                self.reduction[:1] if is_summed or not several else _distinct(self.reduction, stays),
             ):
                 # With a larger unit more parameters stay gathered between two uses of a stage.
                 is_apart = residency == "action" and not is_whole and several
                 for alike in [(unit,) for unit in units] if is_apart else [units]:
                     yield tuple(
-                        Travel(placed, residency, reduction, unit, ahead, is_validated)
+                        Travel(placed, residency, reduction, unit, ahead, is_validated, own)
                         for unit, ahead, is_validated in product(alike, prefetch, validated)
                     )
+
+    def expert_layouts(self, mesh: MeshShape, *, besides: Layout) -> Iterator[Layout]:
+        """Yield the distinct layouts of experts on a mesh, without that of all else."""
+        shared = replace(mesh, intra=mesh.intra // mesh.expert, expert=1)
+        seen = {_placed(besides, shared)}
+        for layout in self.layouts if shared.data > 1 else ():
+            placed = _placed(layout, shared)
+            if placed not in seen:
+                seen.add(placed)
+                yield placed
 
 
 def world_of(goal: Goal, cluster: Cluster) -> int:

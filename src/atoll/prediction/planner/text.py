@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from atoll.base.units import format_bytes, format_rate, format_seconds
+from atoll.base.units import format_bytes, format_count, format_rate, format_seconds
 from atoll.prediction.cost import Prediction
 from atoll.prediction.cost.breakdown import PARTS, busiest_rank
 from atoll.prediction.planner.candidate import Candidate, choices
@@ -22,7 +22,11 @@ def describe_answer(answer: Answer, own: Prediction | None = None) -> Iterator[s
     best, prediction = answer.best, answer.prediction
     devices = prediction.plan.mesh.world
     rate = prediction.tokens_a_second
-    yield f"{prediction.workload.name} on {devices} device{'s' if devices > 1 else ''}, {_batch(answer)}"
+    model = prediction.workload
+    active = (
+        f" ({format_count(model.parameters)} parameters, {format_count(model.active)} active)" if model.experts else ""
+    )
+    yield f"{model.name}{active} on {devices} device{'s' if devices > 1 else ''}, {_batch(answer)}"
     yield ""
     yield from _table([(name, value) for name, value in choices(best).items()])
     yield ""
@@ -33,6 +37,8 @@ def describe_answer(answer: Answer, own: Prediction | None = None) -> Iterator[s
     yield f"memory  {_memory(prediction)}"
     yield f"time    {_time(prediction)}"
     yield f"proof   {_proof(answer)}"
+    if model.mixture is not None:
+        yield f"experts {_experts(prediction)}"
     if own is not None:
         yield f"yours   {_compared(own.seconds, best.seconds)}{'' if own.fits else ', and does not fit'}"
     if answer.runners_up:
@@ -84,6 +90,16 @@ def _proof(answer: Answer) -> str:
     return f"another plan is at most {answer.gap:.1%} faster: {tried}, bounds exclude slower ones"
 
 
+def _experts(prediction: Prediction) -> str:
+    """Return what an exchange of rows sends, compared with gathers of experts."""
+    mixture, tokens = prediction.workload.mixture, prediction.use.tokens
+    assert mixture is not None, "the model has experts"
+    return (
+        f"an exchange of rows sends less than gathers of experts below {mixture.break_even:,.0f} tokens a microbatch; "
+        f"here it has {tokens:,}"
+    )
+
+
 def _row(candidate: Candidate, best: Candidate) -> tuple[str, ...]:
     own = choices(candidate)
     names = ("mesh", "schedule", "layout", "microbatch", "recompute")
@@ -99,7 +115,7 @@ def _changes(answer: Answer) -> Iterator[tuple[str, ...]]:
             yield each.what, same, "found no plan that fits"
             continue
         own = choices(each.best)
-        other = [f"{name} {value}" for name, value in own.items() if value != best[name]]
+        other = [f"{name} {value}" for name, value in own.items() if value != best.get(name)]
         plan = ", ".join(other[:4]) if other else "the same plan"
         yield each.what, same, f"best {format_seconds(each.best.seconds)}: {plan}"
 

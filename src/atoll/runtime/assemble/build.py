@@ -13,7 +13,7 @@ from atoll.plans.plan import Plan, View
 from atoll.program import EMBEDDING, HEAD, ModelShape, Phase, Using, groups_of
 from atoll.runtime.assemble.sharded import Sharded
 from atoll.runtime.experts.division import Experts
-from atoll.runtime.experts.kinds import deferred_in
+from atoll.runtime.experts.kinds import deferred_in, stacked_in
 from atoll.runtime.models import Adapter, Block, Vocabulary, initialise_block, name_seed, shared_parameters
 from atoll.runtime.models.buffers import buffers_of, buffers_outside, modules_outside, on_meta, written
 from atoll.runtime.outline import Outline
@@ -214,7 +214,7 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
             needs_backward=at >= model.shape.first_trained,
             recompute="none" if is_table else plan.recompute,
             end=exit_ if exit_ is not None and exit_.lies_in(block) else None,
-            keeping=Selective(collector) if keeps else None,
+            keeping=Selective(collector, by_layers=model.experts.replaces(at, waits=waits)) if keeps else None,
         )
         own_blocks.append(local)
         # Replace the layers' forwards first and then the block's: replaced modules are compiled with the block.
@@ -354,7 +354,7 @@ def _matrices(
             is_end = at in (0, len(blocks) - 1) or isinstance(module, nn.Embedding)
             for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
                 (ends if is_end else hidden).add(shared.get(f"{prefix}.{name}", f"{prefix}.{name}"))
-    found = frozenset(whole.chosen(shapes, hidden - ends))
+    found = frozenset(whole.chosen(shapes, hidden - ends, stacked_in(blocks)))
     split = sorted(name for names in apart for name in names if name in found)
     if split:
         raise PlanError(

@@ -17,13 +17,16 @@ from atoll.plans.plan import Plan
 from atoll.program import Program, Programs
 from atoll.runtime.assemble.build import build_rank
 from atoll.runtime.experts.division import Experts
+from atoll.runtime.experts.kinds import stacked_in
 from atoll.runtime.models import adapter_for
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.deferred import Collector
+from atoll.runtime.pipeline.routing import Balance
 from atoll.runtime.sharding.surroundings import Surroundings
 from atoll.runtime.sharding.tensor_parallel import tensor_parallel
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Later, Message, Peers, Tag, Transport
+from atoll.runtime.transport.base import new_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +61,12 @@ def describe_rank(
     with pretended:
         transport = Nowhere(plan.mesh.place(first), torch.device("meta"))
         adapter = adapter_for(make_model())
-        outline = Outline.of(adapter, plan)
+        outline = Outline.of(adapter, plan, stacked=stacked_in(adapter.blocks()).values())
         tensor = None
         if plan.mesh.tensor > 1:
             tensor = tensor_parallel(adapter, plan, transport.mesh_along("tp"), apart=outline.ends)
-        experts = Experts.of(adapter, plan, transport, None if tensor is None else tensor.mesh)
+        mesh = None if tensor is None else tensor.mesh
+        experts = Experts.of(adapter, plan, transport, tensor=mesh, balance=Balance())
         around = Surroundings(plan.sharding(transport.place), transport, transport.device, lanes={})
         sharded = build_rank(outline, around=around, collector=Collector(), seed=0, tensor=tensor, experts=experts)
         shape = sharded.rank(transport.place, reads_in_place=reads_in_place)
@@ -116,8 +120,8 @@ class Nowhere(Transport):
         _refuse()
 
     def exchange_rows(
-        self, sent: Tensor, received: Tensor, counts: tuple[Sequence[int], Sequence[int]], peers: Peers, tag: Tag
-    ) -> None:
+        self, sent: Tensor, counts: tuple[Sequence[int], Sequence[int]], peers: Peers, tag: Tag
+    ) -> AbstractContextManager[list[Tensor]]:
         _refuse()
 
     def total_later(self, values: Tensor) -> Later:
@@ -125,7 +129,7 @@ class Nowhere(Transport):
 
     def mesh_along(self, *axes: str) -> DeviceMesh:
         """Return the mesh of simulated ranks along `axes`."""
-        return DeviceMesh("cpu", list(self.place.peers(*axes)), mesh_dim_names=("_".join(axes),))
+        return DeviceMesh("cpu", list(self.place.peers(*axes)), mesh_dim_names=(new_name(axes),))
 
 
 def _refuse() -> NoReturn:

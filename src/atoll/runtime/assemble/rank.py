@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from atoll.base.errors import CostWarning, PlanError, WeightsWarning
 from atoll.base.faults import BadStepAnswer, BadStepPolicy
 from atoll.plans.layouts import swapped_along
-from atoll.plans.plan import Plan
+from atoll.plans.plan import Plan, View
 from atoll.prediction.advice import advice
 from atoll.program import Program, needed_in_a_step
 from atoll.runtime.agreement import Agreement
@@ -24,6 +24,7 @@ from atoll.runtime.batches import Batches, Labels
 from atoll.runtime.checkpoint import is_complete
 from atoll.runtime.experts.division import Experts
 from atoll.runtime.experts.implementation import choose_implementation
+from atoll.runtime.experts.kinds import stacked_in
 from atoll.runtime.lanes import JobLane, LaneKind, lane_of, lanes_of
 from atoll.runtime.mail import Mail
 from atoll.runtime.models import Adapter, Batch, Loss, adapter_for, weights_for
@@ -32,6 +33,7 @@ from atoll.runtime.models.weights import Weights
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.deferred import Collector
 from atoll.runtime.pipeline.executor import Executor
+from atoll.runtime.pipeline.routing import Balance, Routers
 from atoll.runtime.pipeline.step_end import LossScaler, StepEnd
 from atoll.runtime.randomness import keeping_random_state
 from atoll.runtime.sharding.coding import Moment
@@ -57,6 +59,7 @@ class EngineOptions:
     loss: Loss | None
     weights: Path | None
     bad_steps: BadStepPolicy
+    balance: Balance
     moment: Moment
 
     def check(self, plan: Plan) -> None:
@@ -118,11 +121,12 @@ def assemble(
     adapter, stored, notes = _adapt(model, options)
     for note in notes if place.rank == 0 else ():
         warnings.warn(note, WeightsWarning, stacklevel=3)
-    outline = Outline.of(adapter, plan)
+    outline = Outline.of(adapter, plan, stacked=stacked_in(adapter.blocks()).values())
     tensor = None
     if plan.mesh.tensor > 1:
         tensor = tensor_parallel(adapter, plan, transport.mesh_along("tp"), apart=outline.ends)
-    experts = Experts.of(adapter, plan, transport, None if tensor is None else tensor.mesh)
+    mesh = None if tensor is None else tensor.mesh
+    experts = Experts.of(adapter, plan, transport, tensor=mesh, balance=options.balance)
     choose_implementation(model, dtype_of(plan.precision.compute), device)
     _open_links(outline, transport)
     is_alone, waits_on_host = plan.nest(place).ranks == 1, transport.waits_on_host
@@ -146,7 +150,7 @@ def assemble(
     )
     if not sharded.trainable:
         raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained")
-    own, end = _end(sharded, plan, options, transport=transport)
+    own, end = _end(sharded, plan, options, transport=transport, routers=experts.routers)
     executor = _executor(
         outline,
         sharded,
@@ -199,7 +203,7 @@ def _predicts_next(adapter: Adapter) -> bool:
 
 
 def _end(
-    sharded: Sharded, plan: Plan, options: EngineOptions, *, transport: Transport
+    sharded: Sharded, plan: Plan, options: EngineOptions, *, transport: Transport, routers: Routers
 ) -> tuple[ShardedOptimizer, StepEnd]:
     """Return the optimizer of a rank, and what ends its steps."""
     own = ShardedOptimizer(
@@ -214,6 +218,7 @@ def _end(
         sharded.specs,
         own,
         transport=transport,
+        routers=routers,
         clip=options.clip,
         scaler=LossScaler() if plan.precision.compute == "float16" else None,
         is_post_validated=plan.post_validation,
@@ -247,9 +252,12 @@ def _open_links(outline: Outline, transport: Transport) -> None:
         transport.open_links(Channel.VERDICT, [(at + 1, at) for at in range(plan.mesh.pipeline - 1)])
     transport.open_links(None, outline.sharing)
     if plan.whole is not None:
-        axes = tuple(axis for axis in swapped_along(plan.layout.optimizer) if plan.outer is None or axis != "inter")
-        transport.open_swaps(*axes)
-        transport.open_swaps(*axes, "tp")
+        for view in View if plan.divides_experts else (View.DENSE,):
+            sharding = plan.sharding(transport.place, view)
+            moved = [axis for axis in swapped_along(sharding.layout.optimizer) if sharding.nest.size(axis) > 1]
+            axes = tuple(sharding.along[axis] for axis in moved)
+            transport.open_swaps(*axes)
+            transport.open_swaps(*axes, "tp")
 
 
 def lower_programs(rank: Rank) -> tuple[Program, bool]:

@@ -27,13 +27,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from atoll.base._torch import local_part
+from atoll.base.errors import PlanError
 from atoll.plans.plan import Plan
 from atoll.runtime.experts.adapters import LowRank, adapters_of, check_adapters, wrappers_of
+from atoll.runtime.experts.compiled import as_operator, enter
 from atoll.runtime.experts.exchange import Exchange
 from atoll.runtime.experts.grouped import GroupedWeight
-from atoll.runtime.experts.kinds import Kind, check_division, experts_in, kind_of
+from atoll.runtime.experts.kinds import Kind, check_division, experts_in, kind_of, stacked_in
+from atoll.runtime.experts.routers import Router, routers_of, watch
 from atoll.runtime.models import Adapter, Block
 from atoll.runtime.pipeline.deferred import Collector
+from atoll.runtime.pipeline.routing import Balance, Routers, Work
 from atoll.runtime.sharding.tensors import Spread
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Transport
@@ -48,6 +53,8 @@ class Experts:
 
     mesh: the ranks that divide them; None if each has all.  tensor: the tensor-parallel ranks among these, if they have
     the same tokens.  axes: those of the mesh along which rows are exchanged.
+    parts: the tensor-parallel ranks that have parts of the same sequences instead.
+    routers: what this rank's report.  watched: those of the model that do.
     """
 
     blocks: tuple[Block, ...]
@@ -56,18 +63,32 @@ class Experts:
     mesh: DeviceMesh | None
     tensor: DeviceMesh | None
     axes: tuple[str, ...]
+    parts: DeviceMesh | None
+    routers: Routers
+    watched: tuple[Router, ...] = ()
     _divisions: list[Division] = field(default_factory=list)
 
     @staticmethod
-    def of(adapter: Adapter, plan: Plan, transport: Transport, tensor: DeviceMesh | None) -> Experts:
-        """Find the experts of a model. Raises PlanError if the plan cannot divide them."""
+    def of(
+        adapter: Adapter, plan: Plan, transport: Transport, *, tensor: DeviceMesh | None, balance: Balance
+    ) -> Experts:
+        """Find the experts of a model. Raises PlanError if the plan cannot divide or balance them."""
         blocks, mesh = tuple(adapter.blocks()), plan.mesh
-        check_division(blocks, mesh.expert, mesh.tensor)
+        check_division(blocks, plan)
         has_any = any(True for block in blocks for _ in experts_in(block))
+        is_replaced = has_any and (mesh.expert > 1 or mesh.world > mesh.data)
+        if is_replaced and plan.recompute == "selective" and plan.compile != "none":
+            raise PlanError(
+                f'recompute = "selective" with compile = "{plan.compile}" and experts that the ranks divide, or whose '
+                "gradients wait for W: compiled experts are one operator, of which no products can be kept. Use "
+                'recompute = "block", or compile = "none"'
+            )
         axes = tuple(axis for axis, size in (("expert", mesh.expert), ("tp", mesh.tensor)) if size > 1 and has_any)
         exchanging = axes if plan.sequence_parallel else tuple(axis for axis in axes if axis == "expert")
         if exchanging:
             transport.open_swaps(*exchanging)
+        routers = Routers.of(balance, plan, transport.place)
+        routers.work = Work(transport.device) if axes else None
         return Experts(
             blocks,
             plan,
@@ -75,19 +96,20 @@ class Experts:
             transport.mesh_along(*axes) if axes else None,
             None if plan.sequence_parallel or not has_any else tensor,
             exchanging,
+            parts=tensor if plan.sequence_parallel else None,
+            routers=routers,
+            watched=routers_of(blocks, balance),
         )
 
     @property
     def names(self) -> frozenset[str]:
         """Names of the parameters that are a unit of their own in each block."""
-        if not self.plan.divides_experts:
-            return frozenset()
-        return frozenset(
-            f"{name}.{key}"
-            for block in self.blocks
-            for name, module in experts_in(block)
-            for key, _ in module.named_parameters(recurse=False)
-        )
+        return frozenset(stacked_in(self.blocks)) if self.plan.divides_experts else frozenset()
+
+    def replaces(self, at: int, *, waits: bool) -> bool:
+        """Return True if `install` replaces the forward of a block's experts: where ranks divide them, or gradients of
+        their weights wait for W."""
+        return (self.mesh is not None or waits) and any(True for _ in experts_in(self.blocks[at]))
 
     @property
     def exchanges(self) -> Mapping[int, int]:
@@ -130,10 +152,16 @@ class Experts:
 
         Return True if any gradient waits.
         """
-        if self.mesh is None and not waits:
+        own = [router for router in self.watched if router.block == at]
+        watch(own, self.routers, self.plan, collector=collector, parts=self.parts)
+        if not self.replaces(at, waits=waits):
             return False
         owners = {id(p): (unit, name) for unit in units for name, p in unit.parameters.items()}
-        exchange = Exchange(self.transport, self.axes, at) if self.axes else None
+        work = self.routers.work
+        exchange = None
+        if self.axes:
+            assert work is not None, "ranks divide the experts"
+            exchange = Exchange(self.transport, self.axes, at, work=work)
         any_waits = False
         for name, module in experts_in(self.blocks[at]):
             kind = kind_of(module)
@@ -149,7 +177,8 @@ class Experts:
                 given = module, key, owner, collector, adapters
                 weights.append(GroupedWeight(*given, is_transposed=kind.is_transposed, waits=waits))
                 any_waits |= waits and owner is not None
-            division = Division(module, kind, weights, exchange=exchange, tensor=self.tensor)
+            measured = None if work is None else (work, collector)
+            division = Division(module, kind, weights, exchange=exchange, tensor=self.tensor, measured=measured)
             for wrapper in wrappers:
                 wrapper.forward = module.forward
             self._divisions.append(division)
@@ -167,7 +196,7 @@ class Division:
     """One module of experts, whose forward is replaced.
 
     exchange: between the expert ranks, if there are several.  tensor: the tensor-parallel group, if there is one.
-    rows: those that this rank's experts computed since `rows` was last set, for metrics.
+    measured: where rows are counted, if they are, and what says that a block runs again.
     """
 
     def __init__(
@@ -178,28 +207,38 @@ class Division:
         *,
         exchange: Exchange | None,
         tensor: DeviceMesh | None,
+        measured: tuple[Work, Collector] | None,
     ) -> None:
+        self._measured = measured
         self._module, self._kind, self._exchange, self._tensor = module, kind, exchange, tensor
         self._up, self._down = weights
         self._experts = module.num_experts
         self._groups = 1 if exchange is None else len(exchange.peers.ranks)
         self._tensors = 1 if tensor is None else tensor.size()
         self._each = self._experts // (self._groups * self._tensors)
-        self.rows = 0
+        # Of a compiled graph, see compiled.py: the number of this object, and what keeps its operator in the graph.
+        self.slot = enter(self)
+        device = local_part(module.down_proj).device
+        self.anchor = torch.zeros(1, dtype=torch.float32, device=device, requires_grad=True)
         module.forward = self.forward_of_all if kind.takes_all else self.forward
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # how many rows are not zero is known at run time alone
     def forward_of_all(self, hidden_states: Tensor) -> Tensor:
         """Compute rows [E T, H] of all tokens for each expert in turn: those that are not zero; see `Kind`."""
         rows = (hidden_states.detach() != 0).any(-1).nonzero().squeeze(-1)
         index = rows // (hidden_states.shape[0] // self._experts)
-        out = self.forward(hidden_states[rows], index[:, None], None)
+        out = self.compute(hidden_states[rows], index[:, None], None)
         return torch.zeros_like(hidden_states).index_copy(0, rows, out)
 
-    @torch.compiler.disable
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None) -> Tensor:
         """Compute the experts of all tokens: [T, H], with k experts for each, [T, k], and their weights, if they have
         any."""
+        if torch.compiler.is_compiling():
+            return as_operator(self, hidden_states, top_k_index, top_k_weights)
+        return self.compute(hidden_states, top_k_index, top_k_weights)
+
+    def compute(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None) -> Tensor:
+        """Compute the same, outside of compiled code."""
         hidden = _copied(hidden_states, self._tensor)
         tokens, k = top_k_index.shape
         # Sorted by expert, so by rank: all rows of a rank are one range, and in it those of an expert.
@@ -211,24 +250,23 @@ class Division:
             pairs = pairs[(experts // self._each) % self._tensors == at]
             counts = counts[:, at]
         counts = counts.reshape(self._groups, self._each)
-        rows = hidden[pairs // k]
+        tokens_of_pairs = pairs // k
         if self._exchange is None:
-            own = counts[0].tolist()
-            out = self._compute(rows, own)
+            own: Sequence[int] = counts[0].tolist()
+            out = self._compute(hidden.index_select(0, tokens_of_pairs), own)
         else:
             route = self._exchange.route(counts.contiguous())
-            arrived = self._exchange.dispatch(rows, route)
-            order, own = _by_expert(route.counts, rows.device)
-            out = self._compute(arrived[order], own)
-            out = self._exchange.combine(_put_back(out, order), route)
-        self.rows += sum(own)
+            own = route.experts
+            out = self._compute(self._exchange.dispatch(hidden, tokens_of_pairs, route), own)
+            out = self._exchange.combine(out, route)
+        if self._measured is not None:
+            work, collector = self._measured
+            work.rows += sum(own) if collector.found is None else 0
         weighed = out
         if top_k_weights is not None:
-            weighed = out * _copied(top_k_weights, self._tensor).reshape(-1)[pairs, None]
+            weighed = out * _copied(top_k_weights, self._tensor).reshape(-1).index_select(0, pairs)[:, None]
         if self._tensors == 1:
-            back = torch.empty_like(pairs)
-            back[pairs] = torch.arange(len(pairs), device=pairs.device)
-            every = weighed[back]
+            every = weighed.index_select(0, torch.argsort(pairs))
         else:
             every = weighed.new_zeros(tokens * k, weighed.shape[1]).index_copy(0, pairs, weighed)
         total = every.view(tokens, k, -1).sum(1)
@@ -254,22 +292,6 @@ def _writable(module: nn.Module, args: Any, output: Any) -> Any:
     """Return a copy of an output that the model adds to in place: what comes out of a DTensor is a view, which autograd
     lets nobody change."""
     return output.clone() if isinstance(output, Tensor) else output
-
-
-def _by_expert(counts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, list[int]]:
-    """Return the order that sorts rows by expert which are sorted by rank, and then by expert; and the rows of each
-    expert."""
-    table = torch.tensor(counts)
-    experts = torch.arange(table.shape[1]).repeat(table.shape[0])
-    order = torch.sort(experts.repeat_interleave(table.view(-1)), stable=True).indices
-    return order.to(device, non_blocking=True), table.sum(0).tolist()
-
-
-def _put_back(rows: Tensor, order: Tensor) -> Tensor:
-    """Return rows in the order that they had before they were sorted."""
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
-    return rows[back]
 
 
 def _copied(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:

@@ -11,6 +11,7 @@ one process, where the stacked parameter has a gradient whenever any expert has 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,6 +57,12 @@ class GroupedWeight:
         product: Tensor = _Grouped.apply(self, rows, weight, self._anchor, tuple(counts))
         return self._adapters.add(product, rows, counts)
 
+    def product(self, rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the product without a history: computed, or what selective recompute has kept."""
+        multiply = partial(grouped_product, rows, weights, counts)
+        multiplier = self._collector.multiplier
+        return multiply() if multiplier is None else multiplier.product(multiply)
+
     def collect(self, rows: Tensor, gradient: Tensor, counts: Sequence[int]) -> None:
         """Keep the factors of the weight's gradient for W, or compute it immediately."""
         if self._owner is None:
@@ -78,7 +85,7 @@ class _Grouped(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.layer, ctx.counts = layer, counts
-        return grouped_product(rows, weight if layer.is_transposed else weight.transpose(1, 2), counts)
+        return layer.product(rows, weight if layer.is_transposed else weight.transpose(1, 2), counts)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -11,7 +11,7 @@ perhaps a bias of each. `is_transposed` says that a weight is [E, inputs, output
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from atoll.base.errors import PlanError
+from atoll.plans.plan import Plan
 from atoll.runtime.models import Block
 from atoll.runtime.models.operations import is_deferrable
 
@@ -89,9 +90,20 @@ def experts_in(block: Block) -> Iterator[tuple[str, Any]]:
     yield from ((name, module) for name, module in block.named_modules() if kind_of(module) is not None)
 
 
-def check_division(blocks: Sequence[Block], expert: int, tensor: int) -> None:
-    """Raise PlanError if the ranks cannot divide the experts of a model."""
+def stacked_in(blocks: Iterable[Block]) -> Mapping[str, nn.Parameter]:
+    """Return the parameters of all experts of some blocks, by qualified name."""
+    return {
+        f"{name}.{key}": parameter
+        for block in blocks
+        for name, module in experts_in(block)
+        for key, parameter in module.named_parameters(recurse=False)
+    }
+
+
+def check_division(blocks: Sequence[Block], plan: Plan) -> None:
+    """Raise PlanError if the ranks cannot divide the experts of a model, or it has none to lay out."""
     found = [(name, module) for block in blocks for name, module in experts_in(block)]
+    expert, tensor = plan.mesh.expert, plan.mesh.tensor
     if not found and expert > 1:
         named = (pair for block in blocks for pair in block.named_modules())
         others = (
@@ -100,6 +112,11 @@ def check_division(blocks: Sequence[Block], expert: int, tensor: int) -> None:
         raise PlanError(
             f"expert = {expert} ranks divide the experts of a mixture, and the model has none that can be divided: "
             f"stacked parameters with the interface of transformers' experts. {next(others, '')}Use expert = 1"
+        )
+    if not found and plan.expert_layout is not None:
+        raise PlanError(
+            f"expert_layout = {plan.expert_layout.name} is of the experts of a mixture, and the model has none that "
+            "can be a unit of their own: stacked parameters with the interface of transformers' experts. Leave it out"
         )
     for name, module in found:
         if module.num_experts % (expert * tensor):

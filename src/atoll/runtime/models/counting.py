@@ -190,6 +190,11 @@ class _Counts:
 
 
 def _check(use: Use) -> None:
+    if use.expert > 1:
+        raise ConfigError(
+            f"expert = {use.expert}: a model is counted with all of its experts on each rank; use the formulas, "
+            "atoll.runtime.models.transformer_of(config).workload"
+        )
     if use.tensor > 1:
         raise ConfigError(
             f"tensor = {use.tensor}: a model is counted as it is, without tensor parallelism; use the formulas, "

@@ -99,6 +99,7 @@ class Router(nn.Module):
     def __init__(self, hidden: int, config: MixtureConfig) -> None:
         super().__init__()
         self.config = config
+        self.top_k = config.experts_per_token
         self.weight = nn.Parameter(torch.empty(config.experts, hidden))
         self.register_buffer(
             "selection_bias", torch.zeros(config.experts, dtype=torch.float32) if config.selection_bias else None

@@ -189,10 +189,12 @@ class _Recorder(nn.Module):
 
 def _check_config(model: nn.Module) -> None:
     config: Any = model.config
-    if getattr(config, "output_router_logits", False):
+    if any(getattr(each, "output_router_logits", False) for each in (config, config.get_text_config())):
         raise PlanError(
-            f"{_kind(model)} adds a loss over all layers' routers (config.output_router_logits), which no stage can "
-            "compute; set it to False"
+            f"{_kind(model)} would add a balance loss over the tokens of a whole batch and all layers "
+            "(config.output_router_logits), which depends on how a step is cut into microbatches, and which no stage "
+            "can compute. Set it to False; for a balance loss use that of sequences, train.router.sequence_loss or "
+            "Engine(balance = Balance(sequence_loss = ...))"
         )
     dropped = [key for key in _LAYERDROP if getattr(config, key, 0.0)]
     if dropped:

@@ -11,6 +11,7 @@ from atoll.base.errors import ConfigError
 from atoll.prediction.cost import Transformer
 from atoll.prediction.cost.implementation import BERT, GPT2, GPT_NEOX, LLAMA
 from atoll.runtime.models.decoder import DecoderConfig
+from atoll.runtime.models.mixture_sizes import MIXTURE_DEFAULTS, MIXTURE_SIZES, MIXTURES
 
 
 def transformer_of(config: Any) -> Transformer:
@@ -18,13 +19,9 @@ def transformer_of(config: Any) -> Transformer:
 
     config: a `DecoderConfig`, or a configuration of transformers of a family in `FAMILIES`.
 
-    Raises ConfigError for other families and a mixture of experts, and for options that change what a layer computes.
+    Raises ConfigError for other families, and for options that change what a layer computes.
     """
     if isinstance(config, DecoderConfig):
-        if config.mixture is not None:
-            raise ConfigError(
-                "no formulas for a decoder with a mixture of experts; atoll.runtime.models.count(model) counts it"
-            )
         return _decoder(config)
     kind = str(getattr(config, "model_type", type(config).__name__))
     if kind not in FAMILIES:
@@ -40,6 +37,7 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "llama": {"hidden_act": "silu", "tie_word_embeddings": False},
         "mistral": {"hidden_act": "silu", "tie_word_embeddings": False},
         "qwen2": {"hidden_act": "silu", "tie_word_embeddings": False},
+        **MIXTURE_DEFAULTS,
         "gpt2": {
             "n_positions": 1024,
             "n_inner": None,
@@ -68,6 +66,7 @@ SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             ("llama", "mistral", "qwen2"),
             ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
         ),
+        **MIXTURE_SIZES,
         "gpt2": ("n_embd", "n_layer", "n_head"),
         "bert": ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     }
@@ -92,6 +91,7 @@ def _decoder(config: DecoderConfig) -> Transformer:
         vocabulary=config.vocabulary,
         tied=config.tie_embeddings,
         dropout=config.dropout > 0,
+        mixture=config.mixture,
     )
 
 
@@ -112,10 +112,17 @@ def _llama(config: Any) -> Transformer:
         norm=1,
         biases="qkv" if config.model_type == "qwen2" else False,
         rotary=True,
-        head_norms=config.model_type == "qwen3",
+        head_norms="head" if config.model_type == "qwen3" else None,
         tied=config.tie_word_embeddings,
         implementation=LLAMA,
     )
+
+
+def _mixture(config: Any) -> Transformer:
+    _expect(config, hidden_act="silu", attention_dropout=0.0, clip_qkv=None)
+    if config.model_type not in ("gpt_oss", "glm4_moe"):
+        _expect(config, attention_bias=False)
+    return MIXTURES[config.model_type](config)
 
 
 def _gpt2(config: Any) -> Transformer:
@@ -177,6 +184,7 @@ FAMILIES: Mapping[str, Callable[[Any], Transformer]] = MappingProxyType(
         "mistral": _llama,
         "qwen2": _llama,
         "qwen3": _llama,
+        **dict.fromkeys(MIXTURES, _mixture),
         "gpt2": _gpt2,
         "gpt_neox": _gpt_neox,
         "bert": _bert,

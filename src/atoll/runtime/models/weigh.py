@@ -18,8 +18,9 @@ def weigh_blocks(blocks: Sequence[Block], *, apart: Container[str] = ()) -> tupl
 
     cost: multiplications per token, of matrices and similar parameters: those of two dimensions or more, except look-up
     tables. Each is multiplied once in F, once for the input's gradient, and once for its own if it is trained; a shared
-    one counts at each use. Products of activations, as in attention, are not counted, nor that a mixture of experts
-    uses only some of them: layers of one kind have the right ratio to each other, but are too light relative to a head.
+    one counts at each use, and stacked experts by how many of them a token takes. Products of activations, as in
+    attention, are not counted: layers of one kind have the right ratio to each other, but are too light relative to a
+    head.
 
     memory: bytes of parameters in their dtype and, for trained ones, of their gradients and states, unsharded.
 
@@ -40,14 +41,22 @@ def relative_score(blocks: Sequence[Block], weights: Sequence[BlockWeight], head
     return 2 * products / max(sum(weight.cost for weight in weights) / 3, 1.0)
 
 
-def _cost(block: Block, apart: Container[str]) -> int:
+def _cost(block: Block, apart: Container[str]) -> float:
+    named = (getattr(each, "top_k", None) for _, each in block.named_modules())
+    chosen = next((count for count in named if isinstance(count, int)), 0)
     return sum(
-        parameter.numel() * (2 + parameter.requires_grad)
+        parameter.numel() * (2 + parameter.requires_grad) * _share(module, parameter, chosen)
         for name, module in block.named_modules()
         if name not in apart and not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         for parameter in module.parameters(recurse=False)
         if parameter.dim() >= 2
     )
+
+
+def _share(module: nn.Module, parameter: nn.Parameter, chosen: int) -> float:
+    """Return the share of a parameter that a token is multiplied by. chosen: experts that it takes, 0 if unknown."""
+    experts = getattr(module, "num_experts", None)
+    return chosen / experts if chosen and parameter.dim() == 3 and parameter.shape[0] == experts else 1
 
 
 def _memory(block: Block, apart: Container[str]) -> int:

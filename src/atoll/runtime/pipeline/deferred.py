@@ -43,6 +43,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -129,8 +130,9 @@ class LinearLayer:
 
     def multiply(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output without a history: computed, or what selective recompute has kept."""
+        multiply = partial(F.linear, hidden, weight, bias)
         multiplier = self.collector.multiplier
-        return F.linear(hidden, weight, bias) if multiplier is None else multiplier.linear(hidden, weight, bias)
+        return multiply() if multiplier is None else multiplier.product(multiply)
 
     def _forward_split(self, hidden: DTensor, weight: DTensor, bias: Any) -> DTensor:
         """Compute the same on this rank's part of the weight: its rows, whose results are concatenated, or its columns,

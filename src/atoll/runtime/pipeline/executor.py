@@ -150,7 +150,12 @@ class Executor:
         self._mail = mail
         self.waits = Waits(transport, outline.schedule)
         self.microbatches = Microbatches(
-            stages, mail, loss=loss, collector=collector, counts_loss=transport.place.tp == 0
+            stages,
+            mail,
+            loss=loss,
+            collector=collector,
+            routers=end.routers,
+            counts_loss=transport.place.tp == 0,
         )
         # Where other threads and processes see this rank. All engines of a process share its page.
         self._page = own_page()
@@ -328,7 +333,8 @@ class Executor:
 
     def _take_scale(self) -> None:
         if self._scale is not None:
-            self.microbatches.state.scale = self._scale()
+            scale = self.microbatches.state.scale = self._scale()
+            self.end.routers.take_scale(scale, self.end.tokens)
 
     # ---- where this rank is
 

@@ -34,6 +34,7 @@ from atoll.runtime.models.adapter import sum_and_count
 from atoll.runtime.pipeline.block import LocalBlock, Passage, pass_on
 from atoll.runtime.pipeline.deferred import Collector, Pending, compute_weights
 from atoll.runtime.pipeline.probe import Probe
+from atoll.runtime.pipeline.routing import Routers
 from atoll.runtime.pipeline.stage import Stage
 from atoll.runtime.sharding.tensors import like_parameter, whole_output
 from atoll.runtime.sharding.unit import Unit
@@ -93,12 +94,20 @@ class Microbatches:
     """
 
     def __init__(
-        self, stages: Sequence[Stage], mail: Mail, *, loss: Loss, collector: Collector, counts_loss: bool
+        self,
+        stages: Sequence[Stage],
+        mail: Mail,
+        *,
+        loss: Loss,
+        collector: Collector,
+        routers: Routers,
+        counts_loss: bool,
     ) -> None:
         self.stages = {stage.index: stage for stage in stages}
         self._mail = mail
         self._loss = loss
         self._collector = collector  # the one that this rank's linear layers append to
+        self._routers = routers
         self._counts_loss = counts_loss
         # By block, once for all steps: parameters keep their identity, also as a DTensor that is laid out anew.
         self._trained = {block.index: _trained(block) for stage in stages for block in stage.blocks}
@@ -110,6 +119,7 @@ class Microbatches:
     def begin(self, batches: Sequence[Batch], *, training: bool, keeps_logits: bool = False) -> None:
         """Begin a program; this also releases what one that raised has left behind."""
         self.state = ProgramState(batches, is_training=training, keeps_logits=keeps_logits)
+        self._routers.begin()
 
     def drain(self) -> None:
         """Release everything except the results."""

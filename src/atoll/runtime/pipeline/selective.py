@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -28,10 +27,10 @@ ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 class Multiplier(Protocol):
-    """How the linear layers of a block compute their outputs."""
+    """How the layers of a block compute their products."""
 
-    def linear(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return `F.linear`, without a history."""
+    def product(self, multiply: Callable[[], Tensor]) -> Tensor:
+        """Return the product that a layer computes, without a history."""
         ...
 
 
@@ -47,9 +46,9 @@ class _Counting:
     def __init__(self) -> None:
         self.calls = 0
 
-    def linear(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self, multiply: Callable[[], Tensor]) -> Tensor:
         self.calls += 1
-        return F.linear(hidden, weight, bias)
+        return multiply()
 
 
 class _Keeping:
@@ -58,8 +57,8 @@ class _Keeping:
     def __init__(self) -> None:
         self.kept = deque[tuple[Tensor, int]]()
 
-    def linear(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = F.linear(hidden, weight, bias)
+    def product(self, multiply: Callable[[], Tensor]) -> Tensor:
+        out = multiply()
         alias = out.detach()
         self.kept.append((alias, version(alias)))
         return out
@@ -71,11 +70,11 @@ class _Returning:
     def __init__(self, kept: deque[tuple[Tensor, int]]) -> None:
         self._kept = kept
 
-    def linear(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self, multiply: Callable[[], Tensor]) -> Tensor:
         alias, written = self._kept.popleft()
         if version(alias) != written:
             raise RunError(
-                f"the output {tuple(alias.shape)} of a linear layer was modified in place, and recompute = "
+                f"the output {tuple(alias.shape)} of a layer was modified in place, and recompute = "
                 '"selective" would use the modified values as the output; use recompute = "block" or "none", or an '
                 "operation that is not in place"
             )
@@ -85,13 +84,14 @@ class _Returning:
 class Selective:
     """What keeps the outputs of a block's products.
 
-    by_layers: whether its linear layers keep all of them; False until a first forward has shown it.
+    by_layers: whether its layers keep all of them; False until a first forward has shown it. Of a block whose experts
+    are divided they do: what the router multiplies beside them is little, and torch's contexts, which count every
+    operation, do not allow for exchanges between ranks.
     """
 
-    def __init__(self, layers: Multipliers) -> None:
+    def __init__(self, layers: Multipliers, *, by_layers: bool = False) -> None:
         self._layers = layers
-        self._is_known = False
-        self.by_layers = False
+        self._is_known = self.by_layers = by_layers
 
     def contexts(self) -> ContextPair:
         """Return the contexts in which layers keep outputs, and return them."""

@@ -39,13 +39,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from atoll.base.faults import Fault, Rollback
 from atoll.program import Do, Ending, Operation
+from atoll.runtime.pipeline.routing import Routers
 from atoll.runtime.pipeline.sums import SUMS_HEAD, RankSums, StepSums
 from atoll.runtime.sharding.optimizer import ShardedOptimizer
 from atoll.runtime.sharding.unit import Unit, UnitSpec
@@ -124,6 +125,8 @@ class _Outstanding:
     # Zeros until SUMS; JOIN adds to them in place.
     sums: StepSums
     touched: frozenset[str] = frozenset()
+    # From SUMS on: the tokens of each expert, of all ranks, for the step of selection biases.
+    routed: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     # A guess, made before SUMS, or along the chain what SUMS and JOIN decide. None: nothing is stepped ahead.
     ahead: frozenset[str] | None = None
     # None along the chain, whose sums are in messages between neighbours.
@@ -165,6 +168,7 @@ class StepEnd:
         optimizer: ShardedOptimizer,
         transport: Transport,
         *,
+        routers: Routers,
         clip: float | None,
         scaler: LossScaler | None,
         is_post_validated: bool,
@@ -173,6 +177,7 @@ class StepEnd:
         self._ranks = RankSums(units, specs, transport)
         self.optimizer = optimizer
         self._transport = transport
+        self.routers = routers
         self.clip = clip
         self.scaler = scaler  # None unless compute is fp16; `Engine.load` replaces it
         self._is_post_validated = is_post_validated
@@ -219,6 +224,11 @@ class StepEnd:
         return 1.0 if self.scaler is None else self.scaler.scale
 
     @property
+    def tokens(self) -> int:
+        """What the running step's loss is divided by before its backward."""
+        return self._now.tokens
+
+    @property
     def is_outstanding(self) -> bool:
         """True if a step waits for its verdict."""
         return self._outstanding is not None
@@ -248,6 +258,7 @@ class StepEnd:
         """Discard the step."""
         self._outstanding = None
         self.optimizer.forget()
+        self.routers.undo()
         for unit in self._units:
             unit.clear_gradients()
             unit.clear_residuals()
@@ -291,10 +302,14 @@ class StepEnd:
         counts: what losses said that they are sums over.  busy: gives the seconds that were computed.
         """
         now = self._now
-        read = self._ranks.read(loss_sum, counts)
+        routers = self.routers
+        loss_sum = routers.loss_sum(loss_sum, counts, now.tokens)
+        read, routed = self._ranks.read(loss_sum, counts, routers.counts())
         self.busy = busy()  # the device has passed its events
         idle = 1.0 - self.busy / max(time.monotonic() - now.begin, 1e-9)
-        now.sums, now.touched = self._ranks.add_up(read, idle, now.tokens)
+        now.sums, now.touched, now.routed = self._ranks.add_up(read, idle, now.tokens, routed=routed)
+        if self._is_post_validated and not now.is_rehearsal:  # [Note: biases ahead of the verdict] in routing.py
+            routers.step(now.routed)
         self._outstanding = now
         self._allow()
 
@@ -379,6 +394,7 @@ class StepEnd:
             self._refused = Refused(replace(result, seconds=time.monotonic() - step.begin), bad)
             self._was_taken = False
             self.optimizer.forget()
+            self.routers.undo()
             for unit in self._units:
                 unit.clear_gradients()
                 unit.clear_residuals()  # they may hold what is not finite, and would carry it into the next step
@@ -391,8 +407,12 @@ class StepEnd:
             self.optimizer.step(step.touched, sums.factor(self.clip), step.options)
             if self._is_post_validated:  # otherwise the program has COLLECT, TRANSFORM and UPDATE after STEP
                 self.optimizer.commit()
+            else:
+                self.routers.step(step.routed)
+            self.routers.confirm()
         else:
             self.optimizer.forget()
+            self.routers.undo()
         self._was_taken = is_finite
         # Post-validated, the next backward is about to write to these buffers.
         for unit in self._units:

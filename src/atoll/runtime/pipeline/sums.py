@@ -90,19 +90,27 @@ class RankSums:
     def __init__(self, units: Sequence[Unit], specs: Sequence[UnitSpec], transport: Transport) -> None:
         self._units, self._count, self._transport = tuple(units), len(specs), transport
 
-    def read(self, loss_sum: torch.Tensor | None, counts: Sequence[torch.Tensor | float]) -> list[float]:
-        """Return the squared norms of this rank's units, its loss and its counts, read from the device."""
+    def read(
+        self, loss_sum: torch.Tensor | None, counts: Sequence[torch.Tensor | float], routed: torch.Tensor
+    ) -> tuple[list[float], torch.Tensor]:
+        """Return the squared norms of this rank's units, its loss and its counts, read from the device; and what its
+        routers report, a vector."""
         # One transfer of all that the host has to know, and so one wait for the device: each wait leaves it without
         # work until the host has launched more.
         loss = 0.0 if loss_sum is None else loss_sum
         values = [*(unit.squared_norm() for unit in self._units), loss, *counts]
         device = self._transport.device
         there = [each.detach().to(device, torch.float64) for each in values if isinstance(each, torch.Tensor)]
-        numbers = iter(torch.stack(there).tolist() if there else ())
-        return [next(numbers) if isinstance(each, torch.Tensor) else float(each) for each in values]
+        every = torch.cat([*(each.view(1) for each in there), routed.to(device, torch.float64)]).cpu()
+        numbers = iter(every[: len(there)].tolist())
+        found = [next(numbers) if isinstance(each, torch.Tensor) else float(each) for each in values]
+        return found, every[len(there) :]
 
-    def add_up(self, read: Sequence[float], idle: float, tokens: int) -> tuple[StepSums, frozenset[str]]:
-        """Sum what was read over the ranks of the stage. Return the sums, and the parameters that have gradients."""
+    def add_up(
+        self, read: Sequence[float], idle: float, tokens: int, *, routed: torch.Tensor
+    ) -> tuple[StepSums, frozenset[str], torch.Tensor]:
+        """Sum what was read over the ranks of the stage. Return the sums, the parameters that have gradients, and the
+        sums of what routers report."""
         loss, *counted = read[len(self._units) :]
         partials = torch.zeros(self._count, dtype=torch.float64)
         for unit, norm in zip(self._units, read, strict=False):  # after the norms come the loss and the counts
@@ -112,11 +120,11 @@ class RankSums:
         # many ranks. Without them, ranks of one parameter could disagree whether the optimizer steps it.
         names = [(unit, name) for unit in self._units for name, _ in unit.trained()]
         flags = torch.tensor([name in unit.touched for unit, name in names], dtype=torch.float64)
-        values = self._transport.total_stage(torch.cat([head, partials, flags]))
-        flags = values[SUMS_HEAD + self._count :]
+        values = self._transport.total_stage(torch.cat([head, partials, flags, routed]))
+        values, flags, routed = values.split([SUMS_HEAD + self._count, len(names), len(routed)])
         self._share_flags(names, flags)
         touched = frozenset(name for (_, name), flag in zip(names, flags.tolist(), strict=True) if flag)
-        return StepSums(values[: SUMS_HEAD + self._count], tokens), touched
+        return StepSums(values, tokens), touched, routed
 
     def _share_flags(self, names: Sequence[tuple[Unit, str]], flags: torch.Tensor) -> None:
         """Mark a shared parameter as touched if any of its copies is."""

@@ -133,6 +133,8 @@ class BadSteps:
         for microbatch, loss in outcome.losses.items():
             probe.look(NonFinite.LOSS, [loss], last, microbatch=microbatch)
         with self._agreement.guard(f"looking for the fault of step {step}", self._executor.doing):
+            for unit in self._sharded.units:  # a step that was taken back may still be on its way to the parameters
+                unit.wait_for_parameters()
             bad = bad_parameter(self._sharded.units, place.rank, names)
             of_step, marked = first_of_all([*probe.seen, *([bad] if bad else [])], self._transport, total)
         was_repeated, cause = True, of_step

@@ -11,6 +11,7 @@ from atoll.program import Instruction, Operation
 from atoll.program.trace import Trace
 from atoll.runtime.assemble.rank import Rank
 from atoll.runtime.pipeline.executor import Outcome
+from atoll.runtime.pipeline.routing import Work
 
 
 class StepTiming:
@@ -70,6 +71,12 @@ class StepTiming:
         if self.outcome is None:
             raise PlanError("no training step has run yet, so there is no timeline")
         return Trace(self.outcome.spans, ranks=self._placement.ranks, chunks=self._placement.chunks)
+
+    @property
+    def experts(self) -> Work | None:
+        """What this rank's experts did in the last training step, before any other program; None if ranks do not divide
+        experts."""
+        return self._end.routers.work
 
     @property
     def busy_seconds(self) -> float:

@@ -57,7 +57,7 @@ class FlatGroup:
             self.matrices = tuple(
                 matrix
                 for name, parameter in parameters.items()
-                for matrix in whole.matrices_of(name, tuple(parameter.shape), dim=split_dim(parameter), tensor=tensor)
+                for matrix in whole.matrices_of(name, self.boxes[name], dim=split_dim(parameter), tensor=tensor)
             )
         # Which of their holders owns each, see `atoll.plans.layouts.Holders`. Set by assemble/build.py once all units
         # exist, since the matrices of all of them are dealt together.

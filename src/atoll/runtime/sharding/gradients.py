@@ -261,7 +261,7 @@ class Gradients:
         # first backward: by then the step before has waited for all its gradients.
         scale = around.moment.scale
         each = buffer.numel() // nest.size(move.axis)
-        rank = nest.i * nest.intra + nest.j
+        rank = around.transport.place.data
 
         def noise(to: int) -> torch.Tensor | None:
             seed = coding.noise_seed(around.seed, around.moment.step, *self._flat.tag, what=what, rank=rank, to=to)

@@ -271,6 +271,9 @@ def _rank_of(place: Place, holders: Holders, holder: int) -> int:
     inter, intra, tp = holders.place(holder)
     if holders.nest.inter == 1:
         inter = place.inter  # an island has holders of its own
+    # Of ranks that divide the experts every `each`-th shares this one's.
+    each = place.mesh.intra // holders.nest.intra
+    intra = intra * each + place.intra % each
     return replace(place, inter=inter, intra=intra, tp=tp if holders.parts > 1 else place.tp).rank
 
 

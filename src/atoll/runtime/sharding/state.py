@@ -3,7 +3,8 @@
 model.<parameter>                    master weights, or the resting ones of frozen parameters
 model.<buffer>                       persistent buffers
 optim.state.<parameter>.<key>        as torch's get_optimizer_state_dict names them
-optim.matrix.<parameter>.<row>.<key> state of a whole matrix, which begins at that row of the parameter
+optim.matrix.<parameter>.<row>.<key> state of a whole matrix, which begins at that row of the parameter; rows of stacked
+                                     ones are counted through all experts
 codec.copy.<parameter>               parameters that follow the master by encoded differences
 codec.residual.<slot>.<parameter>    error of encoded gradients, without the loss scale; a slot is the rank that
                                      encoded them, but for its place in its group: see `_Slot`
@@ -306,7 +307,7 @@ def _optimizer_pieces(optimizer: ShardedOptimizer, prefix: tuple[str, ...] = ())
             else:
                 yield Piece(path, tuple(value.shape), 0, stop=value.numel(), tensor=value.detach().view(-1))
     for matrix, key, value in optimizer.kept():
-        path = (*prefix, *_MATRIX, matrix.name, str(matrix.first), key)
+        path = (*prefix, *_MATRIX, matrix.name, str(matrix.row), key)
         yield Piece(path, tuple(value.shape), 0, stop=value.numel(), tensor=value.view(-1))
 
 

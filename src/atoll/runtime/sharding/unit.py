@@ -107,15 +107,17 @@ class Unit:
         # empties it; the ranks add their sets up before the optimizer steps.
         self.touched: set[str] = set()
         together: frozenset[Phase] = frozenset().union(*(phases[n] for n, p in parameters.items() if p.requires_grad))
-        grouped: dict[tuple[torch.dtype, frozenset[Phase], Spread, bool], dict[str, nn.Parameter]] = {}
+        grouped: dict[tuple[torch.dtype, frozenset[Phase], Spread, int], dict[str, nn.Parameter]] = {}
         for name, parameter in parameters.items():
             used = together if spec.is_shared else phases[name]
             spread = Spread.SAME if spreads is None else spreads.get(name, Spread.SAME)
-            key = (parameter.dtype, used if parameter.requires_grad else frozenset(), spread, name in matrices)
+            # Parts of a matrix have other holders than a stack of matrices, of which a rank has some whole.
+            whole = parameter.dim() if name in matrices else 0
+            key = (parameter.dtype, used if parameter.requires_grad else frozenset(), spread, whole)
             grouped.setdefault(key, {})[name] = parameter
-        for part, ((_, used, spread, is_whole), group) in enumerate(grouped.items()):
+        for part, ((_, used, spread, whole), group) in enumerate(grouped.items()):
             ordered, tag = tuple(phase for phase in PHASES if phase in used), (spec.index, part)
-            self.segments.append(Segment(group, around, phases=ordered, tag=tag, spread=spread, is_whole=is_whole))
+            self.segments.append(Segment(group, around, phases=ordered, tag=tag, spread=spread, is_whole=whole > 0))
         self._by_name = {name: segment for segment in self.segments for name in segment.flat.parameters}
 
     @property

@@ -23,6 +23,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar, Protocol
@@ -56,6 +57,7 @@ class Channel(IntEnum):
     MEMORY = 14
     PLACE_GATHER = 15
     PLACE_REDUCE = 16
+    PLACE_EXCHANGE = 27
     SUM_TENSOR = 17
     SUM_STAGE = 18
     LOOKED_UP = 19
@@ -251,15 +253,23 @@ class GroupMemory:
     def wait_for_readers(self) -> None:
         """Wait, as all ranks of a group do, until no rank reads this rank's allocated memory."""
 
-    def lend(self, numel: int, dtype: torch.dtype, readers: Peers) -> torch.Tensor | None:
+    def lend(self, numel: int, dtype: torch.dtype, readers: Peers, *, waits: bool = True) -> torch.Tensor | None:
         """Return uninitialized memory that other ranks read in place; None if there is none, or if they do not.
 
-        readers: these ranks, of this rank's group, and this one.
+        readers: these ranks, of this rank's group, and this one.  waits: for memory that others may release soon.
         """
         return None
 
     def give_back(self, tensor: torch.Tensor, *, was_read: bool = True) -> None:
         """Release lent memory, or any other tensor. was_read: other ranks have to be told."""
+
+
+def new_name(axes: Sequence[str]) -> str:
+    """Return a name of the dimension of a mesh that no other mesh of this process has."""
+    # DTensor caches the specs of results by the meshes of its inputs, which compare equal if ranks and names are. A
+    # reused name would return the mesh of an earlier engine, whose process group may be gone and which dynamo, which
+    # compares meshes by identity, does not find among a graph's inputs.
+    return f"{'_'.join(axes)}_{next(_MESHES)}"
 
 
 class Transport(ABC):
@@ -331,17 +341,12 @@ class Transport(ABC):
 
     @abstractmethod
     def exchange_rows(
-        self,
-        sent: torch.Tensor,
-        received: torch.Tensor,
-        counts: tuple[Sequence[int], Sequence[int]],
-        peers: Peers,
-        tag: Tag,
-    ) -> None:
-        """Send each rank its rows of `sent`, and receive its rows of `received`: tensors of two dimensions, with ranges
-        of rows in the order of the ranks.
+        self, sent: torch.Tensor, counts: tuple[Sequence[int], Sequence[int]], peers: Peers, tag: Tag
+    ) -> AbstractContextManager[list[torch.Tensor]]:
+        """Send each rank its rows of `sent`, [rows, H] in the order of the ranks, and return the rows of each, valid
+        inside the context: in its memory where ranks read that in place.
 
-        counts: rows for each rank, and from each. What a rank keeps is copied.
+        counts: rows for each rank, and from each. What a rank keeps is the part of `sent`.
         """
 
     def swap(
@@ -416,11 +421,7 @@ class Transport(ABC):
                 group = dist.new_group(list(ranks))
                 found = group if self.place.rank in ranks else found
         assert found is not None, "every rank is in a group of its own"
-        # DTensor caches the specs of results by the meshes of its inputs, which compare equal if ranks and names are. A
-        # reused name would return the mesh of an earlier engine, whose process group may be gone and which dynamo,
-        # which compares meshes by identity, does not find among a graph's inputs.
-        name = f"{'_'.join(axes)}_{next(_MESHES)}"
-        return DeviceMesh.from_group(found, self.device.type, mesh_dim_names=(name,))
+        return DeviceMesh.from_group(found, self.device.type, mesh_dim_names=(new_name(axes),))
 
     def exchange(self, values: torch.Tensor, ranks: Sequence[int], tag: Tag) -> DirectSum:
         """Start to sum a tensor over `ranks`."""

@@ -70,17 +70,28 @@ class GlooTransport(Transport):
 
     @contextmanager
     def _swap(
-        self, out: Mapping[int, torch.Tensor], peers: Peers, tag: Tag, *, into: Callable[[int], torch.Tensor]
+        self,
+        out: Mapping[int, torch.Tensor],
+        peers: Peers,
+        tag: Tag,
+        *,
+        into: Callable[[int], torch.Tensor],
+        forms: Sequence[torch.Tensor] | None = None,
     ) -> Iterator[dict[int, torch.Tensor]]:
         """Send each peer, by its position, its block of `out`, and yield the received blocks, valid inside the context:
-        in shared memory, or in the buffer returned by `into`, which is called only for blocks that are sent. The block
-        of `out` for a peer and the one for this rank have equal sizes."""
+        in shared memory, or in the buffer returned by `into`, which is called only for blocks that are sent.
+
+        forms: tensors of the sizes of the received blocks, by position; if not given, the block of `out` for a peer and
+        the one for this rank have equal sizes. There is no message of no elements: both ends know that.
+        """
+        others = [(at, rank) for at, rank in peers.others if out[at].numel()]
+        coming = others if forms is None else [(at, rank) for at, rank in peers.others if forms[at].numel()]
         # A message keeps its tensor. All of them are waited for before the blocks of `out` are the caller's again.
         sending: list[Message] = []
         if not self.memory.sees(peers):
-            found = {at: into(at) for at, _ in peers.others}
-            messages = [self.receive(found[at], rank, tag) for at, rank in peers.others]
-            sending = [self.send(out[at], rank, tag) for at, rank in peers.others]
+            found = {at: into(at) for at, _ in coming}
+            messages = [self.receive(found[at], rank, tag) for at, rank in coming]
+            sending = [self.send(out[at], rank, tag) for at, rank in others]
             for message in messages:
                 message.wait()
             yield found
@@ -88,16 +99,16 @@ class GlooTransport(Transport):
             # Two numbers for each block, always: where it is in the sender's file, and where its done bytes are. Only
             # the sender knows whether it found room to lend; if it did not, the block itself follows.
             where = Tag(_PLACES[tag.channel], tag.index, tag.part)
-            heard = {at: torch.empty(2, dtype=torch.int64) for at, _ in peers.others}
-            hearing = {at: self.receive(heard[at], rank, where) for at, rank in peers.others}
-            for at, rank in peers.others:
+            heard = {at: torch.empty(2, dtype=torch.int64) for at, _ in coming}
+            hearing = {at: self.receive(heard[at], rank, where) for at, rank in coming}
+            for at, rank in others:
                 # Sent after the block was written: whoever has the message reads what was meant.
                 told = torch.tensor(self.memory.place(out[at], peers))
                 sending.append(self.send(told, rank, where))
                 if told[0] < 0:
                     sending.append(self.send(out[at], rank, tag))
             found = {}
-            for at, rank in peers.others:
+            for at, rank in coming:
                 hearing[at].wait()
                 place = int(heard[at][0])
                 # Receives of blocks are posted only now, since each sender decides by itself.
@@ -105,9 +116,10 @@ class GlooTransport(Transport):
                     found[at] = into(at)
                     self.receive(found[at], rank, tag).wait()
                 else:
-                    found[at] = shared_memory.view(self.memory.others[rank], place, out[at])
+                    form = out[at] if forms is None else forms[at]
+                    found[at] = shared_memory.view(self.memory.others[rank], place, form)
             yield found
-            for at, rank in peers.others:  # after the caller's reads: the byte lets the owner write there again
+            for at, rank in coming:  # after the caller's reads: the byte lets the owner write there again
                 done = int(heard[at][1])
                 if done >= 0:
                     self.memory.others[rank][done + self.memory.index] = 1
@@ -180,29 +192,25 @@ class GlooTransport(Transport):
             message.wait()
         self._count(peers.axis, peers.own(sent).nbytes * len(peers.others))
 
+    @contextmanager
     def exchange_rows(
-        self,
-        sent: torch.Tensor,
-        received: torch.Tensor,
-        counts: tuple[Sequence[int], Sequence[int]],
-        peers: Peers,
-        tag: Tag,
-    ) -> None:
-        out, into = (whole.split(list(each)) for whole, each in zip((sent, received), counts, strict=True))
-        # No message of no rows: both ends know that there are none.
-        messages = [self.receive(into[at], rank, tag) for at, rank in peers.others if len(into[at])]
-        messages += [self.send(out[at], rank, tag) for at, rank in peers.others if len(out[at])]
-        into[peers.index].copy_(out[peers.index])
-        for message in messages:
-            message.wait()
+        self, sent: torch.Tensor, counts: tuple[Sequence[int], Sequence[int]], peers: Peers, tag: Tag
+    ) -> Iterator[list[torch.Tensor]]:
+        out, arriving = sent.split(list(counts[0])), counts[1]
+        # What comes is received in one buffer, as far as it is received at all.
+        forms = [torch.empty((count, sent.shape[1]), dtype=sent.dtype, device="meta") for count in arriving]
+        own, into = peers.index, lambda at: torch.empty_like(forms[at], device=sent.device)
+        with self._swap(dict(enumerate(out)), peers, tag, into=into, forms=forms) as parts:
+            yield [out[own] if at == own else parts.get(at, sent[:0]) for at in range(len(peers.ranks))]
         self._count(peers.axis, sum(out[at].nbytes for at, _ in peers.others))
 
 
-# Channels of the places of blocks, for the two moves inside a group. A place has the tag of its block but for this, so
-# that neither is received as the other.
+# Channels of the places of blocks, for the two moves inside a group, and for rows. A place has the tag of its block but
+# for this, so that neither is received as the other.
 _PLACES: Mapping[Channel, Channel] = {
     Channel.GATHER_INTRA: Channel.PLACE_GATHER,
     Channel.REDUCE_INTRA: Channel.PLACE_REDUCE,
+    Channel.EXCHANGE: Channel.PLACE_EXCHANGE,
 }
 
 

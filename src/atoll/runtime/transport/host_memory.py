@@ -81,7 +81,7 @@ class HostMemory(GroupMemory):
         return [part.tolist() for part in exchange.parts]
 
     def sees(self, peers: Peers) -> bool:
-        return peers.axis == "intra" and bool(self.others)
+        return bool(self.others) and peers.axis in ("intra", "expert") and set(peers.ranks) <= self.others.keys()
 
     def wait_for_readers(self) -> None:
         # Called after the jobs that read from others have been waited for, so a rank's part says that it reads no more.
@@ -89,10 +89,11 @@ class HostMemory(GroupMemory):
         if self.others:
             self._exchange(torch.zeros(1), self._group.ranks, Tag(Channel.MEMORY, 1)).wait()
 
-    def lend(self, numel: int, dtype: torch.dtype, readers: Peers) -> torch.Tensor | None:
+    def lend(self, numel: int, dtype: torch.dtype, readers: Peers, *, waits: bool = True) -> torch.Tensor | None:
         if self._arena is None or not readers.others or not self.sees(readers):
             return None
-        return self._arena.lend(numel, dtype, [self._group.ranks.index(rank) for rank in readers.ranks])
+        positions = [self._group.ranks.index(rank) for rank in readers.ranks]
+        return self._arena.lend(numel, dtype, positions, waits=waits)
 
     @property
     def index(self) -> int:

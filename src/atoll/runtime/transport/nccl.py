@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -250,15 +251,12 @@ class NcclTransport(Transport):
             dist.all_to_all_single(received, sent, group=group)
             self._count(peers.axis, peers.own(sent).nbytes * len(peers.others))
 
+    @contextmanager
     def exchange_rows(
-        self,
-        sent: torch.Tensor,
-        received: torch.Tensor,
-        counts: tuple[Sequence[int], Sequence[int]],
-        peers: Peers,
-        tag: Tag,
-    ) -> None:
+        self, sent: torch.Tensor, counts: tuple[Sequence[int], Sequence[int]], peers: Peers, tag: Tag
+    ) -> Iterator[list[torch.Tensor]]:
         out, into = (list(each) for each in counts)
+        received = sent.new_empty(sum(into), sent.shape[1])
         dist.all_to_all_single(received, sent, into, out, group=self._swaps[peers.ranks])
-        own = sent.shape[1] * sent.itemsize
-        self._count(peers.axis, own * (sum(out) - out[peers.index]))
+        self._count(peers.axis, sent.shape[1] * sent.itemsize * (sum(out) - out[peers.index]))
+        yield list(received.split(into))

@@ -134,8 +134,10 @@ class Arena:
         # waiting.
         self._lock = threading.Lock()
 
-    def lend(self, numel: int, dtype: torch.dtype, readers: Sequence[int]) -> torch.Tensor | None:
-        """Return uninitialized memory, or None if there is none free and others do not release any soon.
+    def lend(
+        self, numel: int, dtype: torch.dtype, readers: Sequence[int], *, waits: bool = True
+    ) -> torch.Tensor | None:
+        """Return uninitialized memory, or None if there is none free and, if it waits, others do not release any soon.
 
         readers: positions in the group of those that will be done with it; all others are from the beginning.
 
@@ -149,7 +151,7 @@ class Arena:
         # nothing else.
         until = time.monotonic() + _PATIENCE
         while (start := self._take(size, readers)) is None:
-            if time.monotonic() > until:
+            if not waits or time.monotonic() > until:
                 return None
             time.sleep(_GLANCE)
         return self._piece[start + header : start + header + nbytes].view(dtype)

@@ -10,6 +10,7 @@ from their documentation:
     dropout         the generators are seeded from (seed, step, global microbatch, block) before each block
     update          the optimizer that is given, weight decay on matrices only, clipping by the global norm; Muon with
                     AdamW for what is no hidden matrix (`ReferenceMuon`)
+    experts         losses of routers and steps of selection biases, if they are given (`Balancing`)
     codecs          what `atoll.testing.coded` makes of gradients, parameters and outer gradients, if it is given
 
 The two seeds are those of DESIGN.md, "Same result".
@@ -18,7 +19,7 @@ The two seeds are those of DESIGN.md, "Same result".
 from atoll.testing.reference.dropout import reference_seed
 from atoll.testing.reference.initial import module_seed, rule_of, start
 from atoll.testing.reference.losses import IGNORED, forward, rows, token_loss
-from atoll.testing.reference.model import Recipe, named_parameters, tied
+from atoll.testing.reference.model import Recipe, Routing, named_parameters, tied
 from atoll.testing.reference.muon import ReferenceMuon
 from atoll.testing.reference.training import History, train_alone, train_islands
 
@@ -27,6 +28,7 @@ __all__ = [
     "History",
     "Recipe",
     "ReferenceMuon",
+    "Routing",
     "forward",
     "module_seed",
     "named_parameters",

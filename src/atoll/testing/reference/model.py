@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """What a router has decided. index: [T, k]; scores, logits: [T, E]; bias: [E], added when it chooses, or None."""
+
+    index: Tensor
+    scores: Tensor
+    logits: Tensor
+    bias: Tensor | None
 
 
 class Recipe(Protocol):
@@ -19,6 +30,8 @@ class Recipe(Protocol):
         initialise(name, module)  sets the module's own parameters with torch's default generator, which is seeded;
                                   without it the model starts as `build` returns it, and the engine gets those values
         blocks                    names of the blocks in the order of execution, for a model that draws random numbers
+                                  or is trained with Muon
+        routing(module, output)   what a router has decided: a `Routing`; None for every other module
     """
 
     def build(self) -> nn.Module:

@@ -1,9 +1,9 @@
-"""Muon on hidden matrices, AdamW on everything else."""
+"""Muon on hidden matrices, of which each expert has its own, AdamW on everything else."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,14 +13,29 @@ from torch import Tensor, nn
 from atoll.testing.reference.model import base_of, blocks_of_family, named_parameters
 
 
-def hidden_matrices(model: nn.Module) -> list[str]:
-    """Names of the matrices between the first block and the last, without those of embeddings."""
+def hidden_matrices(model: nn.Module, named: Sequence[str] | None = None) -> list[str]:
+    """Names of the matrices between the first block and the last, without those of embeddings. named: the blocks, if
+    the recipe names them."""
     base = base_of(model)
-    blocks = list(base.children()) if isinstance(model, nn.Sequential) else blocks_of_family(base)
+    if named is not None:
+        blocks = [base.get_submodule(name) for name in named]
+    else:
+        blocks = list(base.children()) if isinstance(model, nn.Sequential) else blocks_of_family(base)
     outside = {id(p) for block in (*blocks[:1], *blocks[-1:]) for p in block.parameters()}
     outside |= {id(p) for module in base.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     inside = {id(p) for block in blocks[1:-1] for p in block.parameters()} - outside
-    return [name for name, p in named_parameters(model).items() if p.dim() == 2 and id(p) in inside]
+    stacks = [own for module in base.modules() if (own := list(module.parameters(recurse=False))) and _is_stack(own)]
+    stacked = {id(p) for own in stacks for p in own}
+    return [
+        name
+        for name, p in named_parameters(model).items()
+        if p.dim() == (3 if id(p) in stacked else 2) and id(p) in inside
+    ]
+
+
+def _is_stack(parameters: list[nn.Parameter]) -> bool:
+    """Return True for parameters of experts, one after the other: matrices, and perhaps a vector for each."""
+    return any(p.dim() == 3 for p in parameters) and len({len(p) for p in parameters}) == 1
 
 
 class ReferenceMuon(torch.optim.Optimizer):
@@ -66,9 +81,11 @@ class ReferenceMuon(torch.optim.Optimizer):
                 direction = self._momentum * average + (1 - self._momentum) * parameter.grad
             parameter -= self._lr * self._matrices["weight_decay"] * parameter
             parts = next((parts for pattern, parts in self._split.items() if fnmatchcase(name, pattern)), 1)
-            rows = [len(parameter) // parts] * parts if isinstance(parts, int) else list(parts)
-            for own, part in zip(parameter.split(rows), direction.split(rows), strict=True):
-                own -= self._lr * self._ratio(*own.shape) * self._orthogonal(part)
+            stacked = parameter.dim() == 3
+            for matrix, turned in zip(parameter, direction, strict=True) if stacked else ((parameter, direction),):
+                rows = [len(matrix) // parts] * parts if isinstance(parts, int) else list(parts)
+                for own, part in zip(matrix.split(rows), turned.split(rows), strict=True):
+                    own -= self._lr * self._ratio(*own.shape) * self._orthogonal(part)
 
     def _ratio(self, rows: int, columns: int) -> float:
         if self._adjust == "match_rms_adamw":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.testing.coded import Buffer, Coding, Setting, uses_apart
+from atoll.testing.reference.balance import Balancing
 from atoll.testing.reference.dropout import Seeding
 from atoll.testing.reference.initial import start
 from atoll.testing.reference.losses import _count, forward, rows, summed_loss
@@ -25,6 +26,7 @@ class History:
 
     gradients: those of the first step before clipping, if recorded.
     masters: the values that the optimizer steps, if codecs change the parameters.  buffers: of a rank with codecs.
+    biases: selection biases of routers, by the names of these.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -33,6 +35,7 @@ class History:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     masters: dict[str, Tensor] = field(default_factory=dict)
     buffers: tuple[Buffer, ...] = ()
+    biases: dict[str, Tensor] = field(default_factory=dict)
 
 
 def train_islands(
@@ -122,6 +125,7 @@ class _Replica:
         first: int,
         microbatches: int,
         codecs: Setting | None = None,
+        balance: Mapping[str, float] | None = None,
     ) -> None:
         self._recipe, self._first, self._count = recipe, first, microbatches
         with torch.random.fork_rng(devices=[]):
@@ -130,7 +134,8 @@ class _Replica:
         self.trained = {name: p for name, p in named_parameters(self.model).items() if p.requires_grad}
         self._decayed = [parameter for parameter in self.trained.values() if parameter.dim() > 1]
         self._others = [parameter for parameter in self.trained.values() if parameter.dim() <= 1]
-        hidden = {id(self.trained[name]): name for name in hidden_matrices(self.model) if name in self.trained}
+        named = getattr(recipe, "blocks", None)
+        hidden = {id(self.trained[name]): name for name in hidden_matrices(self.model, named) if name in self.trained}
         matrices = [p for p in self._decayed if id(p) in hidden]
         groups: list[dict[str, Any]] = [
             {"params": [p for p in self._decayed if id(p) not in hidden], "weight_decay": 0.1},
@@ -139,6 +144,7 @@ class _Replica:
         ]
         self._stepping = optimizer(groups)
         self.coding = None if codecs is None else _Coded(self.model, codecs)
+        self.balancing = None if balance is None else Balancing(recipe, self.model, balance)
         self.history = History()
 
     def step(self, step: int, batch: Mapping[str, Any], microbatch: int, clip: float | None) -> None:
@@ -152,11 +158,13 @@ class _Replica:
             total = counted = 0.0
             for at, piece in pieces.items():
                 with nullcontext() if self.coding is None else self.coding.watching():
-                    with self._seeding.of(step, at):
+                    with self._seeding.of(step, at), self._routing():
                         loss = summed_loss(self._recipe, forward(self.model, piece), piece)
                     if isinstance(loss, tuple):
                         loss, own = loss
                         counted += float(own)
+                    if self.balancing is not None:
+                        loss = loss + self.balancing.loss(microbatch) * tokens / (self._count * microbatch)
                     (loss / tokens).backward()
                 total += float(loss.detach())
             if self.coding is not None:
@@ -170,7 +178,12 @@ class _Replica:
                 history.gradients = {name: value.clone() for name, value in found.items() if value is not None}
             largest = float("inf") if clip is None else clip
             norm = nn.utils.clip_grad_norm_(self._decayed + self._others, largest)
-            if math.isfinite(total) and bool(norm.isfinite()):  # else the step is skipped, as `bad_steps = "skip"` does
+            is_taken = math.isfinite(total) and bool(
+                norm.isfinite()
+            )  # else it is skipped, as `bad_steps = "skip"` does
+            if self.balancing is not None:
+                self.balancing.end(is_taken=is_taken)
+            if is_taken:
                 if self.coding is None:
                     self._stepping.step()
                 else:
@@ -179,6 +192,9 @@ class _Replica:
                 self.coding.skip()
             history.losses.append(total / tokens)
             history.norms.append(float(norm))
+
+    def _routing(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.balancing is None else self.balancing.watching()
 
 
 def train_alone(
@@ -193,14 +209,20 @@ def train_alone(
     optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
     clip: float | None,
     codecs: Setting | None = None,
+    balance: Mapping[str, float] | None = None,
 ) -> History:
-    """Train the unsplit model in this process, microbatch after microbatch; bad steps are skipped."""
-    replica = _Replica(recipe, seed, dtype, device, optimizer, first=0, microbatches=microbatches, codecs=codecs)
+    """Train the unsplit model in this process, microbatch after microbatch; bad steps are skipped.
+
+    balance: of experts, see `Balancing`.
+    """
+    own: dict[str, Any] = {"first": 0, "microbatches": microbatches, "codecs": codecs, "balance": balance}
+    replica = _Replica(recipe, seed, dtype, device, optimizer, **own)
     for step in range(steps):
         samples = microbatches * microbatch
         replica.step(step, rows(recipe.batch(step, samples), 0, samples, device), microbatch, clip)
     history = replica.history
     history.parameters = {n: value.detach().clone() for n, value in named_parameters(replica.model).items()}
+    history.biases = {} if replica.balancing is None else replica.balancing.biases()
     history.masters = {} if replica.coding is None else replica.coding.masters
     return history
 

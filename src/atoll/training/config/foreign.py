@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _STEP = "train.global_batch is the number of sequences per step, train.microbatch per forward"
+_EXPERTS = "parallel.expert, a divisor of parallel.intra: tensor-parallel ranks divide experts too, and do not count"
+_BALANCE = "no loss and no bias balances the experts"
+_CAPACITY = "experts have no capacity: none of their tokens is dropped"
 _LAYOUT = "parallel.layout has three letters, for parameters, gradients and optimizer state"
 
 _ANSWERS: Mapping[str, str] = {
@@ -67,7 +70,42 @@ _ANSWERS: Mapping[str, str] = {
     "sequence_parallel": "parallel.sequence_parallel",
     "context_parallel_degree": "context parallelism is not supported; see parallel.sequence_parallel",
     "context_parallel_size": "context parallelism is not supported; see parallel.sequence_parallel",
-    "expert_parallel_degree expert_model_parallel_size": "expert parallelism is not supported",
+    # experts
+    "expert_parallel_degree expert_model_parallel_size autoep_size ep_size enable_expert_parallel": _EXPERTS,
+    "expert_parallel": _EXPERTS,
+    "expert_tensor_parallel_degree expert_tensor_parallel_size": (
+        "no expert is cut: tensor-parallel ranks divide whole experts, beside parallel.expert"
+    ),
+    "expert_parallel_comm_backend moe_token_dispatcher_type ep_implementation moe_flex_dispatcher_backend": (
+        "tokens are exchanged by a plain all-to-all"
+    ),
+    "num_experts num_moe_experts num_local_experts n_routed_experts": (
+        "experts in [model.config]; for a transformers model, its own key"
+    ),
+    "moe_router_topk num_experts_per_tok": "experts_per_token in [model.config]; for a transformers model, its own key",
+    "moe_ffn_hidden_size moe_intermediate_size": "expert_ffn in [model.config]; for a transformers model, its own key",
+    "moe_shared_expert_intermediate_size n_shared_experts": (
+        "shared_experts in [model.config]; for a transformers model, its own key"
+    ),
+    "moe_router_topk_scaling_factor routed_scaling_factor": (
+        "route_scale in [model.config]; for a transformers model, its own key"
+    ),
+    "moe_router_pre_softmax norm_topk_prob": (
+        "normalise_weights in [model.config]; for a transformers model, its own key"
+    ),
+    "moe_router_score_function score_func": "scoring in [model.config]; for a transformers model, its own key",
+    "moe_router_num_groups moe_router_group_topk n_group topk_group": (
+        "groups and groups_per_token in [model.config]; for a transformers model, its own keys"
+    ),
+    "moe_layer_freq first_k_dense_replace": "dense_layers in [model.config]; for a transformers model, its own key",
+    "moe_grouped_gemm use_grouped_mm": "products of a rank's experts are grouped where the device has such products",
+    "moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff router_aux_loss_coef": _BALANCE,
+    "moe_router_enable_expert_bias moe_router_bias_update_rate load_balance_coeff": _BALANCE,
+    "moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy": _CAPACITY,
+    "capacity_factor eval_capacity_factor min_capacity drop_tokens": _CAPACITY,
+    "moe_leaf_modules leaf_module deepspeed_moe_layer_cls_names transformer_moe_cls_names": (
+        "a block of the model, experts included, is gathered at once"
+    ),
     "num_processes": "parallel.ranks; under torchrun, its world size applies instead",
     "num_machines": "torchrun's --nnodes",
     # memory, speed

@@ -15,6 +15,7 @@ from atoll.plans.layouts import Layout, Precision
 from atoll.plans.plan import MeshShape, Plan
 from atoll.plans.stages import BlockWeight, split_blocks
 from atoll.prediction.cost.layer import head_problem
+from atoll.training.config.train import Router
 
 if TYPE_CHECKING:
     from atoll.training.config.parallel import Parallel
@@ -60,6 +61,7 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
     problems += _rollback_problems(config)
     problems += _objective_problems(config)
     problems += _adapter_problems(config)
+    problems += _router_problems(config)
     if problems:
         raise ConfigError("\n  ".join(problems if len(problems) == 1 else [f"{len(problems)} problems", *problems]))
     return Plan(
@@ -209,6 +211,26 @@ def _length_problems(config: Config) -> list[str]:
         f"data.sequence = {sequence} is not a multiple of parallel.tensor = {tensor}, whose ranks take a part each "
         f"with parallel.sequence_parallel; use {sequence // tensor * tensor or tensor}, or turn it off"
     ]
+
+
+def _router_problems(config: Config) -> list[str]:
+    """Return what train.router balances in vain."""
+    router, model, problems = config.train.router, config.model, []
+    if model.is_builtin and router != Router() and not model.options.experts:
+        problems.append(
+            "train.router balances experts, and the model has none; set model.config.experts, or leave it out"
+        )
+    elif model.is_builtin and router.bias_rate and not model.options.selection_bias:
+        problems.append(
+            f"train.router.bias_rate = {router.bias_rate} steps selection biases, and the model has none; set "
+            "model.config.selection_bias = true, or use train.router.sequence_loss"
+        )
+    if router.bias_rate and config.parallel.outer is not None:
+        problems.append(
+            f"train.router.bias_rate = {router.bias_rate}: groups of parallel.outer have tokens of their own, and "
+            "their selection biases would drift apart; use train.router.sequence_loss"
+        )
+    return problems
 
 
 def _objective_problems(config: Config) -> list[str]:

@@ -23,6 +23,7 @@ def as_tuple(value: Any) -> Any:
 
 Positive = Annotated[int, Field(ge=1, le=(1 << 31) - 1)]
 Natural = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
+NotNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 Pair = Annotated[tuple[Probability, Probability], BeforeValidator(as_tuple)]

@@ -10,7 +10,17 @@ from pydantic import AfterValidator, Field, model_validator
 
 from atoll.base.errors import PlanError
 from atoll.base.faults import BadStepPolicy
-from atoll.training.config.section import NAMED, Fraction, Names, Natural, Pair, Positive, Section, raise_all
+from atoll.training.config.section import (
+    NAMED,
+    Fraction,
+    Names,
+    Natural,
+    NotNegative,
+    Pair,
+    Positive,
+    Section,
+    raise_all,
+)
 
 RATES = ("cosine", "constant", "linear", "wsd")
 """Learning-rate schedules by name."""
@@ -59,6 +69,18 @@ def _as_objective(value: str) -> str:
     raise ValueError('must be "causal" or "masked", or the latter with a share of tokens, as in "masked 0.3"')
 
 
+class Router(Section):
+    """[train.router]: balance of a mixture's experts; see `atoll.runtime.pipeline.routing.Balance`."""
+
+    bias_rate: NotNegative = 0.0
+    """what a step adds to the selection biases of experts with fewer tokens than the mean, and takes from those of the
+    others; DeepSeek-V3 has 0.001. 0: biases stay as they are. docs/experts.md#balance"""
+    sequence_loss: NotNegative = 0.0
+    """coefficient of each router's balance loss, a mean over sequences; DeepSeek-V3 has 0.0001. 0: none"""
+    z_loss: NotNegative = 0.0
+    """coefficient of each router's z-loss, a mean over tokens; ST-MoE has 0.001. 0: none"""
+
+
 class Train(Section):
     """[train]: steps, batch, optimizer and objective."""
 
@@ -75,7 +97,7 @@ class Train(Section):
     skips steps that overflow"""
     seed: Natural = 0
     """seed of initial weights, dropout and sample order"""
-    lr: Annotated[float, Field(ge=0)] = 3e-3
+    lr: NotNegative = 3e-3
     """peak learning rate"""
     min_lr_ratio: Fraction = 0.1
     """learning rate of the last step, as a share of `lr`; ignored by "constant" and by functions"""
@@ -92,10 +114,10 @@ class Train(Section):
     """further arguments of the optimizer, as `{ momentum = 0.9 }`. AdamW has betas of `[0.9, 0.95]` and eps of 1e-8 if
     not given, others their own defaults. `states` of a "module:factory" is for predictions, which do not call it: the
     number of tensors that it keeps of each parameter"""
-    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    weight_decay: NotNegative | None = None
     """weight decay of matrices; vectors (norms, biases) are not decayed. If not given, the optimizer's own default
     applies to both"""
-    clip: Annotated[float, Field(ge=0)] = 1.0
+    clip: NotNegative = 1.0
     """maximum global gradient norm; 0: no clipping"""
     eval_every: Natural = 100
     """steps between validations; 0: at the start and the end only"""
@@ -118,6 +140,8 @@ class Train(Section):
     least N steps older: docs/training.md#numbers-gone-bad"""
     check_replicas: Natural = 0
     """steps between bitwise comparisons of replicated state across ranks; 0: none"""
+
+    router: Router = Field(default_factory=Router)
 
     @model_validator(mode="before")
     @classmethod

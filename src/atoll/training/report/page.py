@@ -35,6 +35,7 @@ PART_STYLES = {
     "backward": Style("#e69f00"),
     "weights": Style("#009e73"),
     "tensor": Style("#cc79a7"),
+    "exchanges": Style("#b4a7d6"),
     "optimizer": Style("#f0e442"),
     "other": Style("#8a8a8a"),
     "bubble": Style("#8a8a8a", "/"),

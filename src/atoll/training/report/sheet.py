@@ -256,6 +256,7 @@ def _bottleneck(prediction: Prediction) -> str:
         "gathers": "waiting for gathers",
         "reductions": "waiting for reductions",
         "tensor": "tensor-parallel collectives",
+        "exchanges": "exchanging rows of experts",
         "sums": "waiting for sums",
     }
     busiest = busiest_rank(prediction.breakdown)

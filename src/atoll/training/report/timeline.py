@@ -111,7 +111,7 @@ def predicted_timeline(prediction: Prediction) -> StepTimeline:
 def _played(prediction: Prediction, rank: int, origin: float) -> Iterator[Bar]:
     played, rates = prediction.played, prediction.rates[rank]
     instructions = played.programs.ranks[rank].instructions
-    inside = prediction.durations.tensor_seconds(rank)
+    inside = prediction.durations.inside(rank)
     for nth, part, start, end in pieces(played, rank, rates.compute, inside):
         do, action, of, phase = instructions[nth]
         name = f"{do} {phase}" if phase else str(do)

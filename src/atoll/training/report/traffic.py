@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from typing import NamedTuple
 
-from atoll.prediction.cost import Exchange, Prediction
-from atoll.prediction.cost.kernels import Kernel
+from atoll.prediction.cost import Prediction
 from atoll.prediction.cost.outer import outer_bytes_sent
-from atoll.program import Do
 from atoll.program.traffic import way_of
 
 LINKS = {
@@ -17,6 +14,7 @@ LINKS = {
     "inter": "across groups (inter)",
     "intra": "inside a group (intra)",
     "tp": "tensor-parallel group (tp)",
+    "expert": "between ranks that divide experts (expert)",
 }
 
 FLOW_CAUSES = {
@@ -29,6 +27,7 @@ FLOW_CAUSES = {
     "matrices": "slices of matrices that the optimizer transforms whole",
     "return": "parameters from the optimizer",
     "tensor": "collectives within layers",
+    "exchanges": "rows of experts",
     "outer": "outer gradients, mean of a step",
 }
 
@@ -55,28 +54,15 @@ def predicted_flows(prediction: Prediction) -> tuple[Flow, ...]:
 def _sent(prediction: Prediction, rank: int) -> dict[tuple[str, str], float]:
     ranks = prediction.ranks
     program, messages = ranks.programs.ranks[rank], ranks.slices.sent(rank)
-    tensor = prediction.plan.mesh.tensor
     total: defaultdict[tuple[str, str], float] = defaultdict(float)
     if prediction.plan.outer is not None:
         total["inter", "outer"] = sum(outer_bytes_sent(ranks, rank).values()) / prediction.plan.outer.every
     for instruction in program.instructions:
-        do, action, of, _ = instruction
+        do, action, _, _ = instruction
         for axis, count in way_of(instruction, program.shape):
             total[axis, do.carries] += count
         if do.sends:
             total["pp", do.carries] += messages.get((do, action.stage), prediction.ranks.message_bytes)
-        if tensor == 1:
-            continue
-        if do is Do.F:
-            total["tp", "tensor"] += _exchanged(ranks.works[of].forward, tensor)
-        elif do is Do.I:
-            work = ranks.works[of]
-            total["tp", "tensor"] += _exchanged((*work.backward, *work.weights), tensor)
+    for (axis, part), (_, nbytes) in ranks.sent_inside(rank).items():
+        total[axis, part] += nbytes
     return total
-
-
-def _exchanged(kernels: Iterable[Kernel], ranks: int) -> float:
-    """Return the bytes sent by a rank of a ring: an all-reduce is a reduce-scatter and an all-gather."""
-    trips = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
-    each = (trips[kernel.kind] * kernel.nbytes for kernel in kernels if isinstance(kernel, Exchange))
-    return sum(each) * (ranks - 1) / ranks

@@ -41,6 +41,18 @@ class Spikes:
         return found
 
 
+def expert_load(rows: Sequence[float], seconds: Sequence[float], mesh: MeshShape) -> dict[str, float]:
+    """Return the metrics of experts that ranks divide. rows: that the experts of each rank computed in a step.
+    seconds: of each rank in exchanges. Ranks of one pipeline position have experts of the same layers."""
+    stages = [[n for rank, n in enumerate(rows) if mesh.place(rank).pp == stage] for stage in range(mesh.pipeline)]
+    return {
+        "expert_rows": max(rows),
+        "expert_imbalance": max(max(own) * len(own) / max(sum(own), 1.0) for own in stages),
+        "expert_dropped": 0,
+        "exchange_seconds": max(seconds),
+    }
+
+
 def straggler(busy: Sequence[float], mesh: MeshShape) -> tuple[int, float]:
     """Return the rank that computed longest compared with its peers, and the ratio to them.
 

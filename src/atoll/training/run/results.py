@@ -27,7 +27,7 @@ from atoll.runtime.sharding.outer import distance
 from atoll.runtime.transport import Later
 from atoll.training.output.record import Recorder
 from atoll.training.run.measure import peak_memory, share_timeline, share_timing, share_trace
-from atoll.training.run.oddities import SLOW, Spikes, straggler
+from atoll.training.run.oddities import SLOW, Spikes, expert_load, straggler
 from atoll.training.run.run import RankRun
 from atoll.training.run.signals import StopRequest
 from atoll.training.run.utilisation import device_peak, utilised_seconds
@@ -61,6 +61,7 @@ class Results:
         self._apart: list[tuple[float, StepResult]] = []
         """Results of this island since islands met last, with their rates."""
         self._memory = torch.zeros(run.engine.plan.mesh.world)
+        self._load: dict[str, float] = {}
         self._last: StepResult | None = None
         self._spikes = {"loss": Spikes(1.2), "grad_norm": Spikes(3.0)}
 
@@ -118,7 +119,11 @@ class Results:
         memory[self._engine.place.rank] = peak_memory(self._engine.device)
         busy = torch.zeros_like(memory)
         busy[self._engine.place.rank] = self._engine.timing.busy_seconds
-        return torch.cat([signals, memory, busy])
+        experts = self._engine.timing.experts
+        load = torch.zeros(0 if experts is None else 2, len(memory), dtype=torch.float64)
+        if experts is not None:
+            load[:, self._engine.place.rank] = torch.tensor([experts.rows, experts.seconds], dtype=torch.float64)
+        return torch.cat([signals, memory, busy, load.view(-1)])
 
     def record(self, result: StepResult | None) -> signal.Signals | None:
         """Record a step whose result is known. Return the signal that a rank had received by then, or None."""
@@ -140,10 +145,14 @@ class Results:
                 later.wait()
 
     def _heard(self, totals: torch.Tensor) -> tuple[signal.Signals | None, list[float]]:
-        """The signal, and the seconds that each rank computed, from the sums of `expect`."""
+        """The signal, and the seconds that each rank computed, from the sums of `expect`. Keeps memory and the load of
+        experts for the record."""
         count = len(StopRequest.numbers)
         asked = [number for number, ranks in zip(StopRequest.numbers, totals[:count], strict=True) if ranks]
-        self._memory, busy = totals[count:].chunk(2)
+        self._memory, busy, *load = totals[count:].view(-1, len(self._memory))
+        if load:
+            rows, seconds = (each.tolist() for each in load)
+            self._load = expert_load(rows, seconds, self._engine.plan.mesh)
         return (asked[0] if asked else None), busy.tolist()
 
     def _write(self, result: StepResult, rate: float, busy: Sequence[float], distance: float | None = None) -> None:
@@ -155,7 +164,8 @@ class Results:
         epoch = self._run.progress.samples.epoch(self._run.progress.position_after(result.step))
         self._run.display.step(result, memory_bytes=memory, epoch=epoch)
         if self.recorder is not None:
-            odd = self._odd(result, busy) | ({} if distance is None else {"island_distance": distance})
+            load = self._load if any(busy) else {}
+            odd = self._odd(result, busy) | load | ({} if distance is None else {"island_distance": distance})
             self.recorder.step(result, rate=rate, epoch=epoch, memory_bytes=memory, odd=odd, utilised=self._utilised)
         if result.fault is not None:
             self._on_fault(result)

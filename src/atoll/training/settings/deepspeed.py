@@ -45,6 +45,9 @@ def deepspeed(subject: Subject) -> Settings:
         limits.append("IGG as it is here: hpZ keeps the copy over all ranks besides, so it holds more")
     if plan.recompute != "none":
         limits.append(f"recompute {plan.recompute} in JSON: call deepspeed.checkpointing.checkpoint in the model")
+    divides = plan.mesh.expert > 1 and plan.mesh.tensor == 1 and block["stage"] < 3
+    if plan.mesh.expert > 1 and not divides:
+        limits.append(f"experts that {plan.mesh.expert} ranks divide: AutoEP takes ZeRO stages 0 to 2, without AutoTP")
     if plan.mesh.tensor > 1 and block["stage"] == 3:
         limits.append("tensor parallelism with ZeRO-3: AutoTP takes ZeRO stages 0 to 2")
     values: dict[str, Any] = {
@@ -63,6 +66,8 @@ def deepspeed(subject: Subject) -> Settings:
         },
         "zero_optimization": block,
     }
+    if divides:
+        values["expert_parallel"] = {"enabled": True, "autoep_size": plan.mesh.expert}
     half = {"bfloat16": "bf16", "float16": "fp16"}.get(plan.precision.compute)
     if half is not None:
         values[half] = {"enabled": True}

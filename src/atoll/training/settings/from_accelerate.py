@@ -17,6 +17,7 @@ from atoll.training.settings.rules import (
     enabled,
     if_set,
     needless,
+    over_experts,
     over_replicas,
     positive,
     says,
@@ -57,6 +58,7 @@ _NEEDLESS = (
     *("deepspeed_config.zero3_init_flag", "deepspeed_config.zero3_save_16bit_model"),
     *("deepspeed_config.deepspeed_multinode_launcher", "deepspeed_config.deepspeed_hostfile"),
     *("deepspeed_config.deepspeed_exclusion_filter", "deepspeed_config.deepspeed_inclusion_filter"),
+    "deepspeed_config.deepspeed_moe_layer_cls_names",  # modules that ZeRO-3 gathers at once, as each block is here
     *("parallelism_config.parallelism_config_cp_comm_strategy", "dynamo_config.dynamo_use_fullgraph"),
     *("dynamo_config.dynamo_use_regional_compilation", "machine_rank", "main_process_ip", "main_process_port"),
     *("main_training_function", "compute_environment", "distributed_type", "debug", "downcast_bf16"),
@@ -80,13 +82,14 @@ _RULES: Mapping[str, Rule] = {
     "deepspeed_config.offload_optimizer_device": if_set(OFFLOAD),
     "deepspeed_config.offload_param_device": if_set(OFFLOAD),
     "deepspeed_config.deepspeed_config_file": says("convert that file"),
-    "deepspeed_config.deepspeed_moe_layer_cls_names": if_set("experts are not split over ranks"),
     "parallelism_config.parallelism_config_dp_replicate_size": positive(counts("replicas")),
     "parallelism_config.parallelism_config_dp_shard_size": positive(_shard_size),
     "parallelism_config.parallelism_config_tp_size": positive(to("parallel.tensor")),
     "parallelism_config.parallelism_config_cp_size": if_set("sequences are not split over ranks"),
     "megatron_lm_config.megatron_lm_tp_degree": positive(to("parallel.tensor")),
     "megatron_lm_config.megatron_lm_pp_degree": positive(to("parallel.pipeline")),
+    "megatron_lm_config.megatron_lm_expert_model_parallel_size": counts("expert ranks"),  # as of Accelerate 1.13
+    "megatron_lm_config.megatron_lm_expert_tensor_parallel_size": counts("expert slices"),
     "megatron_lm_config.megatron_lm_num_micro_batches": says("follows from train.global_batch and train.microbatch"),
     "megatron_lm_config.megatron_lm_sequence_parallelism": to("parallel.sequence_parallel"),
     "megatron_lm_config.megatron_lm_recompute_activations": enabled("parallel.recompute", "selective"),
@@ -115,6 +118,11 @@ def _defaults(given: Given) -> dict[str, Any]:
 
 def _ends(into: Conversion, given: Given) -> None:
     over_replicas(into, into.get("parallel.ranks", 0))
+    over_experts(
+        into,
+        "megatron_lm_config.megatron_lm_expert_model_parallel_size",
+        "megatron_lm_config.megatron_lm_expert_tensor_parallel_size",
+    )
 
 
 _MARKS = "compute_environment distributed_type fsdp_config deepspeed_config"

@@ -12,9 +12,11 @@ from atoll.training.settings.rules import (
     Given,
     Rule,
     System,
+    counts,
     if_set,
     logs,
     needless,
+    over_experts,
     positive,
     to,
     unless,
@@ -107,6 +109,31 @@ def _recompute(also: Rule | None) -> Rule:
     return rule
 
 
+def _experts(into: Conversion, path: str, value: Any) -> None:
+    """Convert AutoEP's block. It has an effect if it is enabled."""
+    block = {**value}
+    if block.pop("enabled", False) is not True:
+        return
+    counts("expert ranks")(into, f"{path}.autoep_size", block.pop("autoep_size", 1))
+    for key, given in block.items():
+        if key in AUTOEP_ROUTES.split():
+            if given not in (None, "auto"):
+                into.leave(f"{path}.{key}", given, "routers are the model's: a key of [model.config]")
+        elif key not in AUTOEP_FINDS.split():
+            into.leave(f"{path}.{key}", given, WORDS.get(key, "it has no counterpart"))
+
+
+AUTOEP_ROUTES = """
+top_k score_func score_apply route_norm route_scale routed_scaling_factor num_expert_groups num_limited_groups
+"""
+"""Settings of AutoEP that change a model's routers; "auto" or null leaves them as they are."""
+
+AUTOEP_FINDS = """
+preset_model moe_layer_pattern router_pattern expert_pattern expert_w1 expert_w2 expert_w3 num_experts_attr top_k_attr
+has_shared_experts shared_experts_pattern shared_experts_gate_pattern use_grouped_mm combine_impl
+"""
+"""Settings of AutoEP that say where a model has its experts, or with which kernels they compute."""
+
 SCALE_GROWTH = 2000
 """Good steps after which Atoll doubles the loss scale."""
 
@@ -158,6 +185,8 @@ _RULES: Mapping[str, Rule] = {
     "activation_checkpointing.profile": _recompute(None),
     "tensor_parallel.autotp_size": positive(to("parallel.tensor")),
     "tensor_parallel.tp_size": positive(to("parallel.tensor")),
+    "expert_parallel": _experts,
+    "use_data_before_expert_parallelism": unless(False, "consecutive ranks divide the experts"),
     "seed": to("train.seed"),
     "tensorboard.enabled": logs("tensorboard"),
     "data_types.grad_accum_dtype": unless("fp32", "gradients are accumulated in fp32"),
@@ -191,6 +220,7 @@ def _defaults(given: Given) -> dict[str, Any]:
 
 
 def _ends(into: Conversion, given: Given) -> None:
+    over_experts(into, "expert_parallel.autoep_size")
     if "train_batch_size" not in given:
         into.open["train.global_batch"] = (
             "train_batch_size is absent: it is train_micro_batch_size_per_gpu x gradient_accumulation_steps x the "

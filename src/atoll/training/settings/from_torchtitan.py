@@ -17,6 +17,7 @@ from atoll.training.settings.rules import (
     if_set,
     logs,
     needless,
+    over_experts,
     over_replicas,
     positive,
     says,
@@ -124,7 +125,8 @@ def _degree(key: str, what: str) -> Rule:
 
 _NEEDLESS = (
     *("model.print_after_conversion", "optimizer.implementation", "training.deterministic", "training.gc_freq"),
-    *("training.gc_debug", "parallelism.context_parallel_rotate_method", "checkpoint.folder", "job.description"),
+    *("training.gc_debug", "parallelism.context_parallel_rotate_method"),
+    *("parallelism.pipeline_parallel_expert_parallel_overlap", "checkpoint.folder", "job.description"),
     *("job.print_config", "job.config_file", "metrics.log_freq", "metrics.save_tb_folder"),
     *("metrics.save_for_all_ranks", "metrics.disable_color_printing", "profiling", "comm"),
 )
@@ -177,7 +179,9 @@ _RULES: Mapping[str, Rule] = {
     "parallelism.module_fqns_per_model_part": if_set("parallel.layers_per_stage has a number for each stage"),
     "parallelism.disable_loss_parallel": if_set("the loss is computed on the parts of the vocabulary"),
     "parallelism.context_parallel_degree": if_set("sequences are not split over ranks"),
-    "parallelism.expert_parallel_degree": if_set("experts are not split over ranks"),
+    "parallelism.expert_parallel_degree": counts("expert ranks"),
+    "parallelism.expert_tensor_parallel_degree": counts("expert slices"),
+    "parallelism.expert_parallel_comm_backend": unless("standard", WORDS["expert_parallel_comm_backend"]),
     "parallelism.enable_async_tensor_parallel": if_set("tensor parallelism is torch's, without asynchronous products"),
     "activation_checkpoint.mode": to_or(
         "selective", "parallel.recompute", **{theirs: ours for ours, theirs in CHECKPOINT_MODES.items()}
@@ -253,6 +257,7 @@ def _ends(into: Conversion, given: Given) -> None:
     if shard is not None:
         into.put("parallel.ranks", replicas * shard * into.counts.get("pipeline", 1) * into.counts.get("tensor", 1))
     over_replicas(into, into.get("parallel.ranks", 0))
+    over_experts(into, "parallelism.expert_parallel_degree", "parallelism.expert_tensor_parallel_degree")
     if into.get("train.global_batch", None) is None and "local" in into.counts:
         if shard is not None:
             into.put("train.global_batch", into.counts["local"] * replicas * shard)

@@ -88,6 +88,10 @@ def fsdp2(subject: Subject) -> Settings:
         )
     if mesh.tensor > 1:
         limits.append(f"tensor parallelism over {mesh.tensor} ranks: apply parallelize_module before fully_shard")
+    if mesh.expert > 1:
+        limits.append(
+            f"experts that {mesh.expert} ranks divide: FSDP2 shards and gathers them; take the settings of torchtitan"
+        )
     if plan.recompute != "none":
         limits.append(f"recompute {plan.recompute}: wrap the layers in checkpoint_wrapper before fully_shard")
     if plan.precision.compute == "float16":

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import groupby
 
+from atoll.prediction.cost.mixture import MixtureConfig
+from atoll.training.config.model import Model
 from atoll.training.settings.subject import Settings, Subject
 
 _VERSION = "Megatron-LM core_v0.19.0"
@@ -44,6 +46,7 @@ def megatron(subject: Subject) -> Settings:
         f"--pipeline-model-parallel-size {mesh.pipeline}",
         *(["--sequence-parallel"] if plan.sequence_parallel else []),
         *_pipeline(subject, limits),
+        *_experts(subject, limits),
         *_sharding(subject, limits),
         f"--micro-batch-size {plan.microbatch}",
         f"--global-batch-size {plan.global_batch}",
@@ -87,6 +90,71 @@ def _stage(subject: Subject, run: range) -> str:
         elif letter not in found:
             found += f",{letter}" if found else letter
     return found
+
+
+def _experts(subject: Subject, limits: list[str]) -> list[str]:
+    """Return the flags of experts, and of the ranks that divide them."""
+    plan, mesh, mixture = subject.plan, subject.plan.mesh, subject.mixture
+    if mixture is None and mesh.expert == 1:
+        return []
+    if mixture is None:
+        limits.append(
+            "the experts of the model: --num-experts, --moe-ffn-hidden-size, --moe-router-topk, "
+            "--moe-router-score-function and other flags of its router"
+        )
+    needs_sequence = mesh.tensor > 1 and not plan.sequence_parallel
+    if needs_sequence:
+        limits.append(
+            "experts with tensor parallelism alone: the flags have --sequence-parallel, which Megatron-LM needs"
+        )
+    return [
+        *(["--sequence-parallel"] if needs_sequence else []),
+        f"--expert-model-parallel-size {subject.expert_ranks}",
+        "--expert-tensor-parallel-size 1",  # by default that of other layers, which would cut each expert
+        "--moe-token-dispatcher-type alltoall",
+        "--moe-grouped-gemm",
+        "--moe-router-load-balancing-type none",
+        *([] if mixture is None else _mixture(mixture, subject.config.model, limits)),
+    ]
+
+
+def _mixture(mixture: MixtureConfig, model: Model, limits: list[str]) -> list[str]:
+    """Return the flags of the experts and the router of a decoder."""
+    taken, groups, chosen = mixture.experts_per_token, mixture.groups, mixture.groups_per_token
+    inner = mixture.expert_ffn or model.ffn
+    is_softmax = mixture.scoring == "softmax"
+    # A softmax over all experts, divided by the sum of those taken, is one over those taken: the default of Megatron.
+    before = is_softmax and not mixture.normalise_weights
+    if not is_softmax and not mixture.normalise_weights and taken > 1:
+        limits.append("weights of a sigmoid that are not normalised: Megatron-LM divides them by their sum")
+    if groups > 1 and (taken != 2 * chosen or (is_softmax and not before)):
+        limits.append(
+            "groups of experts, chosen by the sum of two scores: Megatron-LM sums the best topk / group_topk of a "
+            "group, and does so before a softmax over the experts taken"
+        )
+    if mixture.selection_bias and is_softmax:
+        limits.append("a selection bias with a softmax: Megatron-LM has one with a sigmoid")
+    return [
+        f"--num-experts {mixture.experts}",
+        f"--moe-ffn-hidden-size {inner}",
+        f"--moe-layer-freq '([0]*{mixture.dense_layers}+[1]*{model.layers - mixture.dense_layers})'",
+        f"--moe-router-topk {taken}",
+        f"--moe-router-score-function {mixture.scoring}",
+        "--moe-router-dtype fp32",
+        *(["--moe-router-pre-softmax"] if before else []),
+        *([f"--moe-router-topk-scaling-factor {mixture.route_scale}"] if mixture.route_scale != 1 else []),
+        *([f"--moe-router-num-groups {groups}", f"--moe-router-group-topk {chosen}"] if groups > 1 else []),
+        *(
+            ["--moe-router-enable-expert-bias", "--moe-router-bias-update-rate 0"]
+            if mixture.selection_bias and not is_softmax
+            else []
+        ),
+        *(
+            [f"--moe-shared-expert-intermediate-size {mixture.shared_experts * inner}"]
+            if mixture.shared_experts
+            else []
+        ),
+    ]
 
 
 def _sharding(subject: Subject, limits: list[str]) -> list[str]:
@@ -158,8 +226,6 @@ def _model(subject: Subject, limits: list[str]) -> list[str]:
         limits.append(f"the sizes of {model.source!r}: take them from its configuration")
         return []
     options, grouped = model.options, model.kv_heads != model.heads
-    if options.experts:
-        limits.append("the mixture of experts: the flags are those of a dense model")
     return [
         f"--num-layers {model.layers}",
         f"--hidden-size {model.hidden}",

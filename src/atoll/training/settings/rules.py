@@ -157,6 +157,45 @@ def over_replicas(into: Conversion, ranks: int) -> None:
         )
 
 
+def over_experts(into: Conversion, path: str, cut: str | None = None) -> None:
+    """Divide the experts of a mixture among the ranks of a group. It comes after what decides the groups.
+
+    path: the setting for `into.counts["expert ranks"]`, ranks that divide the experts, tensor-parallel ones included.
+    cut: the one for `into.counts["expert slices"]`, ranks over which each of these experts is cut. Here the ranks of
+    both have whole experts, as many as there: expert x tensor = expert ranks x slices.
+
+    Where the file has no groups, they are the smallest ones, which any number of ranks has.
+    """
+    ranks, slices = into.counts.get("expert ranks", 1), into.counts.get("expert slices", 1)
+    if slices > 1 and cut is not None:
+        into.leave(cut, slices, WORDS["expert_tensor_parallel_size"])
+    if ranks == 1:
+        return
+    tensor = into.get("parallel.tensor", 1)
+    expert, rest = divmod(ranks * slices, tensor)
+    group = into.get("parallel.intra", 0) or into.counts.get("shard", 0) or _data_ranks(into) or expert
+    if rest:
+        into.leave(path, ranks, f"parallel.tensor = {tensor} divides the experts too; use a multiple of {tensor}")
+    elif "parallel.intra" in into.open:
+        into.leave(path, ranks, f"parallel.expert = {expert}, once parallel.intra is set, to a multiple of it")
+    elif group % expert:
+        into.leave(
+            path,
+            ranks,
+            f"parallel.expert would be {expert} with parallel.tensor = {tensor}, and does not divide the {group} ranks "
+            f"of a group; use a divisor of {group}, or a parallel.intra that is a multiple of {expert}",
+        )
+    else:
+        into.put("parallel.expert", expert)
+        if expert > 1 and into.get("parallel.intra", None) is None:
+            into.put("parallel.intra", expert)
+
+
+def _data_ranks(into: Conversion) -> int:
+    """Return the number of data-parallel ranks, 0 if it is unknown."""
+    return into.get("parallel.ranks", 0) // (into.get("parallel.pipeline", 1) * into.get("parallel.tensor", 1))
+
+
 OFFLOAD = WORDS["offload_param"]
 
 Given = Mapping[str, Any]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from atoll.plans.layouts import Layout, Level
 from atoll.plans.plan import Plan
 from atoll.prediction.cost import Prediction
+from atoll.prediction.cost.mixture import MixtureConfig
 from atoll.training.config import Config, Train
 from atoll.training.config.train import WEIGHT_DECAY
 
@@ -72,6 +73,18 @@ class Subject:
         return Adam(beta1, beta2, eps=float(options["eps"]), weight_decay=float(self.train.weight_decay or 0.0))
 
     @property
+    def mixture(self) -> MixtureConfig | None:
+        """The experts of the built-in decoder. None if it has none, and for other models, whose sizes are elsewhere."""
+        model = self.config.model
+        return model.options.mixture if model.is_builtin else None
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that divide experts: along `expert`, and along `tensor`. 1 if the config says of no experts."""
+        mesh = self.plan.mesh
+        return mesh.expert * mesh.tensor if mesh.expert > 1 or self.mixture is not None else 1
+
+    @property
     def layers(self) -> range:
         """Blocks of the model that are layers."""
         return self.prediction.ranks.model.layers
@@ -119,6 +132,8 @@ class Subject:
             found.append("a post-validated optimizer step: the step waits for the global gradient norm")
         if plan.codecs and not encodes:
             found.append(f"codecs between groups ({plan.codecs}): elements are sent as they are")
+        if plan.expert_layout not in (None, plan.layout):
+            found.append(f"layout {plan.expert_layout} of the experts: they have that of everything else")
         if plan.stays == "run":
             found.append("residency `run`: gathered parameters stay for one microbatch or for the step")
         if plan.unit > 1:

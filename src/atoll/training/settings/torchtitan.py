@@ -52,6 +52,14 @@ def torchtitan(subject: Subject) -> Settings:
         "tensor_parallel_degree": mesh.tensor,
         "pipeline_parallel_degree": mesh.pipeline,
     }
+    if shard % mesh.expert:
+        limits.append(
+            f"experts that {mesh.expert} ranks divide: torchtitan divides them among ranks that shard parameters, and "
+            f"with layout {plan.layout} there are {shard}"
+        )
+    elif subject.expert_ranks > 1:
+        # Tensor-parallel ranks have whole experts too: "[partial dp + all tp -> ep] etp = 1" in its job_config.py.
+        parallelism |= {"expert_parallel_degree": subject.expert_ranks, "expert_tensor_parallel_degree": 1}
     files: dict[str, str] = {}
     if mesh.pipeline > 1:
         parallelism |= _pipeline(subject, files, limits)
@@ -113,7 +121,10 @@ def _flavor(subject: Subject, limits: list[str]) -> str:
         limits.append(f"the model {model.source!r}: choose one of torchtitan's models and flavors")
         return "FLAVOR"
     if model.options.experts:
-        limits.append("the mixture of experts: choose one of torchtitan's models with experts and its flavor")
+        limits.append(
+            "the mixture of experts: choose one of torchtitan's models with experts and its flavor, without its "
+            "load_balance_coeff, as no bias moves here"
+        )
         return "FLAVOR"
     found = FLAVORS.get((model.hidden, model.layers, model.heads, model.kv_heads, model.ffn))
     if found is None:

@@ -16,6 +16,7 @@ from atoll.plans.plan import Plan
 from atoll.runtime.assemble.ties import untie_as_stored
 from atoll.runtime.engine import Engine
 from atoll.runtime.models import Decoder, DecoderConfig, check_documents
+from atoll.runtime.pipeline.routing import Balance
 from atoll.runtime.sharding.optimizer import decay_matrices, spare_vectors
 from atoll.training.config import Config, Model, Train
 from atoll.training.models.pretrained import check_exported, first_weights, hugging_face_model
@@ -111,6 +112,7 @@ def build_engine(model: nn.Module, plan: Plan, config: Config, device: torch.dev
         device=device,
         weights=first_weights(config),
         bad_steps=train.bad_steps,
+        balance=Balance(**train.router.model_dump()),
     )
 
 

@@ -28,6 +28,7 @@ CHOSEN = {
     "pipeline": "pipeline",
     "tensor": "tensor",
     "intra": "intra",
+    "expert": "expert",
     "order": "order",
     "residency": "residency",
     "reduction": "reduction",
@@ -154,6 +155,7 @@ def question(config: Config, cluster: Cluster, *, world: int | None = None) -> P
         global_batch=config.train.global_batch,
         sequence=config.data.sequence,
         ranks=ranks,
+        imbalance=config.parallel.imbalance,
     )
     on_cpu = is_on_cpu(config, cluster)
     workload = workload_of(config, expected_vocabulary(config), on_cpu=on_cpu)
@@ -179,6 +181,8 @@ def space_of(config: Config) -> Space:
             given[name] = (getattr(parallel, key),)
     if _is_written(config, "layout"):
         given["layouts"] = (Layout(parallel.layout),)
+    if parallel.expert_layout is not None:
+        given["expert_layout"] = Layout(parallel.expert_layout)
     if _is_written(config, "schedule"):
         given["schedules"] = (Order(parallel.schedule, parallel.chunks),)
     for name in ("microbatch", "precision"):

@@ -1,5 +1,5 @@
-"""Prediction of a config's plan before it runs. No torch, unless the model is of `transformers` or has a mixture of
-experts, some of its parameters are frozen, or the optimizer is not AdamW."""
+"""Prediction of a config's plan before it runs. No torch, unless the model is of `transformers`, some of its parameters
+are frozen, or the optimizer is not AdamW."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from atoll.training.data import expected_ids
 from atoll.training.models.sources import FAMILY
 from atoll.training.setup.optimizers import planned
 
-PREDICTED = ("llama", "mistral", "qwen2", "gpt2")
+PREDICTED = (
+    *("llama", "mistral", "qwen2", "gpt2"),
+    *("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "llama4_text"),
+)
 """Families of `transformers` whose sizes are read from their configuration."""
 
 
@@ -44,6 +47,8 @@ def predict_plan(
         samples=plan.microbatch,
         sequence=config.data.sequence,
         tensor=plan.mesh.tensor,
+        expert=plan.mesh.expert,
+        imbalance=plan.imbalance,
         sequence_parallel=plan.sequence_parallel,
         compute=plan.precision.compute,
         recompute=plan.recompute,
@@ -165,6 +170,11 @@ def expected_vocabulary(config: Config) -> int:
     return expected_ids(config.tokenizer, masked=config.train.is_masked)
 
 
+def _with_attention(config: Config, sizes: Transformer) -> Transformer:
+    """Return the sizes with the fused attention that the config sets, where it is eager by default."""
+    return replace(sizes, eager=sizes.eager and "attn_implementation" not in config.model.config)
+
+
 def _sizes(config: Config, vocabulary: int, on_cpu: bool) -> Transformer | None:
     if not config.model.is_builtin:
         from atoll.runtime.models import transformer_of
@@ -172,13 +182,11 @@ def _sizes(config: Config, vocabulary: int, on_cpu: bool) -> Transformer | None:
 
         found: Any = _without_transformers(config, vocabulary)
         if found is not None:
-            return transformer_of(found)
+            return _with_attention(config, transformer_of(found))
         found = hugging_face_config(config, vocabulary)
         is_known = found.model_type in PREDICTED and not config.train.is_masked
-        return transformer_of(found) if is_known else None
+        return _with_attention(config, transformer_of(found)) if is_known else None
     model = config.model
-    if model.options.mixture is not None:
-        return None
     return Transformer.decoder(
         layers=model.layers,
         hidden=model.hidden,
@@ -189,4 +197,5 @@ def _sizes(config: Config, vocabulary: int, on_cpu: bool) -> Transformer | None:
         tied=model.options.tie_embeddings,
         dropout=model.options.dropout > 0,
         on_cpu=on_cpu,
+        mixture=model.options.mixture,
     )

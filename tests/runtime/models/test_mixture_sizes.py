@@ -1,0 +1,95 @@
+"""Sizes of mixtures from configurations of transformers, against the models that they build."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from atoll.prediction.cost import Product, Use, Work
+from atoll.runtime.models import adapter_for, count, transformer_of, weigh_blocks
+from atoll.runtime.models.mixture_sizes import MIXTURES
+
+transformers = pytest.importorskip("transformers")
+
+COMMON = {
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LATENT = {
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 14,
+    "num_key_value_heads": 4,
+    "n_group": 1,
+    "topk_group": 1,
+}
+OWN: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 8},
+    "olmoe": {"num_experts": 8},
+    "qwen2_moe": {
+        "num_experts": 8,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [0],
+    },
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 24, "head_dim": 16, "decoder_sparse_step": 2},
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 24,
+        "head_dim": 16,
+        "attention_bias": True,
+        "use_qk_norm": True,
+    },
+    "gpt_oss": {"num_local_experts": 8, "head_dim": 16},
+    "deepseek_v2": {**LATENT, "q_lora_rank": None},
+    "deepseek_v3": {**LATENT, "q_lora_rank": 20},
+    "llama4_text": {
+        "num_local_experts": 8,
+        "intermediate_size_mlp": 56,
+        "interleave_moe_layer_step": 2,
+        "head_dim": 16,
+    },
+}
+
+
+def flops(work: Work, *phases: str) -> float:
+    return sum(kernel.flops for name in phases for kernel in getattr(work, name) if isinstance(kernel, Product))
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_parameters_costs_and_products_are_those_of_the_model(family: str) -> None:
+    config = transformers.AutoConfig.for_model(family, **{**COMMON, **OWN[family]})
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    formulas, counted = transformer_of(config).workload, count(model)
+    assert formulas.parameters == sum(parameter.numel() for parameter in model.parameters())
+    weighed = [each.cost for each in weigh_blocks(adapter_for(model).blocks()) if each.cost]
+    assert weighed == pytest.approx([cost for cost in formulas.costs if cost])
+    for recompute in ("none", "block"):
+        use = Use(samples=2, sequence=16, recompute=recompute)
+        for one, other in zip(counted.layers, formulas.layers, strict=True):
+            found, expected = counted.blocks[one].work(use), formulas.blocks[other].work(use)
+            assert found.parameters == expected.parameters
+            assert flops(found, "forward") == flops(expected, "forward")
+            assert flops(found, "backward", "weights") == flops(expected, "backward", "weights")
+            assert expected.kept + sum(each.nbytes for each in expected.again) == pytest.approx(
+                found.kept + sum(each.nbytes for each in found.again), rel=0.2
+            )
+
+
+def test_every_family_is_compared() -> None:
+    assert set(OWN) == set(MIXTURES)
