@@ -138,6 +138,7 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 def test_experts_from_a_folder_and_back(tmp_path: Path) -> None:
     """Files name experts one by one. Each rank reads its own; what it has is exported to the same files."""
     model = stored(tmp_path / "given")
