@@ -393,7 +393,7 @@ class TransformerLayer:
         s, i, tokens, t = self.sizes, use.item, use.tokens, self._heads_over(use)
         if self._is_gathered and use.tensor > 1:  # parts are kept, and gathered again
             products = self._products(use).items()
-            return tuple(Saved(f"{name}'s product", i * tokens * each.columns, "I") for name, each in products)
+            return tuple(Saved(f"{name}'s product", int(i * tokens * each.columns), "I") for name, each in products)
         hidden = i * tokens * s.hidden // use.parts
         queries, keys = i * tokens * s.queries // t, i * tokens * s.keys // t
         is_copied = self._is_copied(use)

@@ -248,9 +248,9 @@ class _Bench:
         return lambda: target.copy_(source)
 
     def _product(self, product: Product, dtype: torch.dtype) -> Call:
-        left = self._random(product.rows, product.inner, dtype=dtype)
-        right = self._random(product.inner, product.columns, dtype=dtype)
-        out = torch.empty(product.rows, product.columns, device=self.device, dtype=dtype)
+        rows, inner, columns = int(product.rows), int(product.inner), int(product.columns)
+        left, right = self._random(rows, inner, dtype=dtype), self._random(inner, columns, dtype=dtype)
+        out = torch.empty(rows, columns, device=self.device, dtype=dtype)
         return lambda: torch.mm(left, right, out=out)
 
     def _attention(self, length: int) -> Call:

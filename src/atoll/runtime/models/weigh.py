@@ -42,7 +42,8 @@ def relative_score(blocks: Sequence[Block], weights: Sequence[BlockWeight], head
 
 
 def _cost(block: Block, apart: Container[str]) -> float:
-    chosen = next((each.top_k for _, each in block.named_modules() if isinstance(getattr(each, "top_k", None), int)), 0)
+    named = (getattr(each, "top_k", None) for _, each in block.named_modules())
+    chosen = next((count for count in named if isinstance(count, int)), 0)
     return sum(
         parameter.numel() * (2 + parameter.requires_grad) * _share(module, parameter, chosen)
         for name, module in block.named_modules()
