@@ -156,8 +156,21 @@ def test_ranks_divide_experts_with_their_tensor_parallel_group() -> None:
         assert work.exchanges == (2 if expert > 1 else 0)
     with pytest.raises(ConfigError, match="128 experts cannot be divided evenly over expert x tensor = 3 x 1"):
         layer.work(Use(samples=1, sequence=8, expert=3))
-    with pytest.raises(ConfigError, match="sequence_parallel with experts is not built"):
-        layer.work(Use(samples=1, sequence=8, tensor=2, sequence_parallel=True))
+
+
+def test_tensor_ranks_with_tokens_of_their_own_exchange_rows_as_well() -> None:
+    """No sum over the group is left, and as many rows are sent, to more ranks."""
+    layer = sizes_of("Qwen3-30B-A3B").workload.blocks[1]
+    same, own = (
+        layer.work(Use(samples=1, sequence=4096, tensor=2, expert=2, sequence_parallel=parts))
+        for parts in (False, True)
+    )
+    kinds = [[k.kind for k in work.forward if isinstance(k, Exchange)] for work in (same, own)]
+    assert kinds[0] == ["all-reduce", "all-to-all", "all-to-all", "all-reduce"]
+    assert kinds[1] == ["all-gather", "reduce-scatter", "all-to-all", "all-to-all"]
+    sent = [[k.nbytes for k in work.forward if isinstance(k, Exchange) and k.axis == "expert"] for work in (same, own)]
+    assert sent[0] == sent[1] == [4096 * 8 // 2 * 2048 * 2] * 2
+    assert layer.work(Use(samples=1, sequence=4096, tensor=2, sequence_parallel=True)).exchanges == 2
 
 
 def test_an_uneven_choice_of_experts_fills_one_rank() -> None:
@@ -188,6 +201,8 @@ def test_the_link_of_expert_ranks() -> None:
     assert across.rate == pytest.approx(1e10 * 7 / 4)
     assert CLUSTER.along(MeshShape(intra=8, expert=2), "shard").rate == pytest.approx(1e10 * 2)
     assert CLUSTER.along(MeshShape(intra=4, tensor=2, expert=4), "expert").rate == pytest.approx(1e10 * 3 / 2)
+    assert CLUSTER.along(MeshShape(intra=4, tensor=2, expert=2), "expert x tp") == inside
+    assert CLUSTER.along(MeshShape(intra=4, tensor=2, expert=4), "expert x tp").rate == pytest.approx(1e10 * 7 / 4)
 
 
 # ---- plans

@@ -207,7 +207,8 @@ class Cluster(_Table):
 
     def along(self, mesh: MeshShape, axis: str) -> Speed:
         """Return the link of each rank for a collective along an axis, while all groups along it communicate. Besides
-        the axes of the mesh there are `expert`, ranks that divide experts, and `shard`, those that share them.
+        the axes of the mesh there are `expert`, ranks that divide experts, also with their tensor-parallel groups
+        (`expert x tp`), and `shard`, those that share them.
 
         A ring crosses between nodes once in each direction, so the ranks of a group in one node share one group's part
         of the cards. Ranks that divide experts send to all others: each has its own part of the cards, for what leaves
@@ -215,6 +216,8 @@ class Cluster(_Table):
         """
         inner, size = _stretch(mesh, axis)
         near = 1 if inner >= self.node.devices else min(size, self.node.devices // inner)
+        if axis == "expert x tp":
+            near, size = near * mesh.tensor, size * mesh.tensor
         inside = self.node.link
         if near == size:
             found = self.inside()
@@ -227,7 +230,7 @@ class Cluster(_Table):
                 "cluster no [network]; add one, or use fewer ranks"
             )
         groups = self.node.devices // near
-        if axis == "expert":
+        if axis.startswith("expert"):
             found = self.network.speed(self.node.cards / self.node.devices)
             found = replace(found, rate=found.rate * (size - 1) / (size - near))
         else:
@@ -260,12 +263,12 @@ class Cluster(_Table):
 def _stretch(mesh: MeshShape, axis: str) -> tuple[int, int]:
     """Return how far neighbours along an axis are apart, and the number of ranks along it."""
     sizes = mesh.sizes
-    own = "intra" if axis in ("expert", "shard") else axis
+    own = "intra" if axis in ("expert", "expert x tp", "shard") else axis
     names = list(sizes)
     inner = math.prod(sizes[name] for name in names[names.index(own) + 1 :])
     if axis == "shard":
         return inner * mesh.expert, mesh.intra // mesh.expert
-    return inner, mesh.expert if axis == "expert" else sizes[own]
+    return inner, mesh.expert if axis.startswith("expert") else sizes[own]
 
 
 @lru_cache(maxsize=1)

@@ -158,9 +158,9 @@ class Durations:
         """Clock of the device, which gives the seconds of kernels."""
         mesh, use = self.ranks.plan.mesh, self.ranks.use
         links = {"link": self.cluster.along(mesh, "tp")} if mesh.tensor > 1 else {}
-        if mesh.expert > 1:
-            links["between"] = self.cluster.along(mesh, "expert")
-        return KernelClock(self.cluster.device, use.compute, use.item, mesh.tensor, experts=mesh.expert, **links)
+        if use.exchanging > 1:
+            links["between"] = self.cluster.along(mesh, "expert" if use.parts == 1 else "expert x tp")
+        return KernelClock(self.cluster.device, use.compute, use.item, mesh.tensor, experts=use.exchanging, **links)
 
     def _by_instruction(self, rank: int, of_work: Callable[[Work], Parts]) -> dict[tuple[Operation, int], float]:
         """Return the seconds of a rank's blocks and slices, given F, I and W of each, by instruction."""
@@ -203,8 +203,8 @@ class Durations:
 
     def inside(self, rank: int) -> dict[str, dict[tuple[Operation, int], float]]:
         """Return the seconds that collectives add to a pipeline rank's instructions, by field of `Breakdown`."""
-        mesh = self.ranks.plan.mesh
-        axes = (("tensor", "tp", mesh.tensor), ("exchanges", "expert", mesh.expert))
+        use = self.ranks.use
+        axes = (("tensor", "tp", use.tensor), ("exchanges", "expert", use.exchanging))
         return {
             part: self._by_instruction(rank, partial(self._collectives, axis=axis))
             for part, axis, size in axes

@@ -1,15 +1,15 @@
 """A mixture of experts by formula: router, exchange of rows, products of the experts, experts that all tokens share.
 
-A token's hidden state is a row for each expert that it takes. Experts are divided over e t ranks: each sends its
-T k / t rows to the e ranks that have their experts, and receives as many on average. What is computed and saved is that
-of `atoll.runtime.experts.division`.
+A token's hidden state is a row for each expert that it takes. Experts are divided over e t ranks: each sends
+T k / t rows to the e ranks that have their experts, or with `sequence_parallel` to all, and receives as many on
+average. What is computed and saved is that of `atoll.runtime.experts.division`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from atoll.base.errors import ConfigError
 from atoll.prediction.cost.kernels import Exchange, Kernel, Pass, Product
@@ -35,6 +35,7 @@ class Mixture:
     chosen: experts that a token takes, of `experts`.  ffn: inner width of an expert.  shared: inner width of what every
     token takes besides, 0 if nothing.  weighs_shared: whether a gate weighs that.  dense: layers with a feed-forward
     instead.  biases: whether router and experts have biases.  has_precise_router: whether it multiplies in fp32.
+    repeats: whether each token has a row for every expert, most of them zero, as in Llama 4.
     """
 
     experts: int
@@ -45,6 +46,7 @@ class Mixture:
     dense: tuple[int, ...] = ()
     biases: bool = False
     has_precise_router: bool = False
+    repeats: bool = False
 
     @property
     def break_even(self) -> float:
@@ -73,11 +75,6 @@ class MixtureWork:
             )
         if mixture.shared % use.tensor:
             raise ConfigError(f"shared experts of width {mixture.shared} cannot be split over {use.tensor} ranks")
-        if use.sequence_parallel:
-            raise ConfigError(
-                "sequence_parallel with experts is not built: ranks of a tensor-parallel group divide the experts, and "
-                "each needs the whole sequence; turn it off"
-            )
 
     # ---- sizes
 
@@ -87,6 +84,11 @@ class MixtureWork:
         return self.mixture.experts // self.use.expert_parts
 
     @property
+    def tokens(self) -> int:
+        """Tokens that this rank routes."""
+        return self.use.tokens // self.use.parts
+
+    @property
     def sent(self) -> float:
         """Rows of a rank's tokens, among those that are of its tensor-parallel rank."""
         return _whole(self.use.tokens * self.mixture.chosen / self.use.tensor)
@@ -94,7 +96,7 @@ class MixtureWork:
     @property
     def rows(self) -> float:
         """Rows that the fullest rank computes."""
-        return self.sent if self.use.expert == 1 else _whole(self.sent * self.use.imbalance)
+        return self.sent if self.use.exchanging == 1 else _whole(self.sent * self.use.imbalance)
 
     @property
     def _up(self) -> int:
@@ -153,20 +155,21 @@ class MixtureWork:
     @property
     def exchanges(self) -> int:
         """How often a forward exchanges rows."""
-        return EXCHANGES if self.use.expert > 1 else 0
+        return EXCHANGES if self.use.exchanging > 1 else 0
 
     @property
     def _router(self) -> Product:
-        return Product(self.use.tokens, self.sizes.hidden, self.mixture.experts)
+        return Product(self.tokens, self.sizes.hidden, self.mixture.experts)
 
     def forward(self) -> Iterator[Kernel]:
         """Yield the kernels of F, from the normalized hidden state to the sum of both branches."""
-        m, i, h, tokens = self.mixture, self.use.item, self.sizes.hidden, self.use.tokens
+        m, i, h, tokens = self.mixture, self.use.item, self.sizes.hidden, self.tokens
         up, down = self._experts
         yield self._router
         yield Pass(16.0 * tokens * m.experts, 3)
         yield Pass(4.0 * _INDEX * tokens * m.chosen, _SORTING)
         yield Pass(2.0 * i * self.sent * h)
+        yield from self._repeated()
         yield from self._exchange()
         yield up
         yield from self._biased(self._up)
@@ -180,7 +183,7 @@ class MixtureWork:
 
     def backward(self) -> Iterator[Kernel]:
         """Yield the kernels of I, in which the gradient of the router's weight is computed as well."""
-        m, i, h, tokens = self.mixture, self.use.item, self.sizes.hidden, self.use.tokens
+        m, i, h, tokens = self.mixture, self.use.item, self.sizes.hidden, self.tokens
         up, down = self._experts
         yield from self._shared_backward()
         yield Pass(i * (7.0 * self.sent + tokens) * h, 4)
@@ -192,6 +195,7 @@ class MixtureWork:
         yield up.swapped
         yield from reversed(list(self._exchange()))
         yield Pass(i * (2.0 * self.sent + tokens) * h)
+        yield from self._repeated()
         yield from self._summed(tokens * h)
         yield from self._summed(tokens * m.chosen)
         yield Pass(12.0 * tokens * m.experts, 2)
@@ -200,14 +204,24 @@ class MixtureWork:
 
     def _exchange(self) -> Iterator[Kernel]:
         """Yield rows to the ranks of their experts, and a pass that sorts them there; nothing if each has them all."""
-        if self.use.expert > 1:
+        if self.use.exchanging > 1:
             nbytes = self.use.item * self.rows * self.sizes.hidden
             yield Exchange("all-to-all", nbytes)
             yield Pass(2.0 * nbytes)
 
+    def _repeated(self) -> Iterator[Kernel]:
+        if self.mixture.repeats:
+            yield Pass(6.0 * self.use.item * self.mixture.experts * self.tokens * self.sizes.hidden, 4)
+
     def _summed(self, elements: int) -> Iterator[Kernel]:
-        if self.use.tensor > 1:
+        """Yield the sum over a tensor-parallel group whose ranks have the same tokens."""
+        if self.use.tensor > self.use.parts:
             yield Exchange("all-reduce", self.use.item * elements)
+
+    def _spread(self, kind: Literal["all-gather", "reduce-scatter"]) -> Iterator[Kernel]:
+        """Yield the traffic around shared experts, which need the tokens of the whole group."""
+        if self.use.parts > 1:
+            yield Exchange(kind, self.use.item * self.use.tokens * self.sizes.hidden)
 
     def _biased(self, width: int) -> Iterator[Kernel]:
         if self.mixture.biases:
@@ -218,11 +232,13 @@ class MixtureWork:
         if not self.products:
             return
         up, down, *gate = self.products
+        yield from self._spread("all-gather")
         yield up
         yield Pass(i * tokens * (up.columns + down.inner))
         yield from (down, *gate)
         yield from self._summed(tokens * h)
-        yield Pass(3.0 * i * tokens * h, 1 + len(gate))
+        yield from self._spread("reduce-scatter")
+        yield Pass(3.0 * i * self.tokens * h, 1 + len(gate))
 
     def _shared_backward(self) -> Iterator[Kernel]:
         i, h, tokens = self.use.item, self.sizes.hidden, self.use.tokens
@@ -230,24 +246,28 @@ class MixtureWork:
             return
         up, down, *gate = self.products
         yield from (each.swapped for each in gate)
+        yield from self._spread("all-gather")
         yield down.swapped
         yield Pass(i * tokens * (2 * up.columns + down.inner))
         yield up.swapped
         yield from self._summed(tokens * h)
-        yield Pass(3.0 * i * tokens * h)
+        yield from self._spread("reduce-scatter")
+        yield Pass(3.0 * i * self.tokens * h)
 
     # ---- saved tensors
 
     def saved(self) -> Iterator[Saved]:
         """Yield the tensors that F saves, without its input."""
-        m, i, tokens = self.mixture, self.use.item, self.use.tokens
+        m, i, tokens = self.mixture, self.use.item, self.tokens
         results, sent, rows = self.sizes.implementation.results, self.sent, self.rows
         if m.has_precise_router and i < 4:
             yield Saved("router's input in fp32", 4 * (tokens + m.experts) * self.sizes.hidden, "I")
         yield Saved("router's scores", 4 * tokens * m.experts, "I")
         yield Saved("router's weights", (_INDEX + 8) * tokens * m.chosen, "I")
         yield Saved("order of rows", int(3 * _INDEX * sent + i * sent), "I")
-        if self.use.expert > 1:
+        if m.repeats:
+            yield Saved("rows of all experts", i * m.experts * tokens * self.sizes.hidden, "I")
+        if self.use.exchanging > 1:
             yield Saved("order by expert", int(2 * _INDEX * rows), "I")
         yield Saved("experts' input", int(i * rows * self.sizes.hidden), "W", of_experts=True)
         yield Saved("experts' activation's input", int(i * rows * self._up), "I")
@@ -257,7 +277,7 @@ class MixtureWork:
         yield Saved("experts' output", int(i * sent * self.sizes.hidden), "I")
         if not self._shared:
             return
-        width = self._shared["shared down"][0]
+        width, tokens = self._shared["shared down"][0], self.use.tokens
         yield Saved("shared activation's input", i * tokens * self._shared["shared up"][1], "I")
         if results:
             yield Saved("shared activation's results", results * i * tokens * width, "I")

@@ -235,7 +235,7 @@ class TransformerLayer:
         masks = hidden if s.dropout else 0
         yield Pass(2.0 * i * hidden)
         *entering, out = s.attention
-        if self._heads_over(use) > 1:
+        if self._heads_over(use) > 1 or use.parts > 1:
             yield from self._enter(use)
         for name in entering:
             yield from self._multiply(use, name)

@@ -209,7 +209,7 @@ class Ranks:
     def sent_inside(self, rank: int) -> dict[tuple[str, str], tuple[int, float]]:
         """Return the number of collectives within blocks of a pipeline rank in a step, and the bytes that they send, by
         axis and field of `Breakdown`."""
-        sizes = {"tp": self.plan.mesh.tensor, "expert": self.plan.mesh.expert}
+        sizes = {"tp": self.use.tensor, "expert": self.use.exchanging}
         found: dict[tuple[str, str], tuple[int, float]] = {}
         if max(sizes.values()) == 1:
             return found

@@ -65,6 +65,12 @@ class Use:
         group."""
         return self.expert * self.tensor
 
+    @property
+    def exchanging(self) -> int:
+        """Number of ranks that exchange rows: those of `expert`, and with `sequence_parallel` also those of their
+        tensor-parallel groups, which then have tokens of their own."""
+        return self.expert * self.parts
+
 
 @dataclass(frozen=True, slots=True)
 class Saved:

@@ -172,7 +172,7 @@ class Space:
             if rest:
                 continue
             sizes = _chosen(self.microbatch, share)
-            spread = (False,) if mesh.tensor == 1 or experts else self.sequence_parallel
+            spread = (False,) if mesh.tensor == 1 else self.sequence_parallel
             sliced = (False,) if mesh.pipeline == 1 else self.vocabulary_parallel
             for size, recompute, precision, is_spread, is_sliced in product(
                 sizes, self.recompute, precisions, spread, sliced

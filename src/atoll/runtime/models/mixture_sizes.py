@@ -140,6 +140,7 @@ def _llama4(config: Any) -> Transformer:
         ffn=config.intermediate_size,
         shared=config.intermediate_size,
         dense=tuple(sorted(set(range(config.num_hidden_layers)) - set(sparse))),
+        repeats=True,
     )
     return _decoder(config, experts, ffn=config.intermediate_size_mlp)
 
