@@ -8,6 +8,7 @@ import pytest
 
 from atoll.base.errors import RankError
 from atoll.plans.layouts import EFFECTIVE
+from atoll.runtime.models import MixtureConfig
 from atoll.testing.parity import Case, assert_parity
 from tests.mixtures import Mixture
 
