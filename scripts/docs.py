@@ -338,6 +338,14 @@ def matrix() -> str:
     return "".join(page.partition("## Result\n\n")[2].rpartition("|\n")[:2])
 
 
+def mixtures() -> str:
+    """The same of the matrix of mixtures."""
+    path = ROOT / "benchmarks" / "mixtures" / "README.md"
+    if not path.is_file():
+        return "They have not been run.\n"
+    return "".join(path.read_text(encoding="utf-8").partition("## Result\n\n")[2].rpartition("|\n")[:2])
+
+
 PARTS: Mapping[str, Callable[[], str]] = {
     "adapter-example": adapter_example,
     "command-line": command_line,
@@ -348,6 +356,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "layout-formulas": layout_formulas,
     "matrix": matrix,
     "mixture-keys": mixture_keys,
+    "mixtures": mixtures,
     "prediction": prediction,
     **cluster_page.PARTS,
     **experts_page.PARTS,

@@ -26,7 +26,6 @@ class Mixture:
 
     config: MixtureConfig = MIXTURE
     layers: int = 4
-    dropout: float = 0.0
     tied: bool = False
     frozen: bool = False
 
@@ -37,7 +36,7 @@ class Mixture:
 
     def build(self) -> Decoder:
         sizes = {"vocabulary": 19, "layers": self.layers, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 24}
-        options = {"dropout": self.dropout, "tie_embeddings": self.tied, "mixture": self.config}
+        options = {"tie_embeddings": self.tied, "mixture": self.config}
         model = Decoder(DecoderConfig(**sizes, **options))
         if self.frozen:
             for name in ("layers.1.feed_forward.experts", "layers.2.feed_forward.router"):
@@ -58,7 +57,7 @@ class Mixture:
 
 MIXTURES: Mapping[str, Mixture] = MappingProxyType(
     {
-        "softmax": Mixture(MixtureConfig(experts=8, expert_ffn=8), dropout=0.2),
+        "softmax": Mixture(MixtureConfig(experts=8, expert_ffn=8)),
         "groups": Mixture(
             MixtureConfig(
                 experts=8,

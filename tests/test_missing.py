@@ -34,6 +34,7 @@ from atoll.training.models.sources import check_source
 from atoll.training.output.lock import RunLock
 from atoll.training.process import Request
 from atoll.training.setup.optimizers import named_optimizer
+from tests.mixtures import Mixture
 from tests.pages import ROOT, name_of
 
 HEADINGS = ("What is missing", "What is refused", "What is refused before anything starts", "What does not work yet")
@@ -349,6 +350,14 @@ CLAIMS: dict[tuple[str, str], list[Tried]] = {
             described(lambda: chain(nn.Linear(8, 8)), mesh=MeshShape(pipeline=2), vocabulary_parallel=True),
             "vocabulary",
         ),
+    ],
+    ("docs/together.md", "`expert` or `expert_layout` and a model without experts that can be divided"): [
+        Tried(described(TinyConfig().build, mesh=MeshShape(intra=2, expert=2)), "the model has none that can be"),
+        Tried(described(TinyConfig().build, expert_layout=Layout("GGG")), "the model has none that can be"),
+    ],
+    ("docs/together.md", "`expert` that does not divide `intra`, or, times `tensor`, the number of experts"): [
+        Tried(lambda _: MeshShape(intra=3, expert=2), "does not divide intra = 3"),
+        Tried(described(Mixture().build, mesh=MeshShape(intra=3, expert=3)), "has 8 experts"),
     ],
     ("docs/together.md", "`post_validation` and `before_update`"): [Tried(read_before_update, "turn one of them off")],
     ("docs/together.md", "more stages than blocks, or sizes that a schedule does not support"): [

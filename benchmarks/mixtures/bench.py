@@ -62,7 +62,6 @@ def _described(name: str) -> str:
     parts += [f"the best {config.groups_per_token} of {config.groups} groups"] if config.groups > 1 else []
     parts += [f"{config.shared_experts} shared expert"] if config.shared_experts else []
     parts += [f"{config.dense_layers} dense layer first"] if config.dense_layers else []
-    parts += [f"dropout {mixture.dropout}"] if mixture.dropout else []
     parts += ["embedding and head tied"] if mixture.tied else []
     parts += ["experts of one layer and the router of another frozen"] if mixture.frozen else []
     return ", ".join(parts)

@@ -87,16 +87,20 @@ def transformers_parts(work: Work, mesh: str) -> tuple[Callable[[int], object], 
 
     rank = dist.get_rank()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as own:
+        folder = [own]
+        dist.broadcast_object_list(folder)
         start: Any = work.model()
-        start.save_pretrained(folder)
+        start.save_pretrained(folder[0])  # the first rank alone writes
+        dist.barrier()
         model = AutoModelForCausalLM.from_pretrained(
-            folder,
+            folder[0],
             dtype=getattr(torch, work.dtype),
             distributed_config=DistributedConfig(**sizes_of(mesh)),
             attn_implementation="eager",
             experts_implementation="eager",
         ).train()
+        dist.barrier()  # all have read it
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, foreach=False)
 
     def step(at: int) -> None:
