@@ -177,7 +177,7 @@ class Atoll:
             knows_next=True,
             sees_all=True,
             sent=lambda: dict(engine.transport.sent),
-            rest=lambda: engine.footprint().at_rest(plan.layout).total + engine.working_memory().lent,
+            rest=lambda: engine.program.shape.at_rest.total + engine.working_memory().lent,
             peak=peak,
             drain=drain,
             close=engine.close,

@@ -137,7 +137,7 @@ def test_experts_are_gathered_and_reduced_by_instructions_of_their_own() -> None
         "level I is N: no other rank has them"
     )
     assert dos[Do.FREE] == dos[Do.REDUCE] == 0
-    assert {unit.sharding.layout.name for unit in alone if unit.sharding} == {"NNN"}
+    assert {unit.sharding.layout.name for unit in alone if unit.sharding} == {"NII"}
 
 
 def test_listing_and_picture_show_exchanges() -> None:

@@ -339,12 +339,13 @@ class Plan:
     def sharding(self, place: Place, view: View = View.DENSE) -> Sharding:
         """Return the layout of a view's units on the rank at `place`.
 
-        Experts that no other rank has are whole: where `expert` is `intra`, their level I is N.
+        Experts that no other rank has are whole, and their parameters are not copied to be gathered: where `expert` is
+        `intra`, their level I is N. Their gradients have memory within a step alone, as at level I.
         """
         layout, nest = self.layout_of(view), self.nest(place, view)
         if view is View.EXPERTS:
-            levels = (layout.parameters, layout.gradients, layout.optimizer)
-            layout = Layout("".join(level.name if nest.parts(level) > 1 else "N" for level in levels))
+            first = "N" if nest.parts(layout.parameters) == 1 else layout.parameters.name
+            layout = Layout(first + layout.name[1:])
         return Sharding(
             layout,
             self.precision,

@@ -15,7 +15,7 @@ from atoll.plans.layouts import EFFECTIVE, Layout, Precision, footprint
 from atoll.plans.plan import MeshShape, Plan, View
 from atoll.prediction.cost import Cluster, Prediction, Ranks, Transformer, Use
 from atoll.prediction.cost.experts import Mixture
-from atoll.prediction.cost.kernels import Exchange, Product, exchange
+from atoll.prediction.cost.kernels import Exchange, Product, all_to_all
 from atoll.prediction.cost.mixture import MixtureConfig
 from atoll.prediction.explain import Explanation
 from atoll.program.sim import Speed
@@ -188,8 +188,8 @@ def test_an_uneven_choice_of_experts_fills_one_rank() -> None:
 
 def test_an_exchange_takes_a_latency_for_each_rank_and_what_leaves_it() -> None:
     link = Speed(latency=1e-3, rate=1e6)
-    assert exchange(8e6, ranks=4, link=link) == pytest.approx(4e-3 + 6.0)
-    assert exchange(8e6, ranks=1, link=link) == 0.0
+    assert all_to_all(8e6, ranks=4, link=link) == pytest.approx(4e-3 + 6.0)
+    assert all_to_all(8e6, ranks=1, link=link) == 0.0
 
 
 def test_the_link_of_expert_ranks() -> None:

@@ -18,7 +18,7 @@ from atoll.prediction.cost.work import Elements, Saved, Use
 if TYPE_CHECKING:
     from atoll.prediction.cost.transformer import Transformer
 
-EXCHANGES = 2
+_EXCHANGES = 2
 """Exchanges of a forward: rows to their experts, and the results back."""
 
 _INDEX = 8
@@ -155,7 +155,7 @@ class MixtureWork:
     @property
     def exchanges(self) -> int:
         """How often a forward exchanges rows."""
-        return EXCHANGES if self.use.exchanging > 1 else 0
+        return _EXCHANGES if self.use.exchanging > 1 else 0
 
     @property
     def _router(self) -> Product:
@@ -178,7 +178,7 @@ class MixtureWork:
         yield from self._biased(h)
         yield from reversed(list(self._exchange()))
         yield Pass(i * (5.0 * self.sent + tokens) * h, 3)
-        yield from self._summed(tokens * h)
+        yield from _summed(self.use, tokens * h)
         yield from self._shared_forward()
 
     def backward(self) -> Iterator[Kernel]:
@@ -196,8 +196,8 @@ class MixtureWork:
         yield from reversed(list(self._exchange()))
         yield Pass(i * (2.0 * self.sent + tokens) * h)
         yield from self._repeated()
-        yield from self._summed(tokens * h)
-        yield from self._summed(tokens * m.chosen)
+        yield from _summed(self.use, tokens * h)
+        yield from _summed(self.use, tokens * m.chosen)
         yield Pass(12.0 * tokens * m.experts, 2)
         yield self._router.learnt
         yield self._router.swapped
@@ -213,16 +213,6 @@ class MixtureWork:
         if self.mixture.repeats:
             yield Pass(6.0 * self.use.item * self.mixture.experts * self.tokens * self.sizes.hidden, 4)
 
-    def _summed(self, elements: int) -> Iterator[Kernel]:
-        """Yield the sum over a tensor-parallel group whose ranks have the same tokens."""
-        if self.use.tensor > self.use.parts:
-            yield Exchange("all-reduce", self.use.item * elements)
-
-    def _spread(self, kind: Literal["all-gather", "reduce-scatter"]) -> Iterator[Kernel]:
-        """Yield the traffic around shared experts, which need the tokens of the whole group."""
-        if self.use.parts > 1:
-            yield Exchange(kind, self.use.item * self.use.tokens * self.sizes.hidden)
-
     def _biased(self, width: int) -> Iterator[Kernel]:
         if self.mixture.biases:
             yield Pass(2.0 * self.use.item * self.rows * width)
@@ -232,12 +222,12 @@ class MixtureWork:
         if not self.products:
             return
         up, down, *gate = self.products
-        yield from self._spread("all-gather")
+        yield from _spread(self.use, "all-gather", h)
         yield up
         yield Pass(i * tokens * (up.columns + down.inner))
         yield from (down, *gate)
-        yield from self._summed(tokens * h)
-        yield from self._spread("reduce-scatter")
+        yield from _summed(self.use, tokens * h)
+        yield from _spread(self.use, "reduce-scatter", h)
         yield Pass(3.0 * i * self.tokens * h, 1 + len(gate))
 
     def _shared_backward(self) -> Iterator[Kernel]:
@@ -246,12 +236,12 @@ class MixtureWork:
             return
         up, down, *gate = self.products
         yield from (each.swapped for each in gate)
-        yield from self._spread("all-gather")
+        yield from _spread(self.use, "all-gather", h)
         yield down.swapped
         yield Pass(i * tokens * (2 * up.columns + down.inner))
         yield up.swapped
-        yield from self._summed(tokens * h)
-        yield from self._spread("reduce-scatter")
+        yield from _summed(self.use, tokens * h)
+        yield from _spread(self.use, "reduce-scatter", h)
         yield Pass(3.0 * i * self.tokens * h)
 
     # ---- saved tensors
@@ -299,6 +289,18 @@ class MixtureWork:
         yield Saved("experts' up's gradient", int(i * self.rows * self._up), "W", of_experts=True)
         for name, (_, outputs) in self._shared.items():
             yield Saved(f"{name}'s gradient", i * tokens * outputs, "W")
+
+
+def _summed(use: Use, elements: int) -> Iterator[Kernel]:
+    """Yield the sum over a tensor-parallel group whose ranks have the same tokens."""
+    if use.tensor > use.parts:
+        yield Exchange("all-reduce", use.item * elements)
+
+
+def _spread(use: Use, kind: Literal["all-gather", "reduce-scatter"], hidden: int) -> Iterator[Kernel]:
+    """Yield the traffic around shared experts, which need the tokens of the whole group."""
+    if use.parts > 1:
+        yield Exchange(kind, use.item * use.tokens * hidden)
 
 
 def _whole(number: float) -> float:

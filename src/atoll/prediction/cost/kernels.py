@@ -138,7 +138,7 @@ class KernelClock:
                 reached = efficiency.half if self.item == 2 else 1.0
                 return max(self._memory(kernel.nbytes) / reached, efficiency.launch * kernel.kernels)
             case Exchange("all-to-all"):
-                return exchange_seconds(kernel.nbytes, ranks=self.experts, link=self.between)
+                return all_to_all(kernel.nbytes, ranks=self.experts, link=self.between)
             case Exchange():
                 return collective(kernel.kind, kernel.nbytes, ranks=self.ranks, link=self.link)
         return max(own, efficiency.launch)
@@ -165,7 +165,7 @@ def collective(kind: str, nbytes: float, *, ranks: int, link: Speed) -> float:
     return rounds * (link.latency + link.seconds(nbytes / ranks))
 
 
-def exchange_seconds(nbytes: float, *, ranks: int, link: Speed) -> float:
+def all_to_all(nbytes: float, *, ranks: int, link: Speed) -> float:
     """Return the seconds in which each rank sends its part of `nbytes` to each of the others, after how many rows
     come."""
     if ranks == 1:

@@ -198,16 +198,12 @@ class TransformerLayer:
     def _multiply(self, use: Use, name: str) -> Iterator[Kernel]:
         """Return the kernels of a linear layer's forward."""
         yield self._products(use)[name]
-        yield from self._exchange(use, "all-gather", self._linear[name][1])
+        yield from _gathered(self.sizes, use, "all-gather", self._linear[name][1])
 
     def _multiply_back(self, use: Use, name: str) -> Iterator[Kernel]:
         """Return the kernels of the gradient of a linear layer's input."""
         yield self._products(use)[name].swapped
-        yield from self._exchange(use, "all-reduce", self._linear[name][0])
-
-    def _exchange(self, use: Use, kind: Literal["all-gather", "all-reduce"], width: int) -> Iterator[Kernel]:
-        if use.tensor > 1 and self._is_gathered:
-            yield Exchange(kind, use.tokens * width * use.item)
+        yield from _gathered(self.sizes, use, "all-reduce", self._linear[name][0])
 
     def _scores(self, use: Use) -> Iterator[Kernel]:
         """Return the kernels of attention between its two linear layers, forward."""
@@ -369,7 +365,7 @@ class TransformerLayer:
             yield Saved("rotary angles", 2 * i * use.sequence * s.head_width, "I")
         keys = s.queries if is_eager and how.repeats_keys else s.keys
         yield Saved("queries and keys", i * tokens * (s.queries + keys) // t, "I")
-        values = s.queries + 2 * s.keys if self._is_slice(use) else keys
+        values = s.queries + 2 * s.keys if _is_slice(self.sizes, use) else keys
         if s.latent is not None:
             values = s.attention["keys and values"][1]
         yield Saved("values", i * tokens * values // t, "I")
@@ -396,8 +392,8 @@ class TransformerLayer:
             return tuple(Saved(f"{name}'s product", int(i * tokens * each.columns), "I") for name, each in products)
         hidden = i * tokens * s.hidden // use.parts
         queries, keys = i * tokens * s.queries // t, i * tokens * s.keys // t
-        is_copied = self._is_copied(use)
-        if self._is_slice(use):
+        is_copied = _is_copied(self.sizes, use)
+        if _is_slice(self.sizes, use):
             heads = [Saved("values", queries + 2 * keys, "I")]
         else:
             changed = s.rotary or is_copied
@@ -417,17 +413,6 @@ class TransformerLayer:
             Saved("activation's input", i * tokens * s.up // self._inside(use), "I"),
             Saved("down's product", hidden, "I"),
         )
-
-    def _is_copied(self, use: Use) -> bool:
-        """True if attention saves copies: eager attention, whose product needs samples and heads to be adjacent in
-        memory."""
-        s = self.sizes
-        is_repeated = s.implementation.repeats_keys and s.queries != s.keys
-        return s.is_eager(use) and (use.samples > 1 or is_repeated)
-
-    def _is_slice(self, use: Use) -> bool:
-        """Return True if values are a part of a larger product, which is saved as a whole."""
-        return self.sizes.implementation.is_fused and self.sizes.rotary and not self._is_copied(use)
 
     def _gradients(self, use: Use) -> tuple[Saved, ...]:
         """Return the gradients of the linear layers' outputs, which I computes and W needs."""
@@ -449,6 +434,24 @@ class TransformerLayer:
 
 _OF_SCORES = ("softmax", "softmax in fp32", "attention's dropout", "dropped softmax", "log-sums")
 """Tensors that selective recompute does not keep under Megatron."""
+
+
+def _gathered(sizes: Transformer, use: Use, kind: Literal["all-gather", "all-reduce"], width: int) -> Iterator[Kernel]:
+    """Yield the collective of a linear layer that is split by its outputs alone."""
+    if use.tensor > 1 and sizes.implementation.splits == "gathered":
+        yield Exchange(kind, use.tokens * width * use.item)
+
+
+def _is_copied(sizes: Transformer, use: Use) -> bool:
+    """True if attention saves copies: eager attention, whose product needs samples and heads to be adjacent in
+    memory."""
+    is_repeated = sizes.implementation.repeats_keys and sizes.queries != sizes.keys
+    return sizes.is_eager(use) and (use.samples > 1 or is_repeated)
+
+
+def _is_slice(sizes: Transformer, use: Use) -> bool:
+    """Return True if values are a part of a larger product, which is saved as a whole."""
+    return sizes.implementation.is_fused and sizes.rotary and not _is_copied(sizes, use)
 
 
 def _softmax(how: Implementation, scores: int, heads: int, item: int) -> Pass:

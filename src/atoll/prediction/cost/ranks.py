@@ -206,23 +206,6 @@ class Ranks:
         """The segments of each pipeline rank, by unit: its sizes, of which the rest of its description follows."""
         return tuple(segments_of(self, rank) for rank in range(self.plan.mesh.pipeline))
 
-    def sent_inside(self, rank: int) -> dict[tuple[str, str], tuple[int, float]]:
-        """Return the number of collectives within blocks of a pipeline rank in a step, and the bytes that they send, by
-        axis and field of `Breakdown`."""
-        sizes = {"tp": self.use.tensor, "expert": self.use.exchanging}
-        found: dict[tuple[str, str], tuple[int, float]] = {}
-        if max(sizes.values()) == 1:
-            return found
-        times = Counter((do, of) for do, _, of, _ in self.programs.ranks[rank].instructions if do in (Do.F, Do.I))
-        for (do, of), count in times.items():
-            work = self.works[of]
-            kernels = work.forward if do is Do.F else (*work.backward, *work.weights)
-            for each in (kernel for kernel in kernels if isinstance(kernel, Exchange) and sizes[kernel.axis] > 1):
-                key = each.axis, "tensor" if each.axis == "tp" else "exchanges"
-                before, nbytes = found.get(key, (0, 0.0))
-                found[key] = before + count, nbytes + count * each.sent(sizes[each.axis])
-        return found
-
     # ---- programs
 
     @cached_property
@@ -238,3 +221,21 @@ class Ranks:
         )
         reduces_each = self.plan.reduction == "microbatch"
         return lower_row(row, self.of(rank), end=self.plan.end, frees=frees, reduces_each=reduces_each)
+
+
+def sent_inside(ranks: Ranks, rank: int) -> dict[tuple[str, str], tuple[int, float]]:
+    """Return the number of collectives within blocks of a pipeline rank in a step, and the bytes that they send, by
+    axis and field of `Breakdown`."""
+    sizes = {"tp": ranks.use.tensor, "expert": ranks.use.exchanging}
+    found: dict[tuple[str, str], tuple[int, float]] = {}
+    if max(sizes.values()) == 1:
+        return found
+    times = Counter((do, of) for do, _, of, _ in ranks.programs.ranks[rank].instructions if do in (Do.F, Do.I))
+    for (do, of), count in times.items():
+        work = ranks.works[of]
+        kernels = work.forward if do is Do.F else (*work.backward, *work.weights)
+        for each in (kernel for kernel in kernels if isinstance(kernel, Exchange) and sizes[kernel.axis] > 1):
+            key = each.axis, "tensor" if each.axis == "tp" else "exchanges"
+            before, nbytes = found.get(key, (0, 0.0))
+            found[key] = before + count, nbytes + count * each.sent(sizes[each.axis])
+    return found

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from atoll.prediction.cost import Prediction
 from atoll.prediction.cost.outer import outer_bytes_sent
+from atoll.prediction.cost.ranks import sent_inside
 from atoll.program import way_of
 
 GATHERS, _REDUCTIONS, RETURNS, PIPELINE_MESSAGES = "gathers", "reductions", "updated parameters", "messages"
@@ -51,7 +52,7 @@ def link_uses(prediction: Prediction, rank: int) -> tuple[LinkUse, ...]:
             times[axis, _KINDS.get(do.carries, PIPELINE_MESSAGES)] += 1
             sent[axis, _KINDS.get(do.carries, PIPELINE_MESSAGES)] += nbytes
     links = {**prediction.durations.links, "expert": prediction.durations.clock.between}
-    for (axis, part), (count, nbytes) in prediction.ranks.sent_inside(rank).items():
+    for (axis, part), (count, nbytes) in sent_inside(prediction.ranks, rank).items():
         if part == "exchanges":
             times[axis, ROWS], sent[axis, ROWS] = count, nbytes
     if prediction.plan.outer is not None:

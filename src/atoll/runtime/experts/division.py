@@ -127,6 +127,7 @@ class DividedExperts:
                 own = parameter.detach().chunk(self.mesh.size())[self.mesh.get_local_rank()].clone()
                 parts = DTensor.from_local(own, self.mesh, [Shard(0)], run_check=False)
                 module.register_parameter(key, nn.Parameter(parts, requires_grad=parameter.requires_grad))
+                parameter.data = parameter.new_empty(0)  # the outline still refers to the whole one
                 found[f"{name}.{key}"] = Spread.SPLIT
             if self.plan.mesh.tensor > 1:
                 found.update(self._beside(at, name, module))

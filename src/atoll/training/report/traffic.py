@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from atoll.prediction.cost import Prediction
 from atoll.prediction.cost.outer import outer_bytes_sent
+from atoll.prediction.cost.ranks import sent_inside
 from atoll.program.traffic import way_of
 
 LINKS = {
@@ -63,6 +64,6 @@ def _sent(prediction: Prediction, rank: int) -> dict[tuple[str, str], float]:
             total[axis, do.carries] += count
         if do.sends:
             total["pp", do.carries] += messages.get((do, action.stage), prediction.ranks.message_bytes)
-    for (axis, part), (_, nbytes) in ranks.sent_inside(rank).items():
+    for (axis, part), (_, nbytes) in sent_inside(ranks, rank).items():
         total[axis, part] += nbytes
     return total
