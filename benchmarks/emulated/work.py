@@ -206,10 +206,10 @@ def pausing_weights(work: Work, device: Device) -> Iterator[None]:
     add_product = GradientBuffer.add_product
     before = 0.0
 
-    def paused(buffer: GradientBuffer, hidden: Tensor, gradient: Tensor) -> None:
+    def paused(buffer: GradientBuffer, hidden: Tensor, gradient: Tensor, **options: Any) -> None:
         nonlocal before
         begin = time.monotonic()
-        add_product(buffer, hidden, gradient)
+        add_product(buffer, hidden, gradient, **options)
         before += time.monotonic() - begin
         if buffer.view.shape == (work.width, work.width):  # a layer's; the head's comes before and is part of it
             device.pause("W", before)

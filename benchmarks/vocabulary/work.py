@@ -178,12 +178,12 @@ def sleeping(work: Work, device: Device) -> Iterator[None]:
     add_product, score, learn = GradientBuffer.add_product, VocabularySlice.score, VocabularySlice.learn_score
     is_learning = False
 
-    def paused(buffer: GradientBuffer, hidden: Tensor, gradient: Tensor) -> None:
+    def paused(buffer: GradientBuffer, hidden: Tensor, gradient: Tensor, **options: Any) -> None:
         if is_learning:  # a part of T
-            add_product(buffer, hidden, gradient)
+            add_product(buffer, hidden, gradient, **options)
             return
         device.begin()
-        add_product(buffer, hidden, gradient)
+        add_product(buffer, hidden, gradient, **options)
         device.end(work.layer if buffer.view.shape[0] == work.width else work.head)
 
     def scoring(self: VocabularySlice, *args: Any, **options: Any) -> Any:

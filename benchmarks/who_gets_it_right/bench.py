@@ -297,11 +297,12 @@ A Qwen3-MoE of two layers, loaded by `from_pretrained` with `DistributedConfig`:
 likewise. Gradients of all microbatches are accumulated before a step. Each mesh is compared with the same model in \
 one process, in float64 and in float32; Atoll's GGG with both ranks dividing the experts is beside it.
 
-Where each expert is on one rank alone (*fsdp 2, ep 2*), transformers gives FSDP2 a group of one rank and a divisor. For \
-such a group FSDP2 applies the divisor twice, but only to gradients in float64 or fp16, and so the experts get a share of \
-their gradient. With *tp 2* the gradients of the norms of queries and keys, which every tensor-parallel rank has in part, \
-are added up over the ranks after each microbatch, also what was added up before: right for one microbatch, wrong for \
-several; FSDP2 reduces each microbatch by itself, so that with *fsdp* they are right. A pipeline is refused."""
+Where each expert is on one rank alone (*fsdp 2, ep 2*), transformers gives FSDP2 a group of one rank and a divisor. \
+For such a group FSDP2 applies the divisor twice, but only to gradients in float64 or fp16, and so the experts get a \
+share of their gradient. With *tp 2* the gradients of the norms of queries and keys, which every tensor-parallel rank \
+has in part, are added up over the ranks after each microbatch, also what was added up before: right for one \
+microbatch, wrong for several; FSDP2 reduces each microbatch by itself, so that with *fsdp* they are right. A pipeline \
+is refused."""
 
 _TWICE = """\
 A weight is then used twice on one path of a stage. torch's split backward visits a part of the graph a second time \
