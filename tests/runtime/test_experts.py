@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.distributed.tensor import DTensor
 
 from atoll.base.errors import RankError
 from atoll.plans.layouts import EFFECTIVE
+from atoll.runtime.engine import Engine
 from atoll.runtime.models import MixtureConfig
+from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_parity
-from tests.mixtures import Mixture
+from tests.mixtures import MIXTURE, Mixture
 
 PAIR = Case(intra=2, expert=2, microbatches=4, steps=2, model=Mixture())
 
@@ -79,3 +84,24 @@ def test_more_ranks_than_experts_are_refused() -> None:
     few = Mixture(MixtureConfig(experts=3))
     with pytest.raises(RankError, match="3 experts, which expert = 2 ranks cannot divide evenly"):
         assert_parity(replace(PAIR, model=few))
+
+
+def storages_of(case: Case) -> list[int]:
+    """Bytes of the storages of a rank that are as large as the experts of a layer; its model was not on `meta`."""
+    torch.manual_seed(0)
+    engine = Engine(case.model.build().double(), case.plan, optimizer=case.make_optimizer)
+    gc.collect()
+    layer = max(parameter.numel() * 8 for name, parameter in engine.model.named_parameters() if "experts" in name)
+    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and type(each) is not DTensor]
+    found = {
+        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+        for each in tensors
+        if each.device.type == "cpu" and each.dtype == torch.float64
+    }
+    engine.close()
+    return [nbytes for nbytes in found.values() if nbytes >= layer]
+
+
+def test_no_rank_keeps_all_experts_of_a_layer() -> None:
+    case = replace(PAIR, layout="GGG", model=Mixture(replace(MIXTURE, expert_ffn=64)))
+    assert run_ranks(storages_of, 2, case) == [[], []]

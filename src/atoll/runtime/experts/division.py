@@ -30,7 +30,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from atoll.base._torch import local_part
 from atoll.base.errors import PlanError
 from atoll.plans.plan import Plan
-from atoll.prediction.cost.experts import EXCHANGES
 from atoll.runtime.experts.adapters import LowRank, adapters_of, check_wrappers, wrappers_of
 from atoll.runtime.experts.compiled import as_operator, enter
 from atoll.runtime.experts.exchange import RowExchange
@@ -43,6 +42,9 @@ from atoll.runtime.pipeline.routing import Balance, ExpertWork, Routers
 from atoll.runtime.sharding.tensors import Spread
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Transport
+
+_EXCHANGES = 2
+"""Exchanges of a forward: dispatch and combine."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ class DividedExperts:
         if not self.axes:
             return {}
         counts = {at: sum(1 for _ in experts_in(block)) for at, block in enumerate(self.blocks)}
-        return {at: EXCHANGES * count for at, count in counts.items() if count}
+        return {at: _EXCHANGES * count for at, count in counts.items() if count}
 
     def apply(self, at: int) -> dict[str, Spread]:
         """Keep this rank's experts of a block with real parameters; what became of each parameter."""
