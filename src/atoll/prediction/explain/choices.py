@@ -17,6 +17,9 @@ from atoll.plans.layouts import EFFECTIVE, GATHER_PARAMETER, SYNC_PARAMETER, Axi
 from atoll.plans.plan import AXES, ORDERS, RECOMPUTE, MeshShape, Plan
 from atoll.plans.schedules import CATALOGUE
 
+SAME = "the same"
+"""The layout of experts that is that of all else."""
+
 NO = "off"
 YES = "on"
 
@@ -214,6 +217,11 @@ def _has_tensor_ranks(plan: Plan) -> bool:
     return plan.mesh.tensor > 1
 
 
+def _expert_layouts(plan: Plan) -> Iterator[str]:
+    others = (layout.name for layout in EFFECTIVE if layout != plan.layout)
+    return _if(plan.mesh.data > plan.mesh.expert, SAME, *others)
+
+
 def _takes_chunks(name: str) -> bool:
     return name in FIXED and "chunks" in CATALOGUE[name].options
 
@@ -261,9 +269,10 @@ _CHOICES = (
     Choice(
         "layout of experts",
         "parallel.expert_layout",
-        now=lambda plan: (plan.expert_layout or plan.layout).name,
-        others=lambda plan: _if(plan.mesh.data > plan.mesh.expert, *(layout.name for layout in EFFECTIVE)),
-        make=_field("expert_layout", Layout),
+        now=lambda plan: SAME if plan.expert_layout is None else plan.expert_layout.name,
+        others=_expert_layouts,
+        make=lambda plan, value: replace(plan, expert_layout=None if value == SAME else Layout(value)),
+        plain=SAME,
         needs_experts=True,
     ),
     Choice(
