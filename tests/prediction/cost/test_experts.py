@@ -215,7 +215,8 @@ def plan_of(mesh: MeshShape, layout: str = "IIG", **options: Any) -> Plan:
 
 def use_of(plan: Plan, **options: Any) -> Use:
     mesh = plan.mesh
-    return Use(samples=1, sequence=8, tensor=mesh.tensor, expert=mesh.expert, compute=plan.precision.compute, **options)
+    return Use(samples=1, sequence=8, tensor=mesh.tensor, expert=mesh.expert, compute=plan.precision.compute,
+               sequence_parallel=plan.sequence_parallel, **options)  # fmt: skip
 
 
 def decoder(**options: Any) -> nn.Module:
@@ -246,6 +247,7 @@ def test_programs_of_other_schedules_and_units(schedule: str) -> None:
     assert_alike(plan_of(mesh, "IIG", schedule=schedule))
     assert_alike(plan_of(mesh, "GGG", schedule=schedule, unit=2, recompute="block"))
     assert_alike(plan_of(MeshShape(2, 1, 2, 2, expert=2), "GGG", schedule=schedule))
+    assert_alike(plan_of(MeshShape(2, 1, 2, 2, expert=2), "IGG", schedule=schedule, sequence_parallel=True))
 
 
 def assert_alike(plan: Plan) -> None:
