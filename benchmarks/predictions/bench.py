@@ -25,7 +25,7 @@ from benchmarks.islands import tables
 from benchmarks.islands.allocations import library
 from benchmarks.islands.ranks import Ranks, Where
 from benchmarks.predictions import runs
-from benchmarks.predictions.rows import EMULATED, LAYOUTS, REAL, Row
+from benchmarks.predictions.rows import EMULATED, LAYOUTS, MIXTURES, REAL, Row
 from benchmarks.predictions.runs import Bytes
 
 LEAST_SECONDS, STEPS = 1.5, (5, 25)
@@ -48,7 +48,7 @@ Found = dict[str, Any]
 def run(arguments: argparse.Namespace) -> Found:
     """Measure the machine, run all configurations, calibrate, predict."""
     quick = arguments.quick
-    real, emulated, layouts = (rows[::14] if quick else rows for rows in (REAL, EMULATED, LAYOUTS))
+    real, emulated, layouts, mixtures = (rows[::14] if quick else rows for rows in (REAL, EMULATED, LAYOUTS, MIXTURES))
     cluster = measured_cluster(2)
     ran = [row for count in (1, 2) for row in run_all([each for each in real if each.ranks == count], timed=True)]
     steps = [Step(((1.0, predicted(row, cluster, found)),), found["seconds"], row.name) for row, found in ran]
@@ -76,6 +76,7 @@ def run(arguments: argparse.Namespace) -> Found:
             for row, found in run_all(emulated, timed=True, on=given)
         ],
         "layouts": [described(row, found, predicted(row, None, found)) for row, found in run_all(layouts)],
+        "mixtures": [described(row, found, predicted(row, None, found)) for row, found in run_all(mixtures)],
     }  # fmt: skip
 
 
@@ -205,6 +206,7 @@ def _spread(found: Sequence[float]) -> str:
 def report(result: Mapping[str, Any]) -> str:
     """The page."""
     real, emulated, layouts = result["real"], result["emulated"], result["layouts"]
+    mixtures = result.get("mixtures", [])
     lines = [
         ("seconds, constants as measured", errors(judged(real), "before_seconds")),
         ("seconds, calibrated on other steps", errors(judged(real))),
@@ -212,6 +214,7 @@ def report(result: Mapping[str, Any]) -> str:
         ("seconds on the emulated device", errors(emulated)),
         ("peak bytes", byte_errors(real)),
         ("peak bytes of the 14 layouts", byte_errors(layouts)),
+        ("peak bytes of mixtures", byte_errors(mixtures)),
     ]
     parts = [
         "# Predictions beside our own runs",
@@ -255,6 +258,7 @@ def report(result: Mapping[str, Any]) -> str:
         "engine's tensors; activations are everything else that is allocated between instructions, including receive "
         "buffers of reductions. *passing*: within an instruction.",
         _components(layouts),
+        *(_of_mixtures(mixtures) if mixtures else ()),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -276,6 +280,23 @@ def _seconds_line(row: Mapping[str, Any]) -> str:
 
 
 COMPONENTS = [name for name in Held._fields if name != "context"]
+
+
+def _of_mixtures(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The section of mixtures."""
+    yield "## Mixtures"
+    yield (
+        "Mixtures of eight experts on four ranks, with as many tokens for each expert: what a rank exchanges and keeps "
+        "depends on where its tokens go, and predictions are of an even spread. *peak*: MB, predicted / counted, of "
+        "each pipeline rank."
+    )
+    lines = [
+        f"| {row['name']} | {each['predicted_peak'] / 1e6:.2f} / {each['counted_peak'] / 1e6:.2f} | "
+        f"{each['predicted_peak'] / each['counted_peak'] - 1.0:+.1%} |"
+        for row in rows
+        for each in row["bytes"]
+    ]
+    yield "\n".join(["| configuration | peak | error |", "|---|--:|--:|", *lines])
 
 
 def _components(rows: Sequence[Mapping[str, Any]]) -> str:

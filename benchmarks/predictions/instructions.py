@@ -148,5 +148,6 @@ class Count:
         """The factors of weights' gradients that wait for W."""
         for units in self.engine._executor.microbatches.state.pending.values():
             for kept in units.values():
-                for _, factors in kept:
-                    yield from [factors] if isinstance(factors, torch.Tensor) else factors
+                for _, factors in kept:  # those of experts come with the rows of each
+                    each = [factors] if isinstance(factors, torch.Tensor) else factors
+                    yield from (factor for factor in each if isinstance(factor, torch.Tensor))

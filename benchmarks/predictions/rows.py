@@ -36,6 +36,14 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         },
     },
     "tiny": {"layers": 8, "hidden": 64, "heads": 4, "vocabulary": 256, "config": {"tie_embeddings": False}},
+    "mixture": {
+        "layers": 4,
+        "hidden": 256,
+        "heads": 4,
+        "ffn": 512,
+        "vocabulary": 2048,
+        "config": {"tie_embeddings": False, "experts": 8, "experts_per_token": 2, "expert_ffn": 512},
+    },
     "gpt2": {
         "source": "transformers:gpt2",
         "vocabulary": 2048,
@@ -160,3 +168,20 @@ LAYOUTS = tuple(
     for layout in EFFECTIVE
 )
 """Those whose bytes are counted by component: two groups of two ranks."""
+
+
+def _mixtures() -> Iterator[Row]:
+    """A mixture whose tokens are spread evenly over its experts, on four ranks."""
+    group = "parallel.intra=4", "train.global_batch=32"
+    for layout, expert in (("NNG", 1), ("NNG", 2), ("GGG", 1), ("GGG", 2), ("GGG", 4), ("IIG", 2)):
+        yield Row("mixture", 4, (f"parallel.layout={layout}", f"parallel.expert={expert}", *group))
+    yield Row("mixture", 4, ("parallel.layout=GGG", "parallel.expert=2", "parallel.recompute=block", *group))
+    yield Row("mixture", 4, ("parallel.layout=NNG", "parallel.expert_layout=GGG", "parallel.expert=2", *group))
+    pair = "parallel.intra=2", "parallel.expert=2", "train.global_batch=32"
+    yield Row("mixture", 4, ("parallel.layout=GGG", *pair))
+    yield Row("mixture", 4, ("parallel.pipeline=2", "parallel.schedule=zb-h1", "parallel.layout=NNG", *pair))
+    yield Row("mixture", 4, ("parallel.tensor=2", "parallel.layout=GGG", *pair))
+
+
+MIXTURES = tuple(_mixtures())
+"""Those with experts, whose bytes are counted."""

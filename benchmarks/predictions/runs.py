@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from atoll.program import Operation
 from atoll.program.memory import Held
 from atoll.runtime.engine import Engine
+from atoll.runtime.models.mixture import Router, Routing
 from atoll.training.setup.build import build_engine, build_model
 from atoll.training.setup.prediction import expected_vocabulary
 from benchmarks.emulated.race import go_first
@@ -57,11 +59,22 @@ def build(rank: Rank, row: Row) -> bool:
     ids = torch.randint(vocabulary, shape, generator=generator)
     batch = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
     base = Allocations().out() or 0
-    engine = build_engine(build_model(config, vocabulary), plan, config, torch.device("cpu"))
+    model = build_model(config, vocabulary)
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(_spread_evenly)
+    engine = build_engine(model, plan, config, torch.device("cpu"))
     rank.contenders["engine"] = Running(engine, batch, base)
     for _ in range(2):
         engine.step(batch)
     return engine.reads_in_place
+
+
+def _spread_evenly(router: torch.nn.Module, given: Any, made: Routing) -> Routing:
+    """Give every expert as many tokens as the others: predictions say what that takes."""
+    tokens, k = made.top_k_index.shape
+    even = torch.arange(tokens * k, device=made.top_k_index.device).view(tokens, k) % made.scores.shape[-1]
+    return made._replace(top_k_index=even)
 
 
 def count(rank: Rank) -> Bytes:
