@@ -44,6 +44,7 @@ OTHER_MINUTES = 10.0
 
 CONFIRMATIONS: Mapping[str, float] = {
     "matrix": 6.0,
+    "experts": 10.0,
     "mixtures": 5.0,
     "one_machine": 11.0,
     "one_machine_a100": 8.0,

@@ -45,7 +45,7 @@ PAGES = (
         "plans",
         "Plans",
         "A `Plan` combines a mesh, a [layout](layouts.md), a [schedule](schedules.md), a precision and microbatches.",
-        {"atoll": ["Plan", "MeshShape", "Outer"], "atoll.plans.plan": ["Place"]},
+        {"atoll": ["Plan", "MeshShape", "Outer"], "atoll.plans.plan": ["Place", "View"]},
     ),
     Page(
         "layouts",

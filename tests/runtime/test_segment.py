@@ -21,7 +21,7 @@ from atoll.runtime.sharding.segment import Segment
 from atoll.runtime.sharding.surroundings import Surroundings
 from atoll.runtime.sharding.unit import Unit, UnitSpec
 from atoll.runtime.transport import Channel, GlooTransport, NcclTransport, Tag
-from atoll.runtime.transport.base import GroupMemory
+from atoll.runtime.transport.base import GroupMemory, Peers
 from atoll.testing.ordered import OrderedTransport
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ class Lending(GroupMemory):
 
     lent = 0
 
-    def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def lend(self, numel: int, dtype: torch.dtype, readers: Peers, *, waits: bool = True) -> torch.Tensor | None:
         self.lent += 1
         return torch.empty(numel, dtype=dtype)
 

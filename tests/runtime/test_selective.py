@@ -160,7 +160,7 @@ def test_what_is_kept_is_let_go() -> None:
 def test_an_output_that_was_written_to_is_refused() -> None:
     run = Run(InPlace)
     run.keeping._is_known = run.keeping.by_layers = True
-    with pytest.raises(RunError, match=r"output \(2, 5, 16\) of a linear layer was modified in place"):
+    with pytest.raises(RunError, match=r"output \(2, 5, 16\) of a layer was modified in place"):
         run.step(torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True), 0)
 
 

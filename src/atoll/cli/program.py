@@ -131,7 +131,7 @@ def _describe(found: Described, *, microbatch: int | None = None) -> list[str]:
 
 def _summary(found: Described, rank: int) -> dict[str, Any]:
     """Return the documented JSON object."""
-    from atoll.program.memory import held_after
+    from atoll.program.memory import Bytes, held_after
 
     program = found.program
     held = held_after(program.instructions, program.shape)
@@ -148,7 +148,7 @@ def _summary(found: Described, rank: int) -> dict[str, Any]:
             for index, unit in sorted(program.shape.units.items())
         },
         "blocks": {str(index): name for index, name in sorted(found.blocks.items())},
-        "peak_bytes": program.peaks._asdict(),
+        "peak_bytes": {name: getattr(program.peaks, name) for name in Bytes._fields},
         "instructions": [
             {
                 "do": each.do.name,

@@ -37,8 +37,18 @@ class Bytes(NamedTuple):
 
     parameters: whole copies, and gathers in flight that use their memory.  staged: gathered for others of the group to
     read.  gradients: whole gradients until they are reduced.  matrices: what the optimizer transforms whole, from its
-    collection to its update.  lent: those of the gradients that others of the group read; known of peaks alone.
+    collection to its update.
     """
+
+    parameters: int = 0
+    staged: int = 0
+    gradients: int = 0
+    matrices: int = 0
+
+
+class Peaks(NamedTuple):
+    """The most bytes of each component of `Bytes` that a program has at once. lent: of gradients that others of the
+    group read, a part of `gradients`."""
 
     parameters: int = 0
     staged: int = 0
@@ -116,7 +126,7 @@ def held_after(instructions: Iterable[Instruction], shape: RankShape) -> Iterato
     return (Bytes(*parts) for parts in _sums(instructions, shape, Bytes._fields))
 
 
-def peaks(instructions: Iterable[Instruction], shape: RankShape) -> Bytes:
+def peaks(instructions: Iterable[Instruction], shape: RankShape) -> Peaks:
     """Return the peak bytes of each component. Where some units lend their gradients and others do not, the peaks of
     both are added."""
     most = _most(instructions, shape)
@@ -124,10 +134,10 @@ def peaks(instructions: Iterable[Instruction], shape: RankShape) -> Bytes:
     lent = {index for index, unit in making.items() if _lends(unit, shape)}
     private = making.keys() - lent
     if not lent or not private:
-        return most._replace(lent=most.gradients if lent else 0)
+        return Peaks(*most, lent=most.gradients if lent else 0)
     reserved = _most(instructions, _without_flows(shape, private)).gradients
     own = _most(instructions, _without_flows(shape, lent)).gradients
-    return most._replace(gradients=reserved + own, lent=reserved)
+    return Peaks(*most._replace(gradients=reserved + own), lent=reserved)
 
 
 def _most(instructions: Iterable[Instruction], shape: RankShape) -> Bytes:
@@ -330,7 +340,7 @@ def working_memory(
     )
 
 
-def needed_in_a_step(shape: RankShape, peaks: Bytes | None = None) -> WorkingMemory:
+def needed_in_a_step(shape: RankShape, peaks: Peaks | None = None) -> WorkingMemory:
     """Return the memory of a step beyond stored state and activations. peaks: of the rank's program, once there is one.
 
     A gather between ranks that read each other's memory is a copy, so less is prefetched, and a reduction between them

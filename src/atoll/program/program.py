@@ -11,7 +11,7 @@ from atoll.base.errors import ScheduleError
 from atoll.plans.ir import Placement
 from atoll.program.instruction import Instruction
 from atoll.program.laws import check_program
-from atoll.program.memory import Bytes, peaks
+from atoll.program.memory import Peaks, peaks
 from atoll.program.shape import RankShape
 from atoll.program.traffic import exchanges_of, sent_by
 
@@ -53,6 +53,6 @@ class Program:
         return sent_by(self.instructions, self.shape)
 
     @cached_property
-    def peaks(self) -> Bytes:
+    def peaks(self) -> Peaks:
         """Peak bytes of each component."""
         return peaks(self.instructions, self.shape)

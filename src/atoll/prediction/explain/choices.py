@@ -17,7 +17,7 @@ from atoll.plans.layouts import EFFECTIVE, GATHER_PARAMETER, SYNC_PARAMETER, Axi
 from atoll.plans.plan import AXES, ORDERS, RECOMPUTE, MeshShape, Plan
 from atoll.plans.schedules import CATALOGUE
 
-SAME = "the same"
+SAME_LAYOUT = "the same"
 """The layout of experts that is that of all else."""
 
 NO = "off"
@@ -219,7 +219,7 @@ def _has_tensor_ranks(plan: Plan) -> bool:
 
 def _expert_layouts(plan: Plan) -> Iterator[str]:
     others = (layout.name for layout in EFFECTIVE if layout != plan.layout)
-    return _if(plan.mesh.data > plan.mesh.expert, SAME, *others)
+    return _if(plan.mesh.data > plan.mesh.expert, SAME_LAYOUT, *others)
 
 
 def _takes_chunks(name: str) -> bool:
@@ -269,10 +269,10 @@ _CHOICES = (
     Choice(
         "layout of experts",
         "parallel.expert_layout",
-        now=lambda plan: SAME if plan.expert_layout is None else plan.expert_layout.name,
+        now=lambda plan: SAME_LAYOUT if plan.expert_layout is None else plan.expert_layout.name,
         others=_expert_layouts,
-        make=lambda plan, value: replace(plan, expert_layout=None if value == SAME else Layout(value)),
-        plain=SAME,
+        make=lambda plan, value: replace(plan, expert_layout=None if value == SAME_LAYOUT else Layout(value)),
+        plain=SAME_LAYOUT,
         needs_experts=True,
     ),
     Choice(

@@ -9,7 +9,7 @@ from atoll.base.units import format_bytes, format_rate, format_seconds
 from atoll.plans.plan import MeshShape
 from atoll.prediction.cost import Prediction
 from atoll.prediction.explain.alternative import EQUAL, Alternative, fullest_rank
-from atoll.prediction.explain.choices import CHOICES, NO, SAME, YES
+from atoll.prediction.explain.choices import CHOICES, NO, SAME_LAYOUT, YES
 from atoll.prediction.explain.holdings import Holding
 
 AXIS_PHRASES = {
@@ -74,7 +74,7 @@ def setting(alternative: Alternative) -> str:
     choice = CHOICES[alternative.choice]
     if alternative.choice == "prefetch":
         return f"{choice.key} = 0" if alternative.value == NO else f"no {choice.key}"
-    if alternative.choice == "outer steps" or alternative.value == SAME:
+    if alternative.choice == "outer steps" or alternative.value == SAME_LAYOUT:
         return f"no {choice.key}"
     return f"{choice.key} = {({YES: 'true', NO: 'false'}).get(alternative.value, alternative.value)}"
 

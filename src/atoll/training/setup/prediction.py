@@ -102,6 +102,10 @@ def workload_of(config: Config, vocabulary: int, *, on_cpu: bool = False) -> Wor
     `atoll.runtime.models.count`. Raises ConfigError if its costs are unknown."""
     sizes = None if _leaves_out(config) or _is_eager(config) else _sizes(config, vocabulary, on_cpu)
     if sizes is not None:
+        if "attn_implementation" in config.model.config and find_spec("transformers") is not None:
+            from atoll.training.setup.build import build_as_stored
+
+            build_as_stored(config, vocabulary)  # refuses an attention that the family does not have
         return (replace(sizes, tied=False) if sizes.tied and _is_untied(config, vocabulary) else sizes).workload
     from atoll.runtime.models import count
     from atoll.training.models.pretrained import hugging_face_config
