@@ -300,6 +300,43 @@ def test_adapters_are_saved_as_peft_does(whole: tuple[str, ...], tied: bool, tmp
     run_ranks(train_and_look, 4, values)
 
 
+@pytest.mark.slow
+def test_adapters_on_experts_are_saved_as_peft_does(tmp_path: Path) -> None:
+    """Of experts that two ranks divide, under a split backward."""
+    torch.manual_seed(0)
+    sizes = transformers.MixtralConfig(**LLAMA, num_local_experts=4)
+    transformers.AutoModelForCausalLM.from_config(sizes).double().save_pretrained(tmp_path / "base")
+    values = config(tmp_path, source=str(tmp_path / "base"))
+    stacked = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    values |= {"lora": {"rank": 2, "alpha": 8.0, "targets": ["q_proj"], "target_parameters": stacked}}
+    values["parallel"] |= {"layout": "GGG", "expert": 2, "schedule": "zb-h1"}
+    results = run_ranks(train_and_look, 4, values)
+    logits = next(found for _, found in results if found is not None)
+    export_folder(Path(results[0][0]), tmp_path / "adapters")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").double()
+    plain.set_experts_implementation("eager")
+    with torch.no_grad():
+        before = plain.eval()(input_ids=torch.arange(8)[None]).logits
+        adapted = peft.PeftModel.from_pretrained(plain, tmp_path / "adapters").double().eval()
+        assert torch.allclose(adapted(input_ids=torch.arange(8)[None]).logits, logits, rtol=0, atol=1e-12)
+        assert not torch.allclose(before, logits, atol=1e-6)
+    import_folder(tmp_path / "adapters", tmp_path / "back")
+    first, back = tensors_of(Path(results[0][0])), tensors_of(tmp_path / "back")
+    assert all(torch.equal(value, back[name]) for name, value in first.items())
+
+
+def test_parameters_with_adapters_that_a_model_does_not_have_are_refused() -> None:
+    given = {"model": {"source": "transformers:llama", "config": LLAMA}}
+    lora = {"rank": 2, "target_parameters": ["mlp.experts.down_proj"]}
+    with (
+        pytest.raises(ConfigError, match=r"no parameter's name ends in 'mlp\.experts\.down_proj'"),
+        torch.device("meta"),
+    ):
+        hugging_face_model(from_dict({**given, "lora": lora}), None)
+    with pytest.raises(ConfigError, match=r"target_parameters = .* without adapters: set lora.rank"):
+        from_dict({**given, "lora": {**lora, "rank": 0}})
+
+
 def test_modules_to_save_that_a_model_does_not_have_are_refused(tmp_path: Path) -> None:
     """`peft` skips them."""
     given = {"model": {"source": "transformers:llama", "config": LLAMA}}

@@ -165,11 +165,16 @@ class Lora(Section):
     """dropout probability on the adapters' input"""
     targets: Names = ("all-linear",)
     """name suffixes of the layers that get adapters, or "all-linear\""""
+    target_parameters: Names = ()
+    """name suffixes of parameters that get adapters, such as the stacked weights of experts,
+    "mlp.experts.gate_up_proj": peft's `target_parameters`, which take no dropout"""
     modules_to_save: Names = ()
     """name suffixes of modules that are trained whole and exported with the adapters"""
 
     @model_validator(mode="after")
     def _check(self) -> Lora:
+        if self.target_parameters and not self.rank:
+            raise ValueError(f"target_parameters = {list(self.target_parameters)} without adapters: set lora.rank")
         if self.modules_to_save and not self.rank:
             raise ValueError(
                 f"modules_to_save = {list(self.modules_to_save)} without adapters: set lora.rank, or train these "

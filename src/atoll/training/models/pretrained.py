@@ -33,6 +33,7 @@ _ANY = frozenset(
         "peft_version",
         "revision",
         "target_modules",
+        "target_parameters",
         "task_type",
     }
 )
@@ -167,6 +168,9 @@ def with_adapters(model: nn.Module, config: Config) -> nn.Module:
     peft = package("peft")
     lora = config.lora
     targets: Any = list(lora.targets)
+    for suffix in lora.target_parameters:
+        if not any(name.endswith(suffix) for name, _ in model.named_parameters()):
+            raise ConfigError(f"lora.target_parameters: no parameter's name ends in {suffix!r}")
     # peft takes the name from the model, and warns if its configuration has another.
     source = None if config.model.source.startswith(FAMILY) else config.model.source
     model.name_or_path = source  # type: ignore[assignment]
@@ -176,6 +180,7 @@ def with_adapters(model: nn.Module, config: Config) -> nn.Module:
             lora_alpha=lora.alpha,
             lora_dropout=lora.dropout,
             target_modules="all-linear" if targets == ["all-linear"] else targets,
+            target_parameters=list(lora.target_parameters) or None,
             modules_to_save=list(lora.modules_to_save) or None,
             base_model_name_or_path=source,
         )
@@ -184,7 +189,8 @@ def with_adapters(model: nn.Module, config: Config) -> nn.Module:
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
             adapted: nn.Module = peft.get_peft_model(model, adapters)
     except ValueError as error:
-        raise ConfigError(f"lora.targets = {targets}: {error}") from error
+        given = f" and target_parameters = {list(lora.target_parameters)}" if lora.target_parameters else ""
+        raise ConfigError(f"lora.targets = {targets}{given}: {error}") from error
     _check_saved(adapted, lora.modules_to_save)
     return adapted
 
@@ -240,7 +246,9 @@ def adapted_config(folder: Path) -> dict[str, Any]:
             f"{folder / ADAPTERS}: base_model_name_or_path is {base!r}, not a folder here; write that of the base "
             "model there"
         )
-    if theirs.peft_type != "LORA" or isinstance(theirs.target_modules, str) or not theirs.target_modules:
+    stacked = sorted(getattr(theirs, "target_parameters", None) or ())
+    is_listed = not isinstance(theirs.target_modules, str) and bool(theirs.target_modules or stacked)
+    if theirs.peft_type != "LORA" or not is_listed:
         raise ConfigError(
             f"{folder / ADAPTERS} is of {theirs.peft_type} with target_modules = {theirs.target_modules!r}; Atoll "
             "trains LoRA on layers that are listed"
@@ -249,7 +257,8 @@ def adapted_config(folder: Path) -> dict[str, Any]:
         "rank": theirs.r,
         "alpha": float(theirs.lora_alpha),
         "dropout": float(theirs.lora_dropout),
-        "targets": sorted(theirs.target_modules),
+        "targets": sorted(theirs.target_modules or ()),
+        **({"target_parameters": stacked} if stacked else {}),
         "modules_to_save": sorted(theirs.modules_to_save or ()),
     }
     return {"model": {"source": str(base)}, "lora": lora}
