@@ -13,7 +13,7 @@ from atoll.plans import schedules
 from atoll.plans.ir import Op, Schedule, insert_vocabulary, lower
 from atoll.plans.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, collective_counts
 from atoll.program import Bytes, Do, Ending, Instruction, Operation, Program, lower_row, makes
-from atoll.program.memory import held_after
+from atoll.program.memory import Peaks, held_after
 from atoll.program.operation import Scope
 from tests.drawn import drawn, example
 from tests.program.shapes import RETURNED, WHOLE, shapes_of
@@ -233,7 +233,7 @@ def test_more_is_whole_with_more_ahead() -> None:
     peaks = [programs(schedule, blocks=6, limit=limit)[0].peaks.parameters for limit in (0, 100, 200, 300)]
     assert peaks == [100, 200, 300, 400]
     (program,) = programs(schedule, blocks=6, limit=100, staged=True)
-    assert program.peaks == Bytes(WHOLE, staged=100, gradients=200)
+    assert program.peaks == Peaks(WHOLE, staged=100, gradients=200)
 
 
 @pytest.mark.parametrize("end", Ending)

@@ -65,6 +65,11 @@ class TransformerLayer:
                 f"sequence_parallel needs layers that are split by outputs and then by inputs; those of {sizes.name} "
                 "are gathered one by one. Turn it off"
             )
+        if sizes.latent and use.parts > 1:
+            raise ConfigError(
+                f"sequence_parallel needs layers all of whose parts are split; the attention of {sizes.name} is whole "
+                "on each rank. Turn it off"
+            )
         problem = head_problem(self._heads_over(use), sizes.heads, sizes.kv_heads or sizes.heads)
         if problem is not None and how.runtime == "atoll":
             raise ConfigError(problem)

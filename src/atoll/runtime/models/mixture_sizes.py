@@ -125,7 +125,7 @@ def _gpt_oss(config: Any) -> Transformer:
         biases=config.attention_bias,
         sinks=True,
         eager=True,
-        implementation=replace(LLAMA, results=_CLAMPED),
+        implementation=replace(LLAMA, results=_CLAMPED, splits="gathered"),
     )
 
 

@@ -308,6 +308,6 @@ def compute_weights(unit: Unit, pending: list[tuple[str, Any]]) -> None:
         else:
             hidden, gradient, *of_experts = kept  # of experts: the rows of each, and whether weights are transposed
             counts, is_transposed = of_experts or (None, False)
-            buffer.add_product(hidden, gradient, counts, is_transposed=is_transposed)
+            buffer.add_product(hidden, gradient, counts=counts, is_transposed=is_transposed)
             del hidden, gradient
         del kept
