@@ -65,7 +65,7 @@ BESIDE = (
 
 
 def _setup(work: Mapping[str, Any]) -> str:
-    """What the model is, and what the peers lack."""
+    """Return lines that describe the model and the limits of the peers."""
     threshold = Mixture(**{key: work[key] for key in ("ffn", "experts", "experts_per_token")}).threshold
     most = work["samples"] * work["tokens"]
     return (

@@ -15,7 +15,7 @@ Result = Mapping[str, Any]
 
 PARITY = 1e-10
 BF16 = 1e-2
-"""Of the largest value; an element of bfloat16 has 8 bits."""
+"""Tolerance in bfloat16, relative to the largest value. The significand of bfloat16 has 8 bits."""
 ON_CPU = {"fp64": 1e-8, "fp32": 1e-3}
 """Largest difference between a card and a CPU, whose kernels sum in another order."""
 SAME_LOSS = 1e-3

@@ -83,7 +83,7 @@ class Case:
         return controls(course) if self.settings is None else ()
 
     def visits(self, course: Course, *, quick: bool) -> Sequence[Setting] | None:
-        """What is visited, two for a quick run; None for a search."""
+        """The combinations to measure; a quick run measures two. None when a search chooses them."""
         if self.settings is None:
             return controls(course)[:2] if quick else None
         found = self.settings(course)

@@ -13,7 +13,7 @@ from tests.matrix import FACTORS, MODELS, OTHERS, Choice, whole
 
 
 def _names(choice: Choice) -> dict[str, str]:
-    """What the tables go by: the factors, and two of them together."""
+    """Return the keys that the tables group by: each factor, and recompute with tensor parallelism."""
     split = f"{choice['recompute']}, tp {choice['tensor']}"
     return {name: str(choice[name]) for name in FACTORS} | {"recompute, tp": split}
 

@@ -14,7 +14,7 @@ from tests.mixtures import MIXTURES
 
 
 def _names(choice: Choice) -> dict[str, str]:
-    """What the tables go by: the factors, and some of them together."""
+    """Return the keys that the tables group by: each factor, and some pairs of factors."""
     return {name: str(choice[name]) for name in MIXED} | {
         "schedule, tp": f"{choice['schedule']}, tp {choice['tensor']}",
         "mixture, recompute": f"{choice['mixture']}; {choice['recompute']}",
