@@ -26,7 +26,7 @@ from atoll.runtime.models.operations import is_deferrable
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a module of stacked experts computes.
+    """The products that a module of stacked experts computes.
 
     first: the weight of the first product; that of the second is `down_proj`.  between: (module, first product) -> rows
     of the second.  takes_all: forward takes rows of every token for every expert, [E T, H], already multiplied by the

@@ -42,7 +42,7 @@ SCORINGS: Mapping[str, ScoresOf] = {
     "sigmoid": torch.sigmoid,
     "sqrt of softplus": lambda logits: F.softplus(logits).sqrt(),
 }
-"""What scores are of logits."""
+"""Functions that return the scores [T, E] of the logits [T, E]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def _shares(scores: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RouterChoice:
-    """What a router returns: the experts of each token and their weights [T, k]; logits, and perhaps scores [T, E]."""
+    """Output of a router: the experts of each token and their weights [T, k]; logits, for some also scores [T, E]."""
 
     index: Tensor
     weights: Tensor

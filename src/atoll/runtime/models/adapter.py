@@ -251,8 +251,8 @@ class DecoderAdapter:
                 raise PlanError(f"the decoder has no initial values for a {type(module).__name__}")
 
     def tensor_plan(self, ranks: int) -> Mapping[str, str]:
-        """Split heads and features of layers, and the vocabulary of embedding and head. Routers and experts are
-        whole."""
+        """Split heads and features of layers, and the vocabulary of embedding and head. The runtime divides
+        experts; routers are whole."""
         config = self.model.config
         check_heads(ranks, config.heads, config.kv_heads)
         return {

@@ -82,7 +82,7 @@ class Experts(nn.Module):
 
 
 class Routing(NamedTuple):
-    """What a router decides: the experts of each token and their weights [T, k]; scores and logits [T, E] of all
+    """The output of a router: the experts of each token and their weights [T, k]; scores and logits [T, E] of all
     experts. Floats are fp32, or fp64."""
 
     top_k_index: Tensor

@@ -76,7 +76,7 @@ class Load:
 
 
 class ExpertWork:
-    """What the experts of a rank did in the running program.
+    """Rows and seconds of the experts of a rank in the running program.
 
     rows: computed by this rank's experts, in first forwards.  seconds: in exchanges, with the waits for other ranks.
     """

@@ -225,7 +225,7 @@ class StepEnd:
 
     @property
     def tokens(self) -> int:
-        """What the running step's loss is divided by before its backward."""
+        """The divisor of the running step's loss, applied before its backward."""
         return self._now.tokens
 
     @property
