@@ -219,9 +219,9 @@ CLAIMS: dict[tuple[str, str], list[Tried]] = {
     ("docs/migration.md", "Context parallelism"): [
         configured(parallel={"context_parallel_degree": 2}, words="context parallelism is not supported")
     ],
-    ("docs/migration.md", "Experts with a capacity, and a loss or a bias that balances them"): [
+    ("docs/migration.md", "Experts with a capacity, and a balance loss over all tokens of a batch"): [
         configured(parallel={"moe_expert_capacity_factor": 1.25}, words="experts have no capacity"),
-        configured(parallel={"moe_aux_loss_coeff": 0.01}, words="no loss and no bias balances the experts"),
+        configured(parallel={"moe_aux_loss_coeff": 0.01}, words="as a mean over sequences, not over a batch"),
     ],
     ("docs/migration.md", "FP8 in matrix products"): [configured(train={"precision": "fp8"}, words="train.precision")],
     (

@@ -344,7 +344,9 @@ def test_what_other_systems_settings_are_here_exists() -> None:
     ("parallel", "ep_size", "tensor-parallel ranks divide experts too, and do not count"),
     ("parallel", "expert_tensor_parallel_size", "no expert is cut"),
     ("parallel", "moe_token_dispatcher_type", "all-to-all"),
-    ("train", "moe_z_loss_coeff", "no loss and no bias balances the experts"),
+    ("train", "moe_z_loss_coeff", "train.router.z_loss"),
+    ("train", "moe_router_bias_update_rate", "train.router.bias_rate"),
+    ("train", "moe_aux_loss_coeff", "train.router.sequence_loss"),
     ("model", "moe_pad_expert_input_to_capacity", "experts have no capacity"),
     ("model", "moe_router_topk", "experts_per_token in [model.config]"),
 ])  # fmt: skip

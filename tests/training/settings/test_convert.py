@@ -783,7 +783,8 @@ def test_what_autoep_changes_of_a_model_is_said() -> None:
     assert from_dict(found.tables).parallel.expert == 2
     assert found.left == [
         "expert_parallel.top_k = 4: routers are the model's: a key of [model.config]",
-        "expert_parallel.load_balance_coeff = 0.1: no loss and no bias balances the experts",
+        "expert_parallel.load_balance_coeff = 0.1: "
+        "DeepSpeed itself refuses it; here train.router.bias_rate steps biases",
         "expert_parallel.colour = 'blue': it has no counterpart",
     ]
     assert convert({"expert_parallel": {**block, "enabled": False}, "bf16": {"enabled": True}}).left == []

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from atoll.training.settings.convert import convert
 from atoll.training.setup.prediction import predict_plan
 
 MODEL = {"layers": 8, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 160, "vocabulary": 1000}
+
+NO_BALANCE: Mapping[str, float] = {}
 
 TORCHTITAN = {
     "model": "name flavor hf_assets_path converters",
@@ -89,9 +92,9 @@ CLUSTER = Cluster.of(
 TORCH_SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble", "DualPipeV")
 
 
-def config(*, model: dict[str, Any] = MODEL, **parallel: Any) -> Config:
+def config(*, model: dict[str, Any] = MODEL, router: Mapping[str, float] = NO_BALANCE, **parallel: Any) -> Config:
     plain = {"ranks": 16, "pipeline": 2, "intra": 4, "layout": "NNG"}
-    train = {"global_batch": 64, "microbatch": 2, "precision": "bf16"}
+    train = {"global_batch": 64, "microbatch": 2, "precision": "bf16", "router": dict(router)}
     return from_dict({"model": model, "data": {"sequence": 32}, "train": train, "parallel": plain | parallel})
 
 
@@ -249,7 +252,7 @@ def test_megatrons_flags_of_a_mixture_are_those_of_the_router() -> None:
         "--moe-router-num-groups 4",
         "--moe-router-group-topk 2",
         "--moe-router-enable-expert-bias",
-        "--moe-router-bias-update-rate 0",
+        "--moe-router-bias-update-rate 0.0",
         "--moe-shared-expert-intermediate-size 96",
         "--expert-model-parallel-size 2",
     }
@@ -264,6 +267,27 @@ def test_megatrons_flags_of_a_mixture_are_those_of_the_router() -> None:
     assert "--expert-model-parallel-size 1\n" in script
     assert f"--moe-ffn-hidden-size {MODEL['ffn']}\n" in script
     assert found.limits == ()
+
+
+def test_the_balance_of_experts_is_exported_or_said() -> None:
+    """It fell silently: Megatron-LM got a rate of 0 and no loss."""
+    router = {"bias_rate": 0.001, "sequence_loss": 0.0001, "z_loss": 0.01}
+    biased = mixture_of(scoring="sigmoid", selection_bias=True)
+    found = settings("megatron", model=biased, router=router)
+    (script,) = found.files.values()
+    assert {line.strip() for line in script.splitlines()} >= {
+        "--moe-router-bias-update-rate 0.001",
+        "--moe-router-load-balancing-type seq_aux_loss",
+        "--moe-aux-loss-coeff 0.0001",
+        "--moe-z-loss-coeff 0.01",
+    }
+    assert found.limits == ()
+    said = {system: str(settings(system, model=biased, router=router).limits) for system in ("deepspeed", "fsdp2")}
+    assert all(f"train.router.{key} = " in text for key in router for text in said.values())
+    titan = str(settings("torchtitan", model=biased, router=router).limits)
+    assert "load_balance_coeff = 0.001" in titan
+    assert [key for key in router if f"train.router.{key} = " in titan] == ["sequence_loss", "z_loss"]
+    assert "load_balance_coeff = None" in str(settings("torchtitan", model=biased).limits)
 
 
 @pytest.mark.parametrize(("options", "words"), [

@@ -19,7 +19,7 @@ outputs are added up over the group, as are the gradients of hidden state and we
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,7 +66,6 @@ class DividedExperts:
     parts: DeviceMesh | None
     routers: Routers
     watched: tuple[BlockRouter, ...] = ()
-    _divisions: list[Division] = field(default_factory=list)
 
     @staticmethod
     def of(
@@ -141,7 +140,9 @@ class DividedExperts:
         kind = kind_of(module)
         if kind is not None and kind.takes_all:
             block = self.blocks[at]
-            outer = name.removeprefix(f"{block.name}.").removesuffix(".base_layer").removesuffix(".base_layer")
+            outer = name.removeprefix(f"{block.name}.")
+            while outer.endswith(".base_layer"):  # peft wraps a module once for each of its target parameters
+                outer = outer.removesuffix(".base_layer")
             parent = block.module.get_submodule(outer.rpartition(".")[0])
             for child in parent.children():
                 child.register_forward_hook(_writable)
@@ -179,10 +180,9 @@ class DividedExperts:
                 weights.append(GroupedWeight(*given, is_transposed=kind.is_transposed, waits=waits))
                 any_waits |= waits and owner is not None
             measured = None if work is None else (work, collector)
-            division = Division(module, kind, weights, exchange=exchange, tensor=self.tensor, measured=measured)
+            Division(module, kind, weights, exchange=exchange, tensor=self.tensor, measured=measured)
             for wrapper in wrappers:
                 wrapper.forward = module.forward
-            self._divisions.append(division)
         return any_waits
 
     def _own(self, module: Any) -> slice:

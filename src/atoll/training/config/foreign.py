@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 _STEP = "train.global_batch is the number of sequences per step, train.microbatch per forward"
 _EXPERTS = "parallel.expert, a divisor of parallel.intra: tensor-parallel ranks divide experts too, and do not count"
-_BALANCE = "no loss and no bias balances the experts"
+_BALANCE = "train.router.sequence_loss, the balance loss of each router as a mean over sequences, not over a batch"
 _CAPACITY = "experts have no capacity: none of their tokens is dropped"
 _LAYOUT = "parallel.layout has three letters, for parameters, gradients and optimizer state"
 
@@ -99,8 +99,10 @@ _ANSWERS: Mapping[str, str] = {
     ),
     "moe_layer_freq first_k_dense_replace": "dense_layers in [model.config]; for a transformers model, its own key",
     "moe_grouped_gemm use_grouped_mm": "products of a rank's experts are grouped where the device has such products",
-    "moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff router_aux_loss_coef": _BALANCE,
-    "moe_router_enable_expert_bias moe_router_bias_update_rate load_balance_coeff": _BALANCE,
+    "moe_router_load_balancing_type moe_aux_loss_coeff router_aux_loss_coef": _BALANCE,
+    "moe_z_loss_coeff router_z_loss_coef": "train.router.z_loss",
+    "moe_router_enable_expert_bias": "selection_bias in [model.config], stepped by train.router.bias_rate",
+    "moe_router_bias_update_rate load_balance_coeff": "train.router.bias_rate",
     "moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy": _CAPACITY,
     "capacity_factor eval_capacity_factor min_capacity drop_tokens": _CAPACITY,
     "moe_leaf_modules leaf_module deepspeed_moe_layer_cls_names transformer_moe_cls_names": (

@@ -17,7 +17,7 @@ _VERSION = "DeepSpeed 0.19.2"
 def deepspeed(subject: Subject) -> Settings:
     """Return the DeepSpeed settings of a subject."""
     plan, train, adam = subject.plan, subject.train, subject.adam
-    limits = subject.shared_limits(encodes=True)
+    limits = subject.shared_limits("codecs")
     block = zero_block(plan.layout, plan.mesh.intra, plan.codecs)
     block = block or zero_block(_nearest(subject), plan.mesh.intra, plan.codecs)
     assert block is not None

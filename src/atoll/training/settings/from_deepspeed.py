@@ -119,6 +119,10 @@ def _experts(into: Conversion, path: str, value: Any) -> None:
         if key in AUTOEP_ROUTES.split():
             if given not in (None, "auto"):
                 into.leave(f"{path}.{key}", given, "routers are the model's: a key of [model.config]")
+        elif key == "load_balance_coeff":
+            if given is not None:
+                says = "DeepSpeed itself refuses it; here train.router.bias_rate steps biases"
+                into.leave(f"{path}.{key}", given, says)
         elif key not in AUTOEP_FINDS.split():
             into.leave(f"{path}.{key}", given, WORDS.get(key, "it has no counterpart"))
 

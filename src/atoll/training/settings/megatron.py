@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import groupby
 
 from atoll.prediction.cost.mixture import MixtureConfig
-from atoll.training.config.model import Model
+from atoll.training.config.train import RouterSection
 from atoll.training.settings.subject import Settings, Subject
 
 _VERSION = "Megatron-LM core_v0.19.0"
@@ -40,7 +40,7 @@ _SCHEDULES = ("1f1b", "interleaved")
 def megatron(subject: Subject) -> Settings:
     """Return the Megatron-LM settings of a subject."""
     plan, mesh = subject.plan, subject.plan.mesh
-    limits = subject.shared_limits()
+    limits = subject.shared_limits("bias_rate", "sequence_loss", "z_loss")
     flags = [
         f"--tensor-model-parallel-size {mesh.tensor}",
         f"--pipeline-model-parallel-size {mesh.pipeline}",
@@ -113,13 +113,23 @@ def _experts(subject: Subject, limits: list[str]) -> list[str]:
         "--expert-tensor-parallel-size 1",  # by default that of other layers, which would cut each expert
         "--moe-token-dispatcher-type alltoall",
         "--moe-grouped-gemm",
-        "--moe-router-load-balancing-type none",
-        *([] if mixture is None else _mixture(mixture, subject.config.model, limits)),
+        *_balance(subject.config.train.router),
+        *([] if mixture is None else _mixture(subject, mixture, limits)),
     ]
 
 
-def _mixture(mixture: MixtureConfig, model: Model, limits: list[str]) -> list[str]:
+def _balance(router: RouterSection) -> list[str]:
+    """Return the flags of the losses that balance experts: those of each sequence, and the z-loss."""
+    if not router.sequence_loss:
+        found = ["--moe-router-load-balancing-type none"]
+    else:
+        found = ["--moe-router-load-balancing-type seq_aux_loss", f"--moe-aux-loss-coeff {router.sequence_loss}"]
+    return [*found, *([f"--moe-z-loss-coeff {router.z_loss}"] if router.z_loss else [])]
+
+
+def _mixture(subject: Subject, mixture: MixtureConfig, limits: list[str]) -> list[str]:
     """Return the flags of the experts and the router of a decoder."""
+    model, rate = subject.config.model, subject.config.train.router.bias_rate
     taken, groups, chosen = mixture.experts_per_token, mixture.groups, mixture.groups_per_token
     inner = mixture.expert_ffn or model.ffn
     is_softmax = mixture.scoring == "softmax"
@@ -145,7 +155,7 @@ def _mixture(mixture: MixtureConfig, model: Model, limits: list[str]) -> list[st
         *([f"--moe-router-topk-scaling-factor {mixture.route_scale}"] if mixture.route_scale != 1 else []),
         *([f"--moe-router-num-groups {groups}", f"--moe-router-group-topk {chosen}"] if groups > 1 else []),
         *(
-            ["--moe-router-enable-expert-bias", "--moe-router-bias-update-rate 0"]
+            ["--moe-router-enable-expert-bias", f"--moe-router-bias-update-rate {rate}"]
             if mixture.selection_bias and not is_softmax
             else []
         ),

@@ -109,8 +109,11 @@ class Subject:
         where = "--standalone" if nodes == 1 else "--rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500"
         return f"torchrun --nnodes {nodes} --nproc-per-node {each} {where}"
 
-    def shared_limits(self, *, encodes: bool = False) -> list[str]:
-        """Return the parts of a plan that no system expresses. encodes: the system has codecs."""
+    def shared_limits(self, *has: str) -> list[str]:
+        """Return the parts of a config that a system does not express.
+
+        has: those that few systems have and it does: "codecs", and keys of `train.router`.
+        """
         plan, train, found = self.plan, self.config.train, []
         if train.optimizer != "AdamW":
             found.append(f"the optimizer {train.optimizer}, replaced by AdamW")
@@ -130,10 +133,13 @@ class Subject:
             found.append(f"outer steps ({plan.outer}): all groups take every step together")
         if plan.post_validation:
             found.append("a post-validated optimizer step: the step waits for the global gradient norm")
-        if plan.codecs and not encodes:
+        if plan.codecs and "codecs" not in has:
             found.append(f"codecs between groups ({plan.codecs}): elements are sent as they are")
         if plan.expert_layout not in (None, plan.layout):
             found.append(f"layout {plan.expert_layout} of the experts: they have that of everything else")
+        for key, value in train.router:
+            if value and key not in has:
+                found.append(f"train.router.{key} = {value}: the settings do not balance experts so")
         if plan.stays == "run":
             found.append("residency `run`: gathered parameters stay for one microbatch or for the step")
         if plan.unit > 1:

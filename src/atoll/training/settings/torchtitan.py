@@ -42,7 +42,7 @@ def torchtitan(subject: Subject) -> Settings:
     plan, config = subject.plan, subject.config
     train = subject.train
     sharding = TorchSharding.of(plan)
-    limits = [*subject.shared_limits(), *sharding.limits(plan)]
+    limits = [*subject.shared_limits("bias_rate"), *sharding.limits(plan)]
     mesh = plan.mesh
     shard = {FULL: mesh.data, HYBRID: mesh.intra}.get(sharding.kind, 1)
     parallelism: dict[str, Any] = {
@@ -121,9 +121,10 @@ def _flavor(subject: Subject, limits: list[str]) -> str:
         limits.append(f"the model {model.source!r}: choose one of torchtitan's models and flavors")
         return "FLAVOR"
     if model.options.experts:
+        rate = subject.config.train.router.bias_rate or None
         limits.append(
-            "the mixture of experts: choose one of torchtitan's models with experts and its flavor, without its "
-            "load_balance_coeff, as no bias moves here"
+            "the mixture of experts: choose one of torchtitan's models with experts and its flavor, with "
+            f"load_balance_coeff = {rate}, which steps its selection biases"
         )
         return "FLAVOR"
     found = FLAVORS.get((model.hidden, model.layers, model.heads, model.kv_heads, model.ffn))
