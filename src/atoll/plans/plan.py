@@ -8,6 +8,7 @@ from enum import StrEnum
 from itertools import product
 
 from atoll.base.errors import PlanError
+from atoll.plans.host import HostMemory
 from atoll.plans.ir import Schedule
 from atoll.plans.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, current
 from atoll.plans.layouts import (
@@ -211,6 +212,7 @@ class Plan:
     expert_layout: the layout of the experts, as `layout` if not given. Their levels are of the ranks that share them,
     `inter` x `intra / expert`.
     imbalance: the most rows that a rank's experts are sent, as a multiple of an even share, for predictions.
+    host: what rests in host memory instead of the device's; nothing if not given.
     """
 
     mesh: MeshShape
@@ -235,10 +237,16 @@ class Plan:
     whole: Whole | None = None
     expert_layout: Layout | None = None
     imbalance: float = 1.0
+    host: HostMemory | None = None
 
     def __post_init__(self) -> None:
         if not self.imbalance >= 1.0:
             raise PlanError(f"imbalance = {self.imbalance}; a multiple of an even share, 1.0 or more")
+        if self.host is not None and self.whole is not None:
+            raise PlanError(
+                f"host memory with {self.whole.name}: the state of matrices that are transformed whole stays with the "
+                "rank that owns each; use an elementwise optimizer such as AdamW, or leave host out"
+            )
         if self.outer is not None and self.mesh.inter < 2:
             raise PlanError(
                 "outer steps are between islands, and a mesh with inter = 1 has one; use two groups or more, or leave "

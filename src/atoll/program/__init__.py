@@ -7,6 +7,7 @@ it, and the memory that it takes is a sum over it. Nothing about what to gather,
 from atoll.plans.plan import Ending
 from atoll.program.end import BACKWARD
 from atoll.program.fold import makes
+from atoll.program.host import Hosted
 from atoll.program.instruction import Instruction
 from atoll.program.laws import check_program
 from atoll.program.lower import lower_row
@@ -31,6 +32,7 @@ __all__ = [
     "Do",
     "Ending",
     "Held",
+    "Hosted",
     "Instruction",
     "Lane",
     "ModelShape",

@@ -26,7 +26,8 @@ def listing(program: Program, *, microbatch: int | None = None) -> Iterator[str]
 
     microbatch: leave out instructions of others.
     """
-    heads = "".join(str(lane).ljust(_WIDTH) for lane in _COLUMNS)
+    columns = (*_COLUMNS, *({each.do.lane for each in program.instructions} & {Lane.HOST}))
+    heads = "".join(str(lane).ljust(_WIDTH) for lane in columns)
     yield f"{'':>6}  {heads}{'parameters':>12}{'gradients':>12}"
     before = Bytes()
     for at, (each, held) in enumerate(
@@ -34,8 +35,8 @@ def listing(program: Program, *, microbatch: int | None = None) -> Iterator[str]
     ):
         if microbatch in (None, each.action.microbatch):
             rows = exchanges_of(each, program.shape)
-            text = " " * (_WIDTH * _COLUMNS.index(each.do.lane)) + str(each) + (f" x{rows}" if rows else "")
-            yield f"{at:6}  {text.ljust(_WIDTH * len(_COLUMNS))}{_changed(held, before)}".rstrip()
+            text = " " * (_WIDTH * columns.index(each.do.lane)) + str(each) + (f" x{rows}" if rows else "")
+            yield f"{at:6}  {text.ljust(_WIDTH * len(columns))}{_changed(held, before)}".rstrip()
         before = held
 
 
@@ -43,7 +44,7 @@ def _changed(held: Bytes, before: Bytes) -> str:
     """The bytes held, left blank where they did not change."""
     pairs = (
         (held.parameters + held.staged, before.parameters + before.staged),
-        (held.gradients + held.matrices, before.gradients + before.matrices),
+        (held.gradients + held.matrices + held.state, before.gradients + before.matrices + before.state),
     )
     return "".join(f"{format_bytes(now) if now != was else '':>12}" for now, was in pairs)
 
@@ -53,12 +54,13 @@ def _changed(held: Bytes, before: Bytes) -> str:
 _COLOURS = {
     "F": "#8fb8de", "I": "#f2b880", "W": "#a9cf9a", "L": "#c9d3dc", "S": "#c3a6d8", "T": "#dcc8ea", "G": "#e3ddc5",
     "STEP": "#d98c8c", "GATHER": "#5b8db8", "REDUCE": "#c2803f", "RETURN": "#8f6fb0", "COLLECT": "#b5a1cf",
-    "SEND": "#7a8792", "RECV": "#b6bec6", "EXCHANGE": "#5fa89a",
+    "SEND": "#7a8792", "RECV": "#b6bec6", "EXCHANGE": "#5fa89a", "ONLOAD": "#c9a227", "OFFLOAD": "#8c7a2b",
 }  # fmt: skip
 _NAMES = {
     "F": "F", "I": "I", "W": "W", "L": "L", "S": "S", "T": "T", "G": "G", "STEP": "step",
     "GATHER": "gather", "REDUCE": "reduce or sync", "RETURN": "return", "COLLECT": "slices of matrices",
     "SEND": "send", "RECV": "receive", "EXCHANGE": "exchange of rows",
+    "ONLOAD": "state from the host", "OFFLOAD": "state to the host",
 }  # fmt: skip
 _PITCH, _BAR, _LEFT, _RIGHT, _MEMORY = 22, 18, 110, 16, 90
 
@@ -118,7 +120,7 @@ def draw_program(program: Program, *, width: int = 1200, title: str = "") -> str
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-_ORDER = ("compute", "exchange", "gather", "reduce", "matrices", "return", "send", "receive")
+_ORDER = ("compute", "exchange", "gather", "reduce", "matrices", "return", "send", "receive", "onload", "offload")
 
 
 def _rows(bars: Sequence[_Bar]) -> dict[_Bar, int]:
@@ -183,13 +185,14 @@ def _text(fact: Fact, key: Any, each: Instruction | None) -> str:
 
 
 def _memory(program: Program, scale: float, top: int) -> list[str]:
-    """Bytes held over the columns: whole parameters below, gradients and matrices above."""
+    """Bytes held over the columns: whole parameters below, gradients, matrices and state above."""
     held = list(held_after(program.instructions, program.shape))
     most = max((sum(each) for each in held), default=0) or 1
     bottom = top + _MEMORY
     found: dict[int, tuple[int, int]] = {}
     for at, each in zip(_columns(program.instructions), held, strict=True):
-        found[at] = max(found.get(at, (0, 0)), (each.parameters + each.staged, each.gradients + each.matrices), key=sum)
+        above = each.gradients + each.matrices + each.state
+        found[at] = max(found.get(at, (0, 0)), (each.parameters + each.staged, above), key=sum)
     parts = [f'<text x="8" y="{top + 14}">{format_bytes(most)}</text>']
     for at, (parameters, gradients) in found.items():
         x, low = _LEFT + at * scale, parameters / most * _MEMORY

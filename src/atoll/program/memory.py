@@ -37,13 +37,14 @@ class Bytes(NamedTuple):
 
     parameters: whole copies, and gathers in flight that use their memory.  staged: gathered for others of the group to
     read.  gradients: whole gradients until they are reduced.  matrices: what the optimizer transforms whole, from its
-    collection to its update.
+    collection to its update.  state: what rests in host memory and is here for the optimizer's step.
     """
 
     parameters: int = 0
     staged: int = 0
     gradients: int = 0
     matrices: int = 0
+    state: int = 0
 
 
 class Peaks(NamedTuple):
@@ -54,6 +55,7 @@ class Peaks(NamedTuple):
     staged: int = 0
     gradients: int = 0
     matrices: int = 0
+    state: int = 0
     lent: int = 0
 
 
@@ -69,6 +71,7 @@ class Working(NamedTuple):
     staged: int = 0
     gradients: int = 0
     matrices: int = 0
+    state: int = 0
     sharded: int = 0
     arriving: int = 0
     activations: int = 0
@@ -81,7 +84,8 @@ class Working(NamedTuple):
 class Held(NamedTuple):
     """Bytes of a rank at one time, by component.
 
-    parameters, gradients, optimizer: stored state, and sharded gradients while they exist.
+    parameters, gradients, optimizer: stored state, sharded gradients while they exist, and state from host memory while
+    it is here.
     gathered: whole copies, and prefetched parameters.  buffers: whole gradients during backward and reduction, their
     receive buffers, messages that slices of a split vocabulary receive and send, and matrices that the optimizer
     transforms whole.
@@ -172,7 +176,7 @@ def held_in(instructions: Sequence[Instruction], shape: RankShape, before: Held)
         yield Held(
             before.parameters,
             before.gradients + now.sharded,
-            before.optimizer,
+            before.optimizer + now.state,
             gathered=before.gathered + now.parameters + now.staged,
             buffers=before.buffers + now.gradients + now.matrices + now.arriving + now.buffers,
             activations=before.activations + now.activations + room,
@@ -282,6 +286,7 @@ class WorkingMemory:
     are reduced, and their receive buffers.  flows: whole gradients until they are reduced; part of `lent` or `buffers`.
     arriving: the receive buffers, part of `buffers`.
     matrices: those that the optimizer transforms whole, at the end of a step, when nothing else is whole.
+    state: what rests in host memory and comes for the optimizer's step, then.
     """
 
     live: int
@@ -291,11 +296,12 @@ class WorkingMemory:
     flows: int
     arriving: int = 0
     matrices: int = 0
+    state: int = 0
 
     @property
     def total(self) -> int:
         """Largest sum of all of them at the same time."""
-        return max(self.live + self.buffers, self.matrices) + self.lent
+        return max(self.live + self.buffers, self.matrices, self.state) + self.lent
 
 
 def working_memory(
@@ -306,6 +312,7 @@ def working_memory(
     whole: int | None = None,
     made: tuple[int, int] | None = None,
     matrices: int = 0,
+    state: int = 0,
 ) -> WorkingMemory:
     """The working memory of a rank for `blocks`, each given by the segments that it uses, with their layouts.
 
@@ -316,6 +323,7 @@ def working_memory(
     rank alone and in memory that the group reads, which a program has at once; None: one block after the other, each
     freed after its use and reduced in its microbatch.
     matrices: the most bytes that a program has of matrices which the optimizer transforms whole.
+    state: the same of state that rests in host memory.
     """
     each = [_block(block, reads_in_place=reads_in_place) for block in blocks]
 
@@ -337,6 +345,7 @@ def working_memory(
         flows=private + lent,
         arriving=largest("arriving"),
         matrices=matrices,
+        state=state,
     )
 
 
@@ -354,6 +363,7 @@ def needed_in_a_step(shape: RankShape, peaks: Peaks | None = None) -> WorkingMem
         whole=None if peaks is None else peaks.parameters,
         made=None if peaks is None else (peaks.gradients - peaks.lent, peaks.lent),
         matrices=0 if peaks is None else peaks.matrices,
+        state=0 if peaks is None else peaks.state,
     )
 
 

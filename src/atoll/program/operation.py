@@ -29,11 +29,13 @@ PHASES: tuple[Phase, ...] = ("I", "W")
 
 
 class Lane(StrEnum):
-    """The resource that an instruction uses: the device, the pipeline links or the data-parallel links."""
+    """The resource that an instruction uses: the device, the pipeline links, the data-parallel links, or the link to
+    host memory."""
 
     COMPUTE = "compute"
     PIPELINE = "pipeline"
     DATA = "data"
+    HOST = "host"
 
 
 class Scope(StrEnum):
@@ -56,6 +58,7 @@ class Partners(StrEnum):
     NEIGHBOUR = "the rank of the next or the previous stage"
     PIPELINE = "all pipeline ranks"
     ALL = "all ranks"
+    NONE = "no rank, but a copy from or to host memory"
 
 
 class Over(StrEnum):

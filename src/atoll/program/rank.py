@@ -23,6 +23,7 @@ from atoll.plans.layouts import (
     StoredCopies,
 )
 from atoll.plans.plan import Place, Plan, View
+from atoll.program.host import bytes_leaving, travel_of
 from atoll.program.memory import needed_in_a_step, reduced_at_once
 from atoll.program.operation import PHASES, Operation, Phase
 from atoll.program.shape import BlockShape, RankShape, StageShape, UnitShape
@@ -125,11 +126,12 @@ class ModelShape:
         """
         plan = self.plan
         shardings = {view: plan.sharding(place, view) for view in View}
+        on_host = self.on_host({index: any(each.trainable for each in own) for index, own in segments.items()})
         units = {
             index: unit_shape(
                 index,
                 own,
-                shardings[self.units[index].view],
+                replace(shardings[self.units[index].view], on_host=index in on_host),
                 blocks=self.units[index].blocks,
                 is_shared=self.units[index].is_shared,
                 copies=max(1, len(self.owners(index))),
@@ -150,7 +152,18 @@ class ModelShape:
             reads_in_place=reads_in_place,
         )
         need = needed_in_a_step(shape)
-        return replace(shape, limit=need.ahead, arriving=need.arriving)
+        shape = replace(shape, limit=need.ahead, arriving=need.arriving)
+        if plan.host is None:
+            return shape
+        room = plan.host.room([unit.on_host for unit in units.values()])
+        ordered = list(units.values())[:: -1 if plan.post_validation else 1]
+        return replace(shape, room=room, leaving=bytes_leaving(ordered, room))
+
+    def on_host(self, units: Mapping[int, bool]) -> frozenset[int]:
+        """Return a rank's units whose state rests in host memory. units: the rank's, in the model's order, each with
+        whether any of its parameters is trained."""
+        host = self.plan.host
+        return frozenset() if host is None else host.rests(unit for unit, is_trained in units.items() if is_trained)
 
     def _stage(self, stage: int) -> StageShape:
         run = self.runs[stage]
@@ -186,6 +199,7 @@ def unit_shape(
         if any(phase in segment.phases for segment in trained)
     }
     exchanges = [sharding.exchange_bytes(segment) for segment in segments if segment.matrices]
+    on_host = sum(map(sharding.host_bytes, segments))
     stays = sharding.keeps_apart or sharding.layout.gradients is Level.N
     return UnitShape(
         index,
@@ -196,7 +210,7 @@ def unit_shape(
         ahead=sum(sharding.bytes_ahead(segment, reads_in_place=reads_in_place) for segment in segments),
         flows=flows,
         is_left_alone=all(map(sharding.stays_alone, segments)),
-        travel=_travel(segments, sharding),
+        travel={**_travel(segments, sharding), **travel_of(on_host)},
         matrices=sum(len(segment.matrices) for segment in segments),
         exchanged=sum(held for held, _ in exchanges),
         transformed=max((besides for _, besides in exchanges), default=0),
@@ -206,6 +220,7 @@ def unit_shape(
             phase: sum(sharding.gradient_bytes(segment) for segment in trained if phase in segment.phases)
             for phase in flows
         },
+        on_host=on_host,
         segments=tuple(segments),
         sharding=sharding,
     )

@@ -35,6 +35,7 @@ class UnitShape:
     matrices: those of it that the optimizer transforms whole.  exchanged: bytes from their COLLECT to their UPDATE.
     transformed: bytes that come and go within TRANSFORM.
     sharded: bytes of the sharded gradients of each phase, from the first of a step on; none if they are always there.
+    on_host: bytes of its master and states that rest in host memory, and come to the device for a step.
     segments: its flat buffers.  sharding: their layout.
     """
 
@@ -51,6 +52,7 @@ class UnitShape:
     exchanged: int = 0
     transformed: int = 0
     sharded: Mapping[Phase, int] = field(default_factory=dict)
+    on_host: int = 0
     segments: tuple[SegmentShape, ...] = field(default=(), compare=False)
     sharding: Sharding | None = field(default=None, compare=False)
 
@@ -135,6 +137,8 @@ class RankShape:
     is_scaled: whether gradients come multiplied by a loss scale.
     sharding: the layout of all units but experts.  prefetch: as in `Plan`.  reads_in_place: whether the ranks of a
     group read each other's memory.  arriving: bytes that are received while gradients are reduced and synced.
+    room: bytes of state from host memory that may be on the device at once.  leaving: those that may still be on their
+    way back when the next program begins.
     besides: bytes that instructions of a stage, or of a slice, take (above 0) and free (below) besides what their rows
     say, by component of `atoll.program.memory.Working`; known of a workload.
     """
@@ -151,6 +155,8 @@ class RankShape:
     prefetch: int | None = None
     reads_in_place: bool = False
     arriving: int = 0
+    room: int = 0
+    leaving: int = 0
     besides: Mapping[tuple[Operation, int], Mapping[str, int]] = field(default_factory=dict, compare=False)
 
     @cached_property

@@ -68,7 +68,7 @@ class Facts:
     BEGUN = Fact(per=Per.STEP, left="a step is settled in a program that takes none")
     COLLECTING = Fact(per=Per.UNIT, is_flight=True, lane="matrices", colour="COLLECT", bar="collect {unit}")
     SENDING = Fact(per=Per.UNIT, is_flight=True, lane="matrices", colour="COLLECT", bar="bring back {unit}")
-    UPDATED = Fact(per=Per.UNIT, applies=lambda unit, _: bool(unit.matrices))
+    UPDATED = Fact(per=Per.UNIT, applies=lambda unit, _: bool(unit.matrices or unit.on_host))
     RETURNING = Fact(per=Per.UNIT, is_flight=True)
 
 
@@ -138,7 +138,7 @@ _ARRIVING = Amount(Workspaces.ARRIVING, _arriving)
 _ONCE = tuple(Need(fact, "unit {unit} is gathered twice", holds=False) for fact in (Facts.UNSHARDED, Facts.GATHERING))
 _SUMS = Need(Facts.SUMMED, "{do} comes before SUMS")
 _UNREAD = Need(Facts.UNREAD, "the gradients of unit {unit} are written while others may read them")
-_UPDATED = Need(Facts.UPDATED, "unit {unit} goes back before its matrices are updated")
+_UPDATED = Need(Facts.UPDATED, "unit {unit} goes back before its matrices, or its state from host memory, are updated")
 _VERDICT = "a verdict is waited for, then made good, then perhaps taken back"
 _TURN = "the matrices of unit {unit} come to {do} in another order than they are exchanged in"
 

@@ -43,13 +43,16 @@ import torch
 
 from atoll.plans.layouts import AT_ONCE
 
-LaneKind = Literal["reduce", "sync", "gather", "outer"]
+LaneKind = Literal["reduce", "sync", "gather", "outer", "onload", "offload"]
 
 # In the order of their waits: a reduction is behind the segment's reduction before it, a sync of gradients behind the
 # segment's last reduction, a gather behind the sync that brings updated parameters back. A wait for a later lane could
 # close a circle, in which the few threads of two lanes wait for each other.
 STEP_LANES: tuple[LaneKind, ...] = ("reduce", "sync", "gather")
-"""Those of a step. Outer gradients overlap with several steps, on a lane that waits for no other."""
+"""Those between ranks in a step. Outer gradients overlap with several steps, on a lane that waits for no other."""
+
+HOST_LANES: tuple[LaneKind, ...] = ("onload", "offload")
+"""The directions of the link to host memory: no job of theirs waits for another."""
 
 
 class TransferRecorder(Protocol):
@@ -67,6 +70,9 @@ class Job(Protocol):
 
     def wait(self) -> None:
         """Wait for the job; on CUDA, work launched afterwards waits for it. Raises its error."""
+
+    def finish(self) -> None:
+        """Wait for the job on the host, so that this processor may read what it has written. Raises its error."""
 
 
 class JobLane(ABC):
@@ -112,6 +118,9 @@ class _Done:
     def wait(self) -> None:
         return
 
+    def finish(self) -> None:
+        return
+
 
 class Inline(JobLane):
     """Runs the work immediately. Used if there are no other ranks."""
@@ -149,6 +158,9 @@ class _ThreadJob:
 
     def wait(self) -> None:
         self.future.result()
+
+    def finish(self) -> None:
+        self.wait()
 
 
 # [Note: a job on threads]
@@ -223,6 +235,9 @@ class _StreamJob:
     def wait(self) -> None:
         # The stream of whoever waits: the compute stream, or that of a lane with a job behind this one.
         torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def finish(self) -> None:
+        self._event.synchronize()
 
 
 # [Note: a job on a stream]
@@ -309,6 +324,10 @@ class _StreamThreadJob(_ThreadJob):
     def wait(self) -> None:
         super().wait()  # an event that has not been recorded yet would be passed at once
         torch.cuda.current_stream(self._device).wait_event(self._ended)
+
+    def finish(self) -> None:
+        super().wait()
+        self._ended.synchronize()
 
 
 class StreamThreads(Threads):

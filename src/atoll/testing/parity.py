@@ -17,6 +17,7 @@ from torch import nn
 
 from atoll.base.errors import CostWarning
 from atoll.plans import schedules
+from atoll.plans.host import HostMemory
 from atoll.plans.ir.residency import Reduction, Residency
 from atoll.plans.layouts import NO_CODECS, Codec, Codecs, Layout, Precision
 from atoll.plans.outer import Outer
@@ -107,6 +108,7 @@ class Case:
     outer: Outer | None = None
     expert: int = 1
     expert_layout: str | None = None
+    host: HostMemory | None = None
     balance: Balance | None = None
     bad_steps: str = "stop"
     model: Recipe = field(default_factory=TinyConfig)
@@ -141,6 +143,7 @@ class Case:
             codecs=self.codecs,
             outer=self.outer,
             expert_layout=None if self.expert_layout is None else Layout(self.expert_layout),
+            host=self.host,
         )
 
     @property
@@ -434,4 +437,5 @@ def _neutral(case: Case) -> Case:
         codecs=NO_CODECS,
         expert=1,
         expert_layout=None,
+        host=None,
     )

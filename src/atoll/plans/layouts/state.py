@@ -21,16 +21,18 @@ class Footprint:
     """Bytes of one rank's model state. Only tensors count, not step counters.
 
     optimizer: masters, states, residuals of codecs, and what outer steps store.
+    host: masters and states that rest in host memory; `total` is the device's.
     Sharded gradients are freed at the end of a step; everything else is kept between steps.
     """
 
     parameters: int
     gradients: int
     optimizer: int
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """Sum of all three."""
+        """Sum of parameters, gradients and optimizer."""
         return self.parameters + self.gradients + self.optimizer
 
     def at_rest(self, layout: Layout) -> Footprint:
@@ -39,7 +41,10 @@ class Footprint:
 
     def __add__(self, other: Footprint) -> Footprint:
         return Footprint(
-            self.parameters + other.parameters, self.gradients + other.gradients, self.optimizer + other.optimizer
+            self.parameters + other.parameters,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+            self.host + other.host,
         )
 
 
@@ -69,7 +74,8 @@ def _segment_footprint(segment: SegmentShape, sharding: Sharding, states: int) -
     held = sharding.nest.range(layout.optimizer, segment.map.padded)
     covered = sum(part.stop - part.start for part in segment.map.slices(held))
     gradients = len(segment.phases) * sharding.gradient_bytes(segment)
-    kept = states * item * covered + sharding.anchors * item * numel(Level.G)
+    away = sharding.host_bytes(segment, states)
+    kept = (0 if away else states * item * covered) + sharding.anchors * item * numel(Level.G)
     kept += len(sharding.owing(segment)) * item * numel(Level.I)
     # A post-validated step updates a second copy of the state of whole matrices.
     kept += (2 if sharding.keeps_apart else 1) * sharding.kept_bytes(segment)
@@ -77,14 +83,16 @@ def _segment_footprint(segment: SegmentShape, sharding: Sharding, states: int) -
         coarse = min(layout.parameters, layout.optimizer)
         return Footprint(item * numel(coarse), gradients, kept)
     copies = 2 if sharding.keeps_copy(segment) and sharding.keeps_apart else 1  # the other one to take a step back
-    return Footprint(copies * parameters, gradients, kept + item * len(held))
+    # A post-validated step leaves the state that rests in host memory as it was, and writes a second copy.
+    away *= 2 if sharding.keeps_apart else 1
+    return Footprint(copies * parameters, gradients, kept + (0 if away else item * len(held)), away)
 
 
 def saved_bytes(segments: Sequence[SegmentShape], sharding: Sharding) -> int:
     """Return the bytes of a checkpoint that a rank writes, and copies to host memory when it saves in the background:
     masters and the optimizer's state, divided by all ranks that hold them, and what is saved besides."""
     sliced = None if sharding.whole is None else sharding.whole.sliced
-    everywhere = replace(sharding, layout=Layout("GGG"), codecs=NO_CODECS, whole=sliced)
+    everywhere = replace(sharding, layout=Layout("GGG"), codecs=NO_CODECS, whole=sliced, on_host=False)
     found = footprint(segments, everywhere)
     return found.parameters + found.optimizer + saved_besides(segments, sharding)
 

@@ -59,7 +59,7 @@ class StoredCopies(Enum):
     ALONE: parameters, which are frozen.
     SHARED: one buffer, at the coarser level of parameters and optimizer, is parameters and master: they have one dtype.
     CAST: the master, where both are sharded alike. Parameters are cast from it each time they are gathered.
-    APART: parameters and master, each at its level.
+    APART: parameters and master, each at its level; the master may rest in host memory.
     """
 
     ALONE = "parameters"
@@ -77,6 +77,7 @@ class Sharding:
     every parameter besides the master, except matrices that it transforms whole, for which `whole` gives it.
     codecs: of moves between groups.  anchors: tensors that outer steps store for every trained parameter, at level G.
     tp: the place in the tensor-parallel group.  along: the axes of the mesh that INTER and INTRA go along.
+    on_host: whether master and states rest in host memory (`atoll.plans.host`).
     """
 
     layout: Layout
@@ -89,6 +90,7 @@ class Sharding:
     whole: Whole | None = None
     tp: int = 0
     along: Mapping[Axis, str] = field(default_factory=lambda: {axis: axis.value for axis in Axis}, compare=False)
+    on_host: bool = False
 
     def codec(self, of: Literal["gradient", "parameter"], move: Move) -> Codec | None:
         """The codec of a move of gradients or parameters; None where elements are sent as they are."""
@@ -118,7 +120,7 @@ class Sharding:
         """The copies of a segment's parameters that are stored between steps."""
         if not segment.trainable:
             return StoredCopies.ALONE
-        if self.keeps_apart or self.keeps_copy(segment):
+        if self.keeps_apart or self.on_host or self.keeps_copy(segment):
             return StoredCopies.APART
         if segment.compute == self.precision.master:
             return StoredCopies.SHARED
@@ -191,6 +193,15 @@ class Sharding:
         if self.accumulates:
             return 0
         return segment.map.padded * ITEM_BYTES[self.precision.gradient]
+
+    def host_bytes(self, segment: SegmentShape, states: int | None = None) -> int:
+        """Return the bytes of master and states that rest in host memory, padding included: as many are copied to the
+        device for a step, and back. states: as in `atoll.plans.layouts.footprint`."""
+        if not self.on_host or not segment.trainable:
+            return 0
+        held = self.nest.range(self.layout.optimizer, segment.map.padded)
+        kept = self.states_of(segment) if states is None else states
+        return (1 + kept) * ITEM_BYTES[self.precision.master] * len(held)
 
     # ---- matrices that the optimizer transforms whole
 

@@ -75,7 +75,8 @@ class _Model:
 
     shared: every later name of a shared parameter -> its first name.  apart: names of what is sliced over the pipeline.
     shape: what every rank knows of it.  mine: this rank's stages.
-    matrices: names of parameters that the optimizer transforms whole.
+    matrices: names of parameters that the optimizer transforms whole.  on_host: units of this rank whose state rests in
+    host memory.
     """
 
     outline: Outline
@@ -86,6 +87,7 @@ class _Model:
     shape: ModelShape
     mine: tuple[int, ...]
     matrices: frozenset[str]
+    on_host: frozenset[int]
     experts: DividedExperts
 
     @staticmethod
@@ -106,6 +108,7 @@ class _Model:
             slices={} if outline.vocabulary is None else {EMBEDDING: 0, HEAD: len(apart) - 1},
             exchanges=experts.exchanges,
         )
+        mine = shape.stages_of(rank)
         return _Model(
             outline,
             blocks,
@@ -113,7 +116,8 @@ class _Model:
             apart=apart,
             specs=specs,
             shape=shape,
-            mine=shape.stages_of(rank),
+            mine=mine,
+            on_host=shape.on_host(_trained(blocks, specs, {at for stage in mine for at in runs[stage]})),
             matrices=_matrices(blocks, specs, shared, plan=outline.plan, apart=apart),
             experts=experts,
         )
@@ -122,6 +126,14 @@ class _Model:
     def local(self) -> list[int]:
         """This rank's blocks."""
         return [block for stage in self.mine for block in self.outline.runs[stage]]
+
+    def around(self, around: Surroundings, spec: UnitSpec) -> Surroundings:
+        """Return the surroundings of a unit's segments."""
+        sharding = self.outline.plan.sharding(around.transport.place, spec.view)
+        is_on_host = spec.index in self.on_host
+        if spec.view is View.DENSE and not is_on_host:
+            return around
+        return replace(around, sharding=replace(sharding, on_host=is_on_host))
 
     @property
     def sliced(self) -> tuple[UnitSpec, ...]:
@@ -172,11 +184,10 @@ def _units(
                 continue
             owners = tuple(ranks[pp] for pp in model.shape.owners(spec.index))
             found = {name: _find(values, name, shared) for name in spec.names}
-            sharding = outline.plan.sharding(around.transport.place, spec.view)
             units[spec.index] = Unit(
                 spec,
                 found,
-                around if spec.view is View.DENSE else replace(around, sharding=sharding),
+                model.around(around, spec),
                 owners=owners,
                 phases=phases,
                 spreads=spreads or None,
@@ -266,7 +277,7 @@ def _slice_vocabulary(
         held = {name: found[name] for name in spec.names}
         phases: dict[str, frozenset[Phase]] = {name: frozenset({"W"}) for name in held}
         spreads = dict.fromkeys(held, Spread.SPLIT)
-        unit = Unit(spec, held, around, owners=(place.rank,), phases=phases, spreads=spreads)
+        unit = Unit(spec, held, model.around(around, spec), owners=(place.rank,), phases=phases, spreads=spreads)
         units.update(dict.fromkeys(held, unit))
         unit.free()
 
@@ -325,6 +336,16 @@ def _trainable(blocks: Sequence[Block], specs: Sequence[UnitSpec]) -> tuple[tupl
     known = {name: parameter for block in blocks for name, parameter in block.named_parameters()}
     names = [name for spec in specs for name in spec.names if known[name].requires_grad]
     return tuple((name, tuple(known[name].shape)) for name in names)
+
+
+def _trained(blocks: Sequence[Block], specs: Sequence[UnitSpec], local: Collection[int]) -> dict[int, bool]:
+    """Return the units of a rank, each with whether any of its parameters is trained. local: the rank's blocks."""
+    known = {name: parameter for block in blocks for name, parameter in block.named_parameters()}
+    return {
+        spec.index: any(known[name].requires_grad for name in spec.names)
+        for spec in specs
+        if not spec.blocks or not set(spec.blocks).isdisjoint(local)
+    }
 
 
 def _matrices(

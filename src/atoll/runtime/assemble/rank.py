@@ -25,7 +25,7 @@ from atoll.runtime.checkpoint import is_complete
 from atoll.runtime.experts.division import DividedExperts
 from atoll.runtime.experts.implementation import choose_implementation
 from atoll.runtime.experts.kinds import stacked_in
-from atoll.runtime.lanes import JobLane, LaneKind, lane_of, lanes_of
+from atoll.runtime.lanes import HOST_LANES, JobLane, LaneKind, lane_of, lanes_of
 from atoll.runtime.mail import Mail
 from atoll.runtime.models import Adapter, Batch, Loss, adapter_for, weights_for
 from atoll.runtime.models.sums import check_sum
@@ -131,6 +131,11 @@ def assemble(
     _open_links(outline, transport)
     is_alone, waits_on_host = plan.nest(place).ranks == 1, transport.waits_on_host
     lanes = lanes_of(device, alone=is_alone, waits_on_host=waits_on_host)
+    hosted: dict[LaneKind, JobLane] = {}
+    if plan.host is not None:
+        hosted = {kind: lane_of(kind, device, waits_on_host=False) for kind in HOST_LANES}
+    timed = hosted if is_alone else {**lanes, **hosted}
+    lanes |= hosted
     around = Surroundings(
         plan.sharding(place), transport, device, lanes=lanes, weights=stored, seed=options.seed, moment=options.moment
     )
@@ -159,7 +164,7 @@ def assemble(
         transport=transport,
         loss=adapter.loss if options.loss is None else _OwnLoss(options.loss, device),
         seed=options.seed,
-        lanes=() if is_alone else tuple(lanes.values()),
+        lanes=tuple(timed.values()),
     )
     outer = None
     if plan.outer is not None:

@@ -11,8 +11,8 @@ from atoll.runtime.sharding.unit import Unit
 
 
 def stored_now(units: Iterable[Unit], states: Iterable[torch.Tensor]) -> Footprint:
-    """Return the bytes of the storages of some units and of the optimizer's states, each storage once."""
-    held: dict[str, dict[int, int]] = {"parameters": {}, "gradients": {}, "optimizer": {}}
+    """Return the bytes of the storages of some units and of the optimizer's states on the device, each storage once."""
+    held: dict[str, dict[int, int]] = {"parameters": {}, "gradients": {}, "optimizer": {}, "host": {}}
     for unit in units:
         for segment in unit.segments:
             for component, tensors in segment.held().items():

@@ -45,7 +45,7 @@ from typing import Any
 import torch
 
 from atoll.base.faults import Fault, Rollback
-from atoll.program import Do, Ending, Operation
+from atoll.program import Do, Ending, Hosted, Operation
 from atoll.runtime.pipeline.routing import Routers
 from atoll.runtime.pipeline.sums import SUMS_HEAD, RankSums, StepSums
 from atoll.runtime.sharding.optimizer import ShardedOptimizer
@@ -197,6 +197,8 @@ class StepEnd:
         # stepped.
         self.was_right = True
         self._was_taken = False
+        # What `step_unit` steps with, from STEP on: parameters that have gradients, their factor, and options of groups.
+        self._stepping: tuple[frozenset[str], float, list[dict[str, Any]]] = frozenset(), 1.0, []
         self.busy = 0.0
 
     # ---- between programs
@@ -356,6 +358,13 @@ class StepEnd:
             # them step it again. It starts where AHEAD did: stepping ahead leaves masters and states as they were.
             for unit in reversed(self._units):
                 if any((name in now.ahead) != (name in now.touched) for name, _ in unit.trained()):
+                    if self.optimizer.is_hosted(unit):
+                        self.optimizer.onload(unit)
+                        self.optimizer.step_unit_ahead(unit, now.touched)
+                        unit.sync_parameters(is_ahead=True)
+                        self.optimizer.offload(unit)
+                        self.optimizer.drop(unit)
+                        continue
                     if self.optimizer.has_matrices(unit):
                         self.optimizer.collect_ahead(unit, now.touched)
                         self.optimizer.transform(unit)
@@ -414,9 +423,11 @@ class StepEnd:
             self.optimizer.forget()
             self.routers.undo()
         self._was_taken = is_finite
+        self._stepping = step.touched, sums.factor(self.clip), step.options
         # Post-validated, the next backward is about to write to these buffers.
         for unit in self._units:
-            unit.clear_gradients()
+            if not is_finite or self._is_post_validated or not self.optimizer.is_hosted(unit):  # STEP_UNIT reads them
+                unit.clear_gradients()
             if not is_finite:
                 unit.clear_residuals()
             if self.was_right:
@@ -424,6 +435,16 @@ class StepEnd:
         if self.scaler is not None:
             self.scaler.update(is_finite=is_finite)
         self._result = replace(result, seconds=time.monotonic() - step.begin)
+
+    def step_unit(self, unit: Unit) -> None:
+        """Step a unit whose state rests in host memory, behind STEP."""
+        self.optimizer.step_unit(unit, *self._stepping)
+        unit.clear_gradients()
+
+    def land(self) -> None:
+        """Wait for the state that the step before sent back to host memory."""
+        for unit in self._units:
+            self.optimizer.drop(unit)
 
     @property
     def ahead(self) -> frozenset[str] | None:
@@ -444,5 +465,6 @@ OF_ALL: Mapping[Operation, Callable[[StepEnd], None]] = {
     Do.TOTAL: StepEnd.total,
     Do.VERDICT: StepEnd.wait,
     Do.STEP: StepEnd.conclude,
+    Hosted.LANDED: StepEnd.land,
 }
 """The calls that execute the instructions of the step's end on all units; `unit_end` has those on one."""

@@ -2,14 +2,15 @@
 
 Until its verdict a step has written nothing that is kept, except parameters where it is post-validated: it has stepped
 them ahead, with `StepEnd.ahead`. Without post-validation the program has COLLECT, TRANSFORM, UPDATE and RETURN after
-STEP, and they do nothing if the step was skipped or refused.
+STEP, and they do nothing if the step was skipped or refused. Nor does STEP_UNIT, whose unit's state then need not be
+copied back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from atoll.program import Do, Operation
+from atoll.program import Do, Hosted, Operation
 from atoll.runtime.pipeline.step_end import StepEnd
 from atoll.runtime.sharding.unit import Unit
 
@@ -25,7 +26,11 @@ def _unscale(end: StepEnd, unit: Unit) -> None:
 
 
 def _step_ahead(end: StepEnd, unit: Unit) -> None:
-    if end.ahead is not None:
+    if end.ahead is None:
+        return
+    if end.optimizer.is_hosted(unit):  # STEP_UNIT has stepped it
+        unit.sync_parameters(is_ahead=True)
+    else:
         end.optimizer.step_ahead(unit, end.ahead)
 
 
@@ -48,6 +53,15 @@ def _update(end: StepEnd, unit: Unit) -> None:
         end.optimizer.update_ahead(unit)
 
 
+def _step_unit(end: StepEnd, unit: Unit) -> None:
+    if end.is_taken:
+        end.step_unit(unit)
+    elif end.ahead is not None:
+        end.optimizer.step_unit_ahead(unit, end.ahead)
+    else:
+        end.optimizer.drop(unit)
+
+
 def _sync_parameters(end: StepEnd, unit: Unit) -> None:
     if end.is_taken:
         unit.sync_parameters()
@@ -62,5 +76,9 @@ OF_UNIT: Mapping[Operation, Callable[[StepEnd, Unit], None]] = {
     Do.TRANSFORM: _transform,
     Do.UPDATE: _update,
     Do.RETURN: _sync_parameters,
+    Hosted.ONLOAD: lambda end, unit: end.optimizer.onload(unit),
+    Hosted.STEP_UNIT: _step_unit,
+    Hosted.OFFLOAD: lambda end, unit: end.optimizer.offload(unit),
+    Hosted.OFFLOADED: lambda end, unit: end.optimizer.drop(unit),
 }
 """The calls that execute the instructions of the step's end on a unit."""

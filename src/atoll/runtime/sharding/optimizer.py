@@ -6,6 +6,7 @@ exchange unit by unit, as the step's program says.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch import nn
 from atoll.base._torch import scaled_gradients, takes_scale
 from atoll.base.errors import CheckpointError, PlanError
 from atoll.plans.layouts import Box, Matrix
+from atoll.runtime.sharding.hosted import MASTER, HostedState
 from atoll.runtime.sharding.matrices import MatrixExchange, MatrixUpdate, Options
 from atoll.runtime.sharding.unit import Unit
 
@@ -78,6 +80,16 @@ def fused_by_default(options: Collection[str], groups: Iterable[Mapping[str, Any
     return {"fused": True} if on_gpu and not chosen else {}
 
 
+def _is_of(own: torch.Tensor, value: object) -> bool:
+    """Return True if a state has an element for each of a slice's. A counter has no dimension, also where the slice has
+    one element."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == own.numel()
+
+
+def _hosted(unit: Unit) -> list[HostedState]:
+    return [segment.shards.hosted for segment in unit.segments if segment.shards.hosted is not None]
+
+
 def slices_of(units: Iterable[Unit]) -> dict[str, ParameterSlice]:
     """Return views of the masters by parameter: those of which this rank's shards have elements."""
     found: dict[str, ParameterSlice] = {}
@@ -86,12 +98,19 @@ def slices_of(units: Iterable[Unit]) -> dict[str, ParameterSlice]:
             flat, master = segment.flat, segment.shards.master
             if master is None:
                 continue
+            if segment.shards.hosted is not None:
+                master = _away(master, flat.around.device)
             for part in flat.map.slices(flat.range(flat.layout.optimizer)):
                 view = master.narrow(0, part.offset, part.stop - part.start)
                 found[part.name] = ParameterSlice.of(
                     view, part.name, flat.boxes[part.name], start=part.start, stop=part.stop
                 )
     return found
+
+
+def _away(master: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return what the optimizer sees of a master that rests in host memory: NaN, on the device where it is stepped."""
+    return torch.full((), math.nan, dtype=master.dtype, device=device).expand(master.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +203,8 @@ class ShardedOptimizer:
         # The only tensors that the torch optimizer knows: views of the masters, as long-lived as these. A rank has no
         # slice of a parameter of which its shard has no element. Between steps none of them has a gradient.
         self.slices = slices_of(units)
+        # Parameter -> where its master and states rest, if that is host memory, and its slice there.
+        self._homes = {part.name: (hosted, part) for unit in units for hosted in _hosted(unit) for part in hosted.parts}
         grouping = Grouping.of(named_shapes, self.slices, options=options, matrices=matrices)
         # Steps the slices, and stores their states. Lives as long as the engine; schedules change its groups' options.
         self.torch = grouping.make(factory)
@@ -213,6 +234,11 @@ class ShardedOptimizer:
         # given a unit only.
         self._touched: frozenset[str] = frozenset()
         self._chosen: Sequence[Options] = ()
+        self._scale = 1.0  # of the gradients of that step
+        # Unit -> states at home from `step_unit_ahead` to `offload`, by parameter; None if there were none.
+        self._before: dict[int, dict[str, dict[str, Any] | None]] = {}
+        # Unit -> the parameters that a unit at home was stepped ahead with, and the states after it: as `_ahead`.
+        self._ahead_at_home: dict[int, tuple[frozenset[str], dict[str, dict[str, Any] | None]]] = {}
 
     def remember_options(self, options: list[dict[str, Any]]) -> None:
         """Record each group's current options: a step that is taken later uses these."""
@@ -228,6 +254,8 @@ class ShardedOptimizer:
         # matrices `_direct` does, and their slices are in no group that the kernel steps.
         is_fused = scale != 1.0 and self._update is None and takes_scale(self.torch)
         for unit in self._units:
+            if self.is_hosted(unit):  # `step_unit` steps it
+                continue
             if scale != 1.0 and not is_fused:
                 unit.scale_gradients(scale)
             self._present(unit, touched)
@@ -238,7 +266,7 @@ class ShardedOptimizer:
             scaled_gradients(self.torch, scale, device=self._device) if is_fused else nullcontext(),
         ):
             self.torch.step()
-        self._touched, self._chosen = frozenset(touched), options
+        self._touched, self._chosen, self._scale = frozenset(touched), options, scale
         if scale != 1.0:  # what was transformed ahead were other gradients
             self._ahead.clear()
         # The elementwise part of all units at once, while the slices have their gradients. From here on the exchanges
@@ -248,6 +276,122 @@ class ShardedOptimizer:
                 self._directed[unit.spec.index] = self._direct(unit, is_ahead=False)
         for own in self.slices.values():
             own.grad = None  # may be a view of a segment's `final`, whose memory is about to be freed
+
+    # ---- state that rests in host memory: [Note: who sees which] in hosted.py
+
+    def is_hosted(self, unit: Unit) -> bool:
+        """Return True if a unit's state rests in host memory."""
+        return any(segment.shards.hosted is not None for segment in unit.segments)
+
+    def onload(self, unit: Unit) -> None:
+        """Begin to copy a unit's state to the device."""
+        for hosted in _hosted(unit):
+            hosted.onload()
+
+    def step_unit(self, unit: Unit, touched: Collection[str], scale: float, options: Sequence[Options]) -> None:
+        """Step a unit whose state has been onloaded; arguments as of `step`."""
+        is_fused = scale != 1.0 and takes_scale(self.torch)
+        if scale != 1.0 and not is_fused:
+            unit.scale_gradients(scale)
+        self._bring(unit)
+        self._present(unit, touched)
+        with (
+            self._using(options),
+            scaled_gradients(self.torch, scale, device=self._device) if is_fused else nullcontext(),
+        ):
+            self.torch.step()
+        self._forget_gradients(unit)
+
+    def step_unit_ahead(self, unit: Unit, touched: Collection[str]) -> None:
+        """The same ahead of `step`: what is at home stays as it is."""
+        self._before[unit.spec.index] = {name: self._shallow_state(name) for name in self._names_at_home(unit)}
+        self._ahead_at_home[unit.spec.index] = frozenset(touched), {}
+        self._bring(unit)
+        self._present(unit, touched)
+        self.torch.step()
+        self._forget_gradients(unit)
+
+    def offload(self, unit: Unit) -> None:
+        """Begin to copy a unit's state back, if it has been stepped."""
+        before = self._before.pop(unit.spec.index, None)
+        for hosted in _hosted(unit):
+            if not hosted.is_here:
+                continue
+            for part in hosted.parts:
+                own = self.slices[part.name]
+                state = self.torch.state[own] if own in self.torch.state else {}
+                for key, value in state.items():
+                    if _is_of(own, value):
+                        state[key] = hosted.makes(key, part, value, is_ahead=before is not None)
+                if before is not None:
+                    self._ahead_at_home[unit.spec.index][1][part.name] = self.torch.state.pop(own, None)
+                    if (kept := before[part.name]) is not None:
+                        self.torch.state[own] = kept
+                own.data = _away(own.data, own.device)
+            hosted.offload(is_ahead=before is not None)
+
+    def _names_at_home(self, unit: Unit) -> Iterator[str]:
+        return (part.name for hosted in _hosted(unit) for part in hosted.parts)
+
+    def _shallow_state(self, name: str) -> dict[str, Any] | None:
+        """Return a parameter's state with copies of what a step changes and is not at home, such as counters."""
+        own = self.slices[name]
+        if own not in self.torch.state:
+            return None
+        return {
+            key: value.clone() if isinstance(value, torch.Tensor) and not _is_of(own, value) else value
+            for key, value in self.torch.state[own].items()
+        }
+
+    def _commit_at_home(self, unit: Unit) -> None:
+        """Keep the step ahead of a unit whose state rests in host memory, or make it again if its gradients were
+        other ones."""
+        own = frozenset(self._names_at_home(unit))
+        touched, states = self._ahead_at_home.pop(unit.spec.index, (None, {}))
+        if touched is not None and self._scale == 1.0 and touched & own == self._touched & own:
+            for name, state in states.items():
+                if state is not None:
+                    self.torch.state[self.slices[name]] = state
+            for hosted in _hosted(unit):
+                hosted.take()
+            return
+        self.onload(unit)
+        self.step_unit(unit, self._touched, self._scale, self._chosen)
+        self.offload(unit)
+        self.drop(unit)
+
+    def drop(self, unit: Unit) -> None:
+        """Free a unit's state on the device: the step was not taken."""
+        for hosted in _hosted(unit):
+            hosted.leave()
+
+    def empty_state(self, name: str, key: str) -> torch.Tensor:
+        """Return zeros for a state of a parameter, where it rests."""
+        own = self.slices[name]
+        if name not in self._homes:
+            return torch.zeros_like(own.detach())
+        hosted, part = self._homes[name]
+        return hosted.at_home(key, part, own.dtype).zero_()
+
+    def settle(self) -> None:
+        """Wait until all state that rests in host memory is there."""
+        for hosted in chain.from_iterable(map(_hosted, self._units)):
+            hosted.land()
+
+    def _bring(self, unit: Unit) -> None:
+        """Let the optimizer see a unit's state on the device."""
+        for hosted in _hosted(unit):
+            hosted.arrive()
+            for part in hosted.parts:
+                own = self.slices[part.name]
+                master = hosted.here(MASTER, part)
+                assert master is not None, "the master is always a buffer"
+                own.data = master
+                state = self.torch.state[own] if own in self.torch.state else {}
+                for key, value in state.items():
+                    here = hosted.here(key, part)
+                    if here is not None and _is_of(own, value):
+                        state[key] = here
 
     def step_ahead(self, unit: Unit, touched: Collection[str]) -> None:
         """Apply a unit's step to its parameter shards and leave masters and states as they were.
@@ -279,6 +423,7 @@ class ShardedOptimizer:
         """Discard what was computed of a step that is not applied."""
         self._directed.clear()
         self._ahead.clear()
+        self._ahead_at_home.clear()
 
     # ---- matrices that are transformed whole
 
@@ -313,8 +458,11 @@ class ShardedOptimizer:
         self._ahead[unit.spec.index] = self._touched, self._results(unit)
 
     def commit(self) -> None:
-        """Behind `step`, update all matrices that were stepped ahead: from the results of that, if their gradients
-        were the same."""
+        """Behind `step`, update all matrices that were stepped ahead, and units whose state rests in host memory: from
+        the results of that, if their gradients were the same."""
+        for unit in self._units:
+            if self.is_hosted(unit):
+                self._commit_at_home(unit)
         ahead, self._ahead = self._ahead, {}
         for unit in self._units:
             if unit.spec.index not in self._directed:
@@ -445,6 +593,7 @@ class ShardedOptimizer:
 
     def states(self) -> dict[str, dict[str, Any]]:
         """Optimizer state by parameter name and key."""
+        self.settle()
         return {name: self.torch.state[piece] for name, piece in self.slices.items() if piece in self.torch.state}
 
     def kept(self) -> Iterator[tuple[Matrix, str, torch.Tensor]]:
@@ -453,12 +602,11 @@ class ShardedOptimizer:
             yield from exchange.kept()
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """Return the state tensors of slices and of whole matrices, without step counters."""
+        """Return the state tensors of slices and of whole matrices on the device, without step counters."""
         found = []
         for name, state in self.states().items():
-            # A counter has no dimension, also where the slice has one element.
-            size = self.slices[name].numel()
-            found += [t for t in state.values() if isinstance(t, torch.Tensor) and t.dim() and t.numel() == size]
+            if name not in self._homes:
+                found += [value for value in state.values() if _is_of(self.slices[name], value)]
         for exchange in chain.from_iterable(self._exchanges.values()):
             found += exchange.tensors()
         return found

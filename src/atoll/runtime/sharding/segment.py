@@ -13,6 +13,7 @@ each with its own jobs:
     other dtype, p and os at one level  the master alone; p is cast from it when gathered
     other dtype, other levels           p and master
     frozen                              p alone
+    state in host memory                p on the device, master and states in hosted.py
     post-validated steps                p and master, whatever their dtypes and levels: p is a step ahead of it
 
 [Note: phases] Gradients come out in two phases of a backward: I, through autograd, and W, where the weight gradients
@@ -113,7 +114,8 @@ class Segment:
         flat = self.flat
         with torch.no_grad():
             # A buffer of its own, in the dtype of what is read: the copy has that of the forward, and may be freed.
-            buffer = torch.empty(flat.map.padded, dtype=own.dtype, device=own.device)
+            # On the device, where the ranks exchange it: a master may rest in host memory.
+            buffer = torch.empty(flat.map.padded, dtype=own.dtype, device=flat.around.device)
             flat.part(buffer, Level.N, level).copy_(own)
             for move in GATHER_PARAMETER[level]:
                 self.collectives.move(flat.part(buffer, Level.N, move.coarse), move, Purpose.READ)
@@ -139,6 +141,10 @@ class Segment:
             # Where the shard is the copy it is listed twice: who adds up counts storages.
             "parameters": [shards.parameter, shards.previous, self.unsharded.buffer],
             "gradients": [*gradients.shards.values(), *gradients.unsharded.values()],
-            "optimizer": [*gradients.residuals.values(), None if shards.are_one else shards.master],
+            "optimizer": [
+                *gradients.residuals.values(),
+                None if shards.are_one or shards.hosted is not None else shards.master,
+            ],
+            "host": [] if shards.hosted is None else [*shards.hosted.tensors],
         }
         return {component: [t for t in tensors if t is not None] for component, tensors in own.items()}

@@ -30,6 +30,7 @@ from atoll.runtime import lanes
 from atoll.runtime.sharding import coding
 from atoll.runtime.sharding.collectives import Collectives, Purpose
 from atoll.runtime.sharding.flat_group import FlatGroup
+from atoll.runtime.sharding.hosted import HostedState
 from atoll.runtime.sharding.tensors import dtype_of
 
 
@@ -44,8 +45,11 @@ class ParameterShards:
         # The parameters between steps, in the compute dtype at level p. Gathers read it, syncs write it. None where
         # gathers cast the master. Allocated once, as the master is: the ranks of a group map this memory.
         self.parameter: torch.Tensor | None = None
-        # At level os. The optimizer steps views of it, so it is never moved or replaced. None if frozen.
-        self.master: torch.Tensor | None = None
+        # At level os. The optimizer steps views of it, so it is never moved or replaced. None if frozen, and where it
+        # rests in host memory.
+        self._master: torch.Tensor | None = None
+        # Master and states, where they rest in host memory.
+        self.hosted: HostedState | None = None
         self._allocate()
         # Whether the parameters follow the master by encoded differences: [Note: copies and residuals].
         self.keeps_copy = flat.sharding.keeps_copy(flat.shape)
@@ -87,11 +91,14 @@ class ParameterShards:
                 # One of the two views is the whole storage: the optimizer writes p in place, and a sync only sends it.
                 store = flat.zeros(coarse, master_dtype, is_read=is_read)
                 self.parameter = flat.part(store, coarse, p)
-                self.master = flat.part(store, coarse, os)
+                self._master = flat.part(store, coarse, os)
             case StoredCopies.CAST:
-                self.master = flat.zeros(os, master_dtype, is_read=is_read)
+                self._master = flat.zeros(os, master_dtype, is_read=is_read)
             case StoredCopies.APART:
-                self.master = flat.zeros(os, master_dtype, is_read=False)
+                if sharding.on_host:
+                    self.hosted = HostedState(flat, master_dtype)
+                else:
+                    self._master = flat.zeros(os, master_dtype, is_read=False)
                 self.parameter = flat.zeros(p, flat.compute, is_read=is_read)
 
     def _fill(self, target: torch.Tensor, level: Level) -> None:
@@ -105,6 +112,12 @@ class ParameterShards:
             else:
                 first = local_part(flat.parameters[part.name]).detach()
                 place.copy_(first.reshape(-1)[part.start : part.stop])
+
+    @property
+    def master(self) -> torch.Tensor | None:
+        """The master; None if the parameters are frozen. One that rests in host memory is there, except while the
+        optimizer steps it."""
+        return self._master if self.hosted is None else self.hosted.master
 
     @property
     def gathered_from(self) -> torch.Tensor:
@@ -140,7 +153,7 @@ class ParameterShards:
             if is_ahead:
                 self._save_previous()
                 master = master.clone()  # the optimizer's is restored at once
-            self._encoded = master
+            self._encoded = master.to(flat.around.device)  # it may rest in host memory
             self.syncing = self._collectives.start("sync", self._all_gather_differences, after=None)
             return
         # Here and not in the job: after a step ahead the optimizer restores the old master as soon as this returns.

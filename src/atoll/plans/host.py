@@ -1,0 +1,66 @@
+"""What rests in host memory instead of the device's.
+
+The optimizer's state of a unit that rests there is its master and the tensors that the optimizer keeps of each
+parameter. The parameters of the forward rest on the device, apart from the master.
+
+    update-on-device   unit by unit, at the end of a step: the state is copied to the device, stepped, and copied back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from atoll.base.errors import PlanError
+
+Update = Literal["update-on-device"]
+"""Where the step of the state that rests in host memory is made."""
+
+UPDATES: tuple[str, ...] = get_args(Update)
+
+AHEAD = 3
+"""Units whose state is on the device at once, if there is no budget: one arrives, one is stepped and one leaves."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """The host memory of a plan.
+
+    optimizer: where the state is stepped.  fraction: the share of a rank's trained units whose state rests there.
+    budget: bytes of it that may be on the device at once; if not given, what the three largest units need. The largest
+    unit always may.
+
+    Raises PlanError for values that no plan can have.
+    """
+
+    optimizer: Update
+    fraction: float = 1.0
+    budget: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in UPDATES:
+            raise PlanError(f"host: optimizer = {self.optimizer!r}; known: {', '.join(UPDATES)}")
+        if not 0 < self.fraction <= 1:
+            raise PlanError(f"host: fraction = {self.fraction}; a share above 0, up to 1; leave host out for none")
+        if self.budget is not None and self.budget < 0:
+            raise PlanError(f"host: budget = {self.budget} bytes; 0 or more, or leave it out")
+
+    def rests(self, units: Iterable[int]) -> frozenset[int]:
+        """Return those of a rank's trained units whose state rests in host memory, spread evenly over the model.
+
+        A unit that is stepped on the device gives the copies of the next one time.
+        """
+        found, owed = set(), 0.0
+        for unit in units:
+            owed += self.fraction
+            if owed > 1 - 1e-9:  # fractions such as 1 / 3 are not exact
+                found.add(unit)
+                owed -= 1
+        return frozenset(found)
+
+    def room(self, sizes: Collection[int]) -> int:
+        """Return the bytes of state that may be on the device at once. sizes: of the units whose state rests in host
+        memory."""
+        largest = sorted(sizes, reverse=True)[:AHEAD]
+        return sum(largest) if self.budget is None else max(self.budget, *largest[:1], 0)

@@ -1,0 +1,196 @@
+"""State that rests in host memory: its instructions, and the pass that inserts them into a program.
+
+    LANDED     waits, behind the first forward, for what the step before sent back: the device's copies of it are freed
+    ONLOAD     begins to copy the master and states of a unit to the device
+    STEP_UNIT  waits for that, and steps the unit
+    OFFLOAD    begins to copy them back                OFFLOADED  waits for that: the device's copies are freed
+
+At a step's end the units are stepped one by one, in the order of the forward, since the next step needs the first ones
+first. ONLOAD of the first units precedes the sums: the copies overlap with the last reductions. From there on a unit is
+onloaded as soon as there is room for it (`RankShape.room`), while others are stepped and offloaded:
+
+    ONLOAD 0, ONLOAD 1, ONLOAD 2, SUMS, TOTAL, VERDICT, STEP, STEP_UNIT 0, RETURN 0, OFFLOAD 0, STEP_UNIT 1, RETURN 1,
+    OFFLOAD 1, OFFLOADED 0, ONLOAD 3, STEP_UNIT 2, RETURN 2, OFFLOAD 2, OFFLOADED 1, ONLOAD 4, ..
+
+The copies of the last units overlap with the next step's first forward.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from atoll.plans.ir import Action, Op
+from atoll.program.instruction import Instruction
+from atoll.program.operation import Amount, Fact, Lane, Need, Operation, Over, Partners, Per, Phase, Scope, Workspace
+from atoll.program.shape import RankShape, UnitShape
+from atoll.program.table import Do, Facts
+
+IN, OUT = "host in", "host out"
+"""The directions of the link to host memory, as `UnitShape.travel` and the links of a simulation name them."""
+
+
+def _rests(unit: UnitShape, _: Phase | None) -> bool:
+    return unit.on_host > 0
+
+
+def _size(unit: UnitShape, _: Phase | None) -> int:
+    return unit.on_host
+
+
+class HostFacts:
+    """Facts of the rows below."""
+
+    HOME = Fact(per=Per.UNIT, applies=_rests)
+    ONLOADING = Fact(
+        per=Per.UNIT, applies=_rests, is_flight=True, left="the state of unit {unit} is onloaded and not stepped",
+        lane="onload", colour="ONLOAD", bar="onload {unit}",
+    )  # fmt: skip
+    HERE = Fact(per=Per.UNIT, applies=_rests, left="the state of unit {unit} is not offloaded")
+    OFFLOADING = Fact(
+        per=Per.UNIT, applies=_rests, is_flight=True, is_in_order=True,
+        lane="offload", colour="OFFLOAD", bar="offload {unit}",
+    )  # fmt: skip
+    HELD = Fact(
+        per=Per.UNIT, applies=_rests, size=lambda unit: unit.on_host, most=lambda shape: shape.room,
+        above="{sum} bytes of state from host memory are on the device, and {most} may be",
+    )  # fmt: skip
+
+
+_STATE = Workspace("state", Per.UNIT)
+_LEAVING = Workspace("state", Per.STEP)
+
+
+class Hosted:
+    """Instructions of state that rests in host memory; see the module."""
+
+    LANDED = Operation(
+        lane=Lane.HOST, scope=Scope.STEP, over=Over.ALL, waits=True, peers=Partners.NONE,
+        ends=(HostFacts.OFFLOADING,), gives=(HostFacts.HOME,), cause="host",
+        within=(Amount(_LEAVING, lambda shape, _: shape.leaving),),
+    )  # fmt: skip
+    ONLOAD = Operation(
+        lane=Lane.HOST, begins=True, is_aside=True, moves=True, carries="state", peers=Partners.NONE,
+        needs=(Need(HostFacts.HOME, "the state of unit {unit} is onloaded, and may still be on its way back"),),
+        ends=(HostFacts.HOME,), gives=(HostFacts.ONLOADING, HostFacts.HELD), takes=(Amount(_STATE, _size),),
+    )  # fmt: skip
+    STEP_UNIT = Operation(
+        peers=Partners.TENSOR,
+        needs=(
+            Need(HostFacts.ONLOADING, "unit {unit} is stepped before its state is onloaded"),
+            Need(Facts.SYNCED, "unit {unit} is stepped before its gradients are there"),
+        ),
+        ends=(HostFacts.ONLOADING,), gives=(HostFacts.HERE, Facts.UPDATED), cause="optimizer", column="STEP",
+    )  # fmt: skip
+    OFFLOAD = Operation(
+        lane=Lane.HOST, begins=True, is_aside=True, moves=True, carries="state", peers=Partners.NONE,
+        needs=(Need(HostFacts.HERE, "the state of unit {unit} is offloaded, and is not on the device"),),
+        ends=(HostFacts.HERE,), gives=(HostFacts.OFFLOADING,),
+    )  # fmt: skip
+    OFFLOADED = Operation(
+        lane=Lane.HOST, waits=True, peers=Partners.NONE,
+        needs=(Need(HostFacts.OFFLOADING, "unit {unit} is waited for before what was offloaded earlier"),),
+        ends=(HostFacts.OFFLOADING, HostFacts.HELD), gives=(HostFacts.HOME,), frees=(Amount(_STATE),), cause="host",
+    )  # fmt: skip
+
+
+Travel = Mapping[tuple[Operation, Phase | None], tuple[tuple[str, int], ...]]
+
+
+def travel_of(nbytes: int) -> Travel:
+    """Return what ONLOAD and OFFLOAD of a unit with so many bytes in host memory send; nothing of none."""
+    return {(Hosted.ONLOAD, None): ((IN, nbytes),), (Hosted.OFFLOAD, None): ((OUT, nbytes),)} if nbytes else {}
+
+
+def insert_host(instructions: Sequence[Instruction], shape: RankShape) -> Iterable[Instruction]:
+    """Insert the instructions of state that rests in host memory into a program with its step's end, or into an
+    evaluation. Without any they are unchanged."""
+    if not any(unit.on_host for unit in shape.units.values()):
+        return instructions
+    return _inserted(instructions, shape)
+
+
+def _inserted(instructions: Sequence[Instruction], shape: RankShape) -> Iterator[Instruction]:
+    first = next((at for at, each in enumerate(instructions) if each.do is Do.FINISH_F), 0)
+    turns = _Turns(
+        [shape.units[each.of] for each in instructions if each.do in _STEPS and shape.units[each.of].on_host],
+        shape.room,
+    )
+    for at, each in enumerate(instructions):
+        is_step = each.do in _STEPS and shape.units[each.of].on_host > 0
+        if is_step:
+            yield from turns.come(each.action, each.of)
+        yield each
+        if at == first:
+            yield Instruction(Hosted.LANDED, each.action)
+        if each.do is Do.DRAIN and each.action.op is Op.STEP:
+            yield from turns.look(each.action)
+        if is_step:
+            yield from turns.leave(each.action, each.of)
+
+
+_STEPS = frozenset({Do.RETURN, Do.AHEAD})
+"""The instruction behind a unit's step."""
+
+
+class _Turns:
+    """The state that is on the device, during a walk over the units that are stepped. room: bytes that there may be."""
+
+    def __init__(self, units: Iterable[UnitShape], room: int) -> None:
+        self._sizes: dict[int, int] = {}
+        self._coming: deque[int] = deque()
+        for unit in units:
+            self._sizes[unit.index] = unit.on_host
+            self._coming.append(unit.index)
+        self._here: set[int] = set()
+        self._leaving: deque[int] = deque()
+        self._room = room
+
+    def look(self, action: Action, *, waits_for_all: bool = False) -> Iterator[Instruction]:
+        """Onload the next units for which there is room, once what has been offloaded leaves it to them.
+
+        The unit that was offloaded last is waited for only if the next one could not be stepped otherwise: nothing
+        else would run meanwhile.
+        """
+        while self._coming:
+            size = self._sizes[self._coming[0]]
+            while self._room < size and len(self._leaving) > (0 if waits_for_all else 1):
+                gone = self._leaving.popleft()
+                self._room += self._sizes[gone]
+                yield Instruction(Hosted.OFFLOADED, action, gone)
+            if self._room < size:
+                return
+            self._room -= size
+            self._here.add(unit := self._coming.popleft())
+            yield Instruction(Hosted.ONLOAD, action, unit)
+            waits_for_all = False
+
+    def come(self, action: Action, unit: int) -> Iterator[Instruction]:
+        """Step a unit, onloaded here at last."""
+        if unit not in self._here:
+            yield from self.look(action, waits_for_all=True)
+        yield Instruction(Hosted.STEP_UNIT, action, unit)
+
+    def leave(self, action: Action, unit: int) -> Iterator[Instruction]:
+        """Offload a unit, and onload others."""
+        yield Instruction(Hosted.OFFLOAD, action, unit)
+        self._here.discard(unit)
+        self._leaving.append(unit)
+        yield from self.look(action)
+
+    @property
+    def left(self) -> int:
+        """Bytes that are on their way back when nothing more is stepped."""
+        return sum(self._sizes[unit] for unit in self._leaving)
+
+
+def bytes_leaving(units: Sequence[UnitShape], room: int) -> int:
+    """Return the bytes of state that are on their way back when a program ends. units: in the order of their steps."""
+    action = Action(0, Op.STEP)
+    turns = _Turns((unit for unit in units if unit.on_host), room)
+    deque(turns.look(action), maxlen=0)
+    for unit in units:
+        if unit.on_host:
+            deque(turns.come(action, unit.index), maxlen=0)
+            deque(turns.leave(action, unit.index), maxlen=0)
+    return turns.left

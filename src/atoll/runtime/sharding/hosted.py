@@ -1,0 +1,182 @@
+"""The optimizer's state of one segment that rests in host memory, and its copy on the device during a step.
+
+    home   flat buffers in host memory, at level os: the master, and one for each tensor that the optimizer keeps of a
+           parameter. Pinned where the device is a GPU, so that copies overlap with the computation
+    here   as many buffers on the device, from ONLOAD to OFFLOADED
+
+[Note: who sees which] torch's optimizer has slices of the parameters, and their states in a dictionary. From STEP_UNIT
+to OFFLOAD they are views of `here`. At any other time the slices read NaN, as freed parameters do, and the states are
+views of `home`, which checkpoints read and write without the device.
+
+    ONLOAD      allocates `here` and begins to copy `home` to it
+    STEP_UNIT   waits for that, lets the optimizer see `here`, and steps
+    RETURN      copies the stepped master to the parameters, from `here`
+    OFFLOAD     lets the optimizer see `home` again, and begins to copy `here` to it
+    OFFLOADED   waits for that, and frees `here`
+
+Both copies are jobs of lanes of their own, one for each direction of the link. `here` is allocated and freed by the
+computation, as [Note: streams and memory] in runtime/lanes.py demands. Whoever reads `home` first waits for the way
+back, on the host: a copy from a GPU has only been launched when its job has.
+
+A step ahead of its verdict goes back to other buffers, and `home` stays as it was. If the step is taken unchanged, both
+change places (`take`); if not, it is made again from `home`, or nothing is left to undo.
+
+The optimizer makes its states with the first gradient of a parameter. They then have no buffer here and are copied home
+one by one; from the next step on they are part of the flat buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+
+from atoll.plans.layouts import Slice
+from atoll.runtime import lanes
+from atoll.runtime.sharding.flat_group import FlatGroup
+
+MASTER = "master"
+"""Key of the master among the buffers; those of states have the optimizer's, with a prefix."""
+
+_STATE = "state."
+
+
+class HostedState:
+    """Master and states of a segment at home, and here while they are.
+
+    The computing thread calls every method; copies run in jobs of the lanes.
+    """
+
+    def __init__(self, flat: FlatGroup, dtype: torch.dtype) -> None:
+        self._flat = flat
+        self._held = flat.range(flat.layout.optimizer)
+        # Never replaced: pieces of a checkpoint and the optimizer's states are views. A state's is made when the
+        # optimizer has made the state, or a checkpoint has it.
+        self._home: dict[str, torch.Tensor] = {MASTER: self._at_home(dtype)}
+        # The same of a step ahead of its verdict, from the first such step on.
+        self._ahead: dict[str, torch.Tensor] = {}
+        # From `onload` to `land`.
+        self._here: dict[str, torch.Tensor] = {}
+        # States that the optimizer has made in this step, until they are at home.
+        self._made: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # Whether the optimizer sees `here`.
+        self.is_here = False
+        # The copy in flight: one at a time, since a state does not leave before it has come. Until the computation has
+        # waited for it, it keeps what is here.
+        self._job: lanes.Job | None = None
+        # The last way back, until the host has waited for it.
+        self._returning: lanes.Job | None = None
+
+    def _at_home(self, dtype: torch.dtype) -> torch.Tensor:
+        device = self._flat.around.device
+        # Zeros: nothing writes the gaps between parameters, and comparisons of replicas read them.
+        return torch.zeros(
+            len(self._held),
+            dtype=dtype,
+            device="meta" if device.type == "meta" else "cpu",
+            pin_memory=device.type == "cuda",
+        )
+
+    # ---- what is where
+
+    @property
+    def master(self) -> torch.Tensor:
+        """The master: here while the optimizer sees it here, otherwise at home, where it has arrived."""
+        if self.is_here:
+            return self._here[MASTER]
+        self.land()
+        return self._home[MASTER]
+
+    @property
+    def parts(self) -> tuple[Slice, ...]:
+        """The slices of parameters in each buffer."""
+        return tuple(self._flat.map.slices(self._held))
+
+    def at_home(self, key: str, part: Slice, dtype: torch.dtype, *, is_ahead: bool = False) -> torch.Tensor:
+        """Return a parameter's state in host memory, zero if there has been none. is_ahead: of a step ahead."""
+        buffers, name = self._ahead if is_ahead else self._home, _STATE + key
+        if name not in buffers:
+            buffers[name] = self._at_home(dtype)
+        return _view(buffers[name], part)
+
+    def here(self, key: str, part: Slice) -> torch.Tensor | None:
+        """Return the copy of a parameter's state on the device, or of the master's slice for `MASTER`; None if there is
+        no buffer for it."""
+        buffer = self._here.get(key if key == MASTER else _STATE + key)
+        return None if buffer is None else _view(buffer, part)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The buffers in host memory."""
+        return [*self._home.values(), *self._ahead.values()]
+
+    # ---- the way here and back
+
+    def onload(self) -> None:
+        """Begin to copy everything to the device. On a GPU the copy is behind the way back, which `leave` waited for."""
+        self.leave()
+        device = self._flat.around.device
+        self._here = {key: torch.empty_like(held, device=device) for key, held in self._home.items()}
+        self._start("onload", [(here, self._home[key]) for key, here in self._here.items()])
+
+    def arrive(self) -> None:
+        """Wait until everything is here: from now on the optimizer sees it here."""
+        if self._job is not None:
+            self._job.wait()
+            self._job = None
+        self.is_here = True
+
+    def makes(self, key: str, part: Slice, value: torch.Tensor, *, is_ahead: bool) -> torch.Tensor:
+        """Return the place at home of a state after the step. value: what the optimizer has: the buffer's view, or a
+        tensor that it has made."""
+        home, here = self.at_home(key, part, value.dtype, is_ahead=is_ahead), self.here(key, part)
+        if here is None:
+            self._made.append((home, value))
+        elif value.data_ptr() != here.data_ptr():
+            here.copy_(value)
+        return home
+
+    def offload(self, *, is_ahead: bool) -> None:
+        """Begin to copy everything back, once the optimizer sees `home` again."""
+        self.is_here = False
+        to = self._ahead if is_ahead else self._home
+        for key, here in self._here.items():
+            if key not in to:
+                to[key] = self._at_home(here.dtype)
+        pairs = [*((to[key], here) for key, here in self._here.items()), *self._made]
+        self._returning = self._start("offload", pairs)
+
+    def take(self) -> None:
+        """Keep the step ahead: it is at home from now on."""
+        self._home, self._ahead = self._ahead, self._home
+
+    def leave(self) -> None:
+        """Wait for the copy in flight, and free what is here. The device waits; the host goes on."""
+        if self._job is not None:
+            self._job.wait()
+            self._job = None
+        self._here, self._made = {}, []
+
+    def land(self) -> None:
+        """Wait on the host until everything is at home: this processor may read it."""
+        if self.is_here:
+            return
+        self.leave()
+        if self._returning is not None:
+            self._returning.finish()
+            self._returning = None
+
+    def _start(self, kind: lanes.LaneKind, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> lanes.Job:
+        lane = self._flat.around.lanes[kind]
+        self._job = lane.start(partial(_copy, tuple(pairs)), unit=self._flat.tag[0])
+        return self._job
+
+
+def _view(buffer: torch.Tensor, part: Slice) -> torch.Tensor:
+    return buffer.narrow(0, part.offset, part.stop - part.start)
+
+
+def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for to, source in pairs:
+        to.copy_(source, non_blocking=True)
