@@ -4,17 +4,20 @@ The optimizer's state of a unit that rests there is its master and the tensors t
 parameter. The parameters of the forward rest on the device, apart from the master.
 
     update-on-device   unit by unit, at the end of a step: the state is copied to the device, stepped, and copied back
+    update-on-host     gradients are copied to host memory and the processors step there, while the next step begins; the
+                       parameters come back for their first use
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from atoll.base.errors import PlanError
+from atoll.plans.layouts import Sharding
 
-Update = Literal["update-on-device"]
+Update = Literal["update-on-device", "update-on-host"]
 """Where the step of the state that rests in host memory is made."""
 
 UPDATES: tuple[str, ...] = get_args(Update)
@@ -28,8 +31,8 @@ class HostMemory:
     """The host memory of a plan.
 
     optimizer: where the state is stepped.  fraction: the share of a rank's trained units whose state rests there.
-    budget: bytes of it that may be on the device at once; if not given, what the three largest units need. The largest
-    unit always may.
+    budget: bytes of it that may be on the device at once to be stepped there; if not given, what the three largest units
+    need. The largest unit always may.
 
     Raises PlanError for values that no plan can have.
     """
@@ -45,6 +48,15 @@ class HostMemory:
             raise PlanError(f"host: fraction = {self.fraction}; a share above 0, up to 1; leave host out for none")
         if self.budget is not None and self.budget < 0:
             raise PlanError(f"host: budget = {self.budget} bytes; 0 or more, or leave it out")
+
+    @property
+    def steps_there(self) -> bool:
+        """True if the processors of the host make the step."""
+        return self.optimizer == "update-on-host"
+
+    def placed(self, sharding: Sharding, *, is_on_host: bool) -> Sharding:
+        """Return the sharding of a unit whose state rests in host memory, or does not."""
+        return replace(sharding, on_host=is_on_host, steps_on_host=is_on_host and self.steps_there)
 
     def rests(self, units: Iterable[int]) -> frozenset[int]:
         """Return those of a rank's trained units whose state rests in host memory, spread evenly over the model.

@@ -1,5 +1,7 @@
 """State that rests in host memory: its instructions, and the pass that inserts them into a program.
 
+Stepped on the device:
+
     LANDED     waits, behind the first forward, for what the step before sent back: the device's copies of it are freed
     ONLOAD     begins to copy the master and states of a unit to the device
     STEP_UNIT  waits for that, and steps the unit
@@ -13,6 +15,15 @@ onloaded as soon as there is room for it (`RankShape.room`), while others are st
     OFFLOAD 1, OFFLOADED 0, ONLOAD 3, STEP_UNIT 2, RETURN 2, OFFLOAD 2, OFFLOADED 1, ONLOAD 4, ..
 
 The copies of the last units overlap with the next step's first forward.
+
+Stepped by the processors of the host:
+
+    OFFLOAD_GRAD  begins to copy a unit's gradients to host memory
+    STEP_ON_HOST  begins to step the unit there, behind that
+    STEPPED       waits for that, in the next program, before the unit's first use
+    ONLOAD_PARAM  begins to copy the parameters to the device, and to where they are stored, as RETURN does
+
+So the steps of all units but the first overlap with the next program, in the order in which it needs them.
 """
 
 from __future__ import annotations
@@ -21,13 +32,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from atoll.plans.ir import Action, Op
+from atoll.plans.layouts import SegmentShape, Sharding
 from atoll.program.instruction import Instruction
 from atoll.program.operation import Amount, Fact, Lane, Need, Operation, Over, Partners, Per, Phase, Scope, Workspace
 from atoll.program.shape import RankShape, UnitShape
 from atoll.program.table import Do, Facts
 
-IN, OUT = "host in", "host out"
-"""The directions of the link to host memory, as `UnitShape.travel` and the links of a simulation name them."""
+IN, OUT, STEPS = "host in", "host out", "host step"
+"""The directions of the link to host memory, and that memory itself, which steps read and write, as `UnitShape.travel`
+and the links of a simulation name them."""
 
 
 def _rests(unit: UnitShape, _: Phase | None) -> bool:
@@ -36,6 +49,10 @@ def _rests(unit: UnitShape, _: Phase | None) -> bool:
 
 def _size(unit: UnitShape, _: Phase | None) -> int:
     return unit.on_host
+
+
+def _is_stepped_there(unit: UnitShape, _: Phase | None) -> bool:
+    return unit.is_stepped_on_host
 
 
 class HostFacts:
@@ -54,6 +71,16 @@ class HostFacts:
     HELD = Fact(
         per=Per.UNIT, applies=_rests, size=lambda unit: unit.on_host, most=lambda shape: shape.room,
         above="{sum} bytes of state from host memory are on the device, and {most} may be",
+    )  # fmt: skip
+
+
+    LOWERING = Fact(
+        per=Per.UNIT, applies=_is_stepped_there, is_flight=True,
+        left="the gradients of unit {unit} are in host memory, and nothing steps it there",
+        lane="offload", colour="OFFLOAD", bar="gradients of {unit}",
+    )  # fmt: skip
+    STEPPING = Fact(
+        per=Per.UNIT, applies=_is_stepped_there, is_flight=True, lane="host", colour="STEP", bar="step {unit}",
     )  # fmt: skip
 
 
@@ -94,23 +121,64 @@ class Hosted:
     )  # fmt: skip
 
 
+    OFFLOAD_GRAD = Operation(
+        lane=Lane.HOST, begins=True, is_aside=True, moves=True, carries="state", peers=Partners.NONE,
+        needs=(Need(Facts.SYNCED, "the gradients of unit {unit} are offloaded before they are there"),),
+        gives=(HostFacts.LOWERING,),
+    )  # fmt: skip
+    STEP_ON_HOST = Operation(
+        lane=Lane.HOST, begins=True, is_aside=True, moves=True, carries="state", peers=Partners.NONE,
+        needs=(
+            Need(HostFacts.LOWERING, "unit {unit} is stepped on the host before its gradients are there"),
+            Need(HostFacts.STEPPING, "unit {unit} is stepped on the host twice", holds=False),
+        ),
+        ends=(HostFacts.LOWERING, Facts.UNSTEPPED, Facts.CURRENT), gives=(HostFacts.STEPPING,),
+    )  # fmt: skip
+    STEPPED = Operation(
+        lane=Lane.HOST, waits=True, peers=Partners.NONE,
+        needs=(Need(Facts.CURRENT, "unit {unit} comes from host memory twice", holds=False),),
+        ends=(HostFacts.STEPPING,), cause="host",
+    )  # fmt: skip
+    ONLOAD_PARAM = Operation(
+        lane=Lane.HOST, begins=True, is_aside=True, moves=True, carries="return", peers=Partners.NONE,
+        needs=(Need(HostFacts.STEPPING, "unit {unit} comes from host memory before it is stepped", holds=False),),
+        gives=(Facts.RETURNING, Facts.CURRENT), bar=("onload", "ONLOAD", "parameters of {unit}"),
+    )  # fmt: skip
+
+
 Travel = Mapping[tuple[Operation, Phase | None], tuple[tuple[str, int], ...]]
 
 
-def travel_of(nbytes: int) -> Travel:
-    """Return what ONLOAD and OFFLOAD of a unit with so many bytes in host memory send; nothing of none."""
-    return {(Hosted.ONLOAD, None): ((IN, nbytes),), (Hosted.OFFLOAD, None): ((OUT, nbytes),)} if nbytes else {}
+def host_travel(segments: Sequence[SegmentShape], sharding: Sharding, travel: Travel) -> Travel:
+    """Return what the instructions above send for a unit, by direction of the link; STEP_ON_HOST by what it reads and
+    writes. travel: what others send."""
+    ways = {
+        Hosted.ONLOAD: (IN, sharding.onloaded_bytes),
+        Hosted.OFFLOAD: (OUT, sharding.onloaded_bytes),
+        Hosted.OFFLOAD_GRAD: (OUT, sharding.lowered_bytes),
+        Hosted.STEP_ON_HOST: (STEPS, sharding.stepped_bytes),
+        Hosted.ONLOAD_PARAM: (IN, sharding.raised_bytes),
+    }
+    found: dict[tuple[Operation, Phase | None], tuple[tuple[str, int], ...]] = {}
+    for do, (axis, size) in ways.items():
+        if nbytes := sum(map(size, segments)):
+            then = travel.get((Do.RETURN, None), ()) if do is Hosted.ONLOAD_PARAM else ()
+            found[do, None] = ((axis, nbytes), *then)
+    return found
 
 
 def insert_host(instructions: Sequence[Instruction], shape: RankShape) -> Iterable[Instruction]:
     """Insert the instructions of state that rests in host memory into a program with its step's end, or into an
     evaluation. Without any they are unchanged."""
-    if not any(unit.on_host for unit in shape.units.values()):
-        return instructions
-    return _inserted(instructions, shape)
+    units = shape.units.values()
+    if any(unit.on_host for unit in units):
+        instructions = list(_with_state(instructions, shape))
+    if any(unit.is_stepped_on_host for unit in units):
+        instructions = list(_stepped_there(instructions, shape))
+    return instructions
 
 
-def _inserted(instructions: Sequence[Instruction], shape: RankShape) -> Iterator[Instruction]:
+def _with_state(instructions: Sequence[Instruction], shape: RankShape) -> Iterator[Instruction]:
     first = next((at for at, each in enumerate(instructions) if each.do is Do.FINISH_F), 0)
     turns = _Turns(
         [shape.units[each.of] for each in instructions if each.do in _STEPS and shape.units[each.of].on_host],
@@ -128,6 +196,30 @@ def _inserted(instructions: Sequence[Instruction], shape: RankShape) -> Iterator
         if is_step:
             yield from turns.leave(each.action, each.of)
 
+
+def _stepped_there(instructions: Sequence[Instruction], shape: RankShape) -> Iterator[Instruction]:
+    """Insert STEPPED and ONLOAD_PARAM before the first use of a unit, OFFLOAD_GRAD once its gradients are the
+    optimizer's, and STEP_ON_HOST in place of its RETURN or AHEAD."""
+    there = {index for index, unit in shape.units.items() if unit.is_stepped_on_host}
+    last = {each.of: at for at, each in enumerate(instructions) if each.do in _GRADIENTS}
+    current: set[int] = set()
+    for at, each in enumerate(instructions):
+        if each.do in _USES and each.of in there and each.of not in current:
+            current.add(each.of)
+            yield Instruction(Hosted.STEPPED, each.action, each.of)
+            yield Instruction(Hosted.ONLOAD_PARAM, each.action, each.of)
+        if each.do in _STEPS and each.of in there:
+            yield Instruction(Hosted.STEP_ON_HOST, each.action, each.of)
+            continue
+        yield each
+        if each.of in there and last.get(each.of) == at:
+            yield Instruction(Hosted.OFFLOAD_GRAD, each.action, each.of)
+
+
+_USES = frozenset({Do.GATHER, Do.FETCH, Do.WHOLE})
+
+_GRADIENTS = frozenset({Do.SYNCED, Do.UNSCALE, Do.COPIES})
+"""The last of these leaves the gradients that the optimizer reads."""
 
 _STEPS = frozenset({Do.RETURN, Do.AHEAD})
 """The instruction behind a unit's step."""

@@ -23,7 +23,7 @@ from atoll.plans.layouts import (
     StoredCopies,
 )
 from atoll.plans.plan import Place, Plan, View
-from atoll.program.host import bytes_leaving, travel_of
+from atoll.program.host import bytes_leaving, host_travel
 from atoll.program.memory import needed_in_a_step, reduced_at_once
 from atoll.program.operation import PHASES, Operation, Phase
 from atoll.program.shape import BlockShape, RankShape, StageShape, UnitShape
@@ -131,7 +131,7 @@ class ModelShape:
             index: unit_shape(
                 index,
                 own,
-                replace(shardings[self.units[index].view], on_host=index in on_host),
+                self._placed(shardings[self.units[index].view], is_on_host=index in on_host),
                 blocks=self.units[index].blocks,
                 is_shared=self.units[index].is_shared,
                 copies=max(1, len(self.owners(index))),
@@ -158,6 +158,9 @@ class ModelShape:
         room = plan.host.room([unit.on_host for unit in units.values()])
         ordered = list(units.values())[:: -1 if plan.post_validation else 1]
         return replace(shape, room=room, leaving=bytes_leaving(ordered, room))
+
+    def _placed(self, sharding: Sharding, *, is_on_host: bool) -> Sharding:
+        return sharding if self.plan.host is None else self.plan.host.placed(sharding, is_on_host=is_on_host)
 
     def on_host(self, units: Mapping[int, bool]) -> frozenset[int]:
         """Return a rank's units whose state rests in host memory. units: the rank's, in the model's order, each with
@@ -199,8 +202,9 @@ def unit_shape(
         if any(phase in segment.phases for segment in trained)
     }
     exchanges = [sharding.exchange_bytes(segment) for segment in segments if segment.matrices]
-    on_host = sum(map(sharding.host_bytes, segments))
+    on_host = sum(map(sharding.onloaded_bytes, segments))
     stays = sharding.keeps_apart or sharding.layout.gradients is Level.N
+    travel = _travel(segments, sharding)
     return UnitShape(
         index,
         blocks,
@@ -210,7 +214,7 @@ def unit_shape(
         ahead=sum(sharding.bytes_ahead(segment, reads_in_place=reads_in_place) for segment in segments),
         flows=flows,
         is_left_alone=all(map(sharding.stays_alone, segments)),
-        travel={**_travel(segments, sharding), **travel_of(on_host)},
+        travel={**travel, **host_travel(segments, sharding, travel)},
         matrices=sum(len(segment.matrices) for segment in segments),
         exchanged=sum(held for held, _ in exchanges),
         transformed=max((besides for _, besides in exchanges), default=0),
@@ -221,6 +225,7 @@ def unit_shape(
             for phase in flows
         },
         on_host=on_host,
+        is_stepped_on_host=any(map(sharding.lowered_bytes, segments)),
         segments=tuple(segments),
         sharding=sharding,
     )

@@ -36,6 +36,7 @@ class UnitShape:
     transformed: bytes that come and go within TRANSFORM.
     sharded: bytes of the sharded gradients of each phase, from the first of a step on; none if they are always there.
     on_host: bytes of its master and states that rest in host memory, and come to the device for a step.
+    is_stepped_on_host: whether they are stepped there instead.
     segments: its flat buffers.  sharding: their layout.
     """
 
@@ -53,6 +54,7 @@ class UnitShape:
     transformed: int = 0
     sharded: Mapping[Phase, int] = field(default_factory=dict)
     on_host: int = 0
+    is_stepped_on_host: bool = False
     segments: tuple[SegmentShape, ...] = field(default=(), compare=False)
     sharding: Sharding | None = field(default=None, compare=False)
 

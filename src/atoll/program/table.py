@@ -70,6 +70,7 @@ class Facts:
     SENDING = Fact(per=Per.UNIT, is_flight=True, lane="matrices", colour="COLLECT", bar="bring back {unit}")
     UPDATED = Fact(per=Per.UNIT, applies=lambda unit, _: bool(unit.matrices or unit.on_host))
     RETURNING = Fact(per=Per.UNIT, is_flight=True)
+    CURRENT = Fact(per=Per.UNIT, applies=lambda unit, _: unit.is_stepped_on_host)
 
 
 class Workspaces:
@@ -135,7 +136,9 @@ READS = Need(Facts.UNSHARDED, "unit {unit} is used before it is unsharded")
 WRITES = Need(Facts.SYNCING, "a gradient of unit {unit} is made after its sync", holds=False, of_all=True)
 GRADIENT = (Amount(Workspaces.GRADIENT, _flow), Amount(Workspaces.SHARDED, _accumulated))
 _ARRIVING = Amount(Workspaces.ARRIVING, _arriving)
-_ONCE = tuple(Need(fact, "unit {unit} is gathered twice", holds=False) for fact in (Facts.UNSHARDED, Facts.GATHERING))
+_CURRENT = Need(Facts.CURRENT, "unit {unit} is read before its parameters come from host memory")
+_TWICE = tuple(Need(fact, "unit {unit} is gathered twice", holds=False) for fact in (Facts.UNSHARDED, Facts.GATHERING))
+_ONCE = (_CURRENT, *_TWICE)
 _SUMS = Need(Facts.SUMMED, "{do} comes before SUMS")
 _UNREAD = Need(Facts.UNREAD, "the gradients of unit {unit} are written while others may read them")
 _UPDATED = Need(Facts.UPDATED, "unit {unit} goes back before its matrices, or its state from host memory, are updated")
@@ -259,6 +262,7 @@ class Do:
     WHOLE = Operation(
         lane=Lane.DATA, waits=True,
         needs=(
+            _CURRENT,
             Need(Facts.UNSHARDED, "unit {unit} is waited for, and is unsharded already", holds=False),
             Need(Facts.GATHERING, "unit {unit} is waited for, and no gather of it is in flight"),
         ),

@@ -43,7 +43,7 @@ import torch
 
 from atoll.plans.layouts import AT_ONCE
 
-LaneKind = Literal["reduce", "sync", "gather", "outer", "onload", "offload"]
+LaneKind = Literal["reduce", "sync", "gather", "outer", "onload", "offload", "host"]
 
 # In the order of their waits: a reduction is behind the segment's reduction before it, a sync of gradients behind the
 # segment's last reduction, a gather behind the sync that brings updated parameters back. A wait for a later lane could
@@ -51,8 +51,6 @@ LaneKind = Literal["reduce", "sync", "gather", "outer", "onload", "offload"]
 STEP_LANES: tuple[LaneKind, ...] = ("reduce", "sync", "gather")
 """Those between ranks in a step. Outer gradients overlap with several steps, on a lane that waits for no other."""
 
-HOST_LANES: tuple[LaneKind, ...] = ("onload", "offload")
-"""The directions of the link to host memory: no job of theirs waits for another."""
 
 
 class TransferRecorder(Protocol):
@@ -352,6 +350,13 @@ def lanes_of(device: torch.device, *, alone: bool, waits_on_host: bool) -> dict[
     if alone:
         return {kind: Inline(kind) for kind in STEP_LANES}
     return {kind: lane_of(kind, device, waits_on_host=waits_on_host) for kind in STEP_LANES}
+
+
+def host_lanes(device: torch.device) -> dict[LaneKind, JobLane]:
+    """Return the lanes of the link to host memory, one for each direction, and that of steps on the host, which runs on
+    threads wherever the computation does."""
+    links: tuple[LaneKind, ...] = ("onload", "offload")
+    return {**{kind: lane_of(kind, device, waits_on_host=False) for kind in links}, "host": Threads("host")}
 
 
 def lane_of(kind: LaneKind, device: torch.device, *, waits_on_host: bool) -> JobLane:

@@ -83,8 +83,6 @@ def _segment_footprint(segment: SegmentShape, sharding: Sharding, states: int) -
         coarse = min(layout.parameters, layout.optimizer)
         return Footprint(item * numel(coarse), gradients, kept)
     copies = 2 if sharding.keeps_copy(segment) and sharding.keeps_apart else 1  # the other one to take a step back
-    # A post-validated step leaves the state that rests in host memory as it was, and writes a second copy.
-    away *= 2 if sharding.keeps_apart else 1
     return Footprint(copies * parameters, gradients, kept + (0 if away else item * len(held)), away)
 
 

@@ -133,7 +133,10 @@ class _Model:
         is_on_host = spec.index in self.on_host
         if spec.view is View.DENSE and not is_on_host:
             return around
-        return replace(around, sharding=replace(sharding, on_host=is_on_host))
+        host = self.outline.plan.host
+        if host is not None:
+            sharding = host.placed(sharding, is_on_host=is_on_host)
+        return replace(around, sharding=sharding)
 
     @property
     def sliced(self) -> tuple[UnitSpec, ...]:

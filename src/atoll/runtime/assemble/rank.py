@@ -25,7 +25,7 @@ from atoll.runtime.checkpoint import is_complete
 from atoll.runtime.experts.division import DividedExperts
 from atoll.runtime.experts.implementation import choose_implementation
 from atoll.runtime.experts.kinds import stacked_in
-from atoll.runtime.lanes import HOST_LANES, JobLane, LaneKind, lane_of, lanes_of
+from atoll.runtime.lanes import JobLane, LaneKind, host_lanes, lane_of, lanes_of
 from atoll.runtime.mail import Mail
 from atoll.runtime.models import Adapter, Batch, Loss, adapter_for, weights_for
 from atoll.runtime.models.sums import check_sum
@@ -133,7 +133,7 @@ def assemble(
     lanes = lanes_of(device, alone=is_alone, waits_on_host=waits_on_host)
     hosted: dict[LaneKind, JobLane] = {}
     if plan.host is not None:
-        hosted = {kind: lane_of(kind, device, waits_on_host=False) for kind in HOST_LANES}
+        hosted = host_lanes(device)
     timed = hosted if is_alone else {**lanes, **hosted}
     lanes |= hosted
     around = Surroundings(

@@ -358,6 +358,12 @@ class StepEnd:
             # them step it again. It starts where AHEAD did: stepping ahead leaves masters and states as they were.
             for unit in reversed(self._units):
                 if any((name in now.ahead) != (name in now.touched) for name, _ in unit.trained()):
+                    if self.optimizer.is_stepped_on_host(unit):
+                        unit.end_step()
+                        self.optimizer.step_on_host(
+                            unit, now.touched, 1.0, self.optimizer.torch.param_groups, is_ahead=True
+                        )
+                        continue
                     if self.optimizer.is_hosted(unit):
                         self.optimizer.onload(unit)
                         self.optimizer.step_unit_ahead(unit, now.touched)
@@ -426,7 +432,7 @@ class StepEnd:
         self._stepping = step.touched, sums.factor(self.clip), step.options
         # Post-validated, the next backward is about to write to these buffers.
         for unit in self._units:
-            if not is_finite or self._is_post_validated or not self.optimizer.is_hosted(unit):  # STEP_UNIT reads them
+            if not is_finite or self._is_post_validated or not self.optimizer.waits_for_step_unit(unit):
                 unit.clear_gradients()
             if not is_finite:
                 unit.clear_residuals()
@@ -440,6 +446,10 @@ class StepEnd:
         """Step a unit whose state rests in host memory, behind STEP."""
         self.optimizer.step_unit(unit, *self._stepping)
         unit.clear_gradients()
+
+    def step_on_host(self, unit: Unit) -> None:
+        """Begin to step a unit by the host's processors, behind STEP."""
+        self.optimizer.step_on_host(unit, *self._stepping)
 
     def land(self) -> None:
         """Wait for the state that the step before sent back to host memory."""

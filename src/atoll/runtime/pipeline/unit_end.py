@@ -62,6 +62,13 @@ def _step_unit(end: StepEnd, unit: Unit) -> None:
         end.optimizer.drop(unit)
 
 
+def _step_on_host(end: StepEnd, unit: Unit) -> None:
+    if end.is_taken:
+        end.step_on_host(unit)
+    elif end.ahead is not None:
+        end.optimizer.step_on_host(unit, end.ahead, 1.0, end.optimizer.torch.param_groups, is_ahead=True)
+
+
 def _sync_parameters(end: StepEnd, unit: Unit) -> None:
     if end.is_taken:
         unit.sync_parameters()
@@ -79,6 +86,10 @@ OF_UNIT: Mapping[Operation, Callable[[StepEnd, Unit], None]] = {
     Hosted.ONLOAD: lambda end, unit: end.optimizer.onload(unit),
     Hosted.STEP_UNIT: _step_unit,
     Hosted.OFFLOAD: lambda end, unit: end.optimizer.offload(unit),
+    Hosted.OFFLOAD_GRAD: lambda end, unit: end.optimizer.lower(unit),
+    Hosted.STEP_ON_HOST: _step_on_host,
+    Hosted.STEPPED: lambda end, unit: unit.end_step(),
+    Hosted.ONLOAD_PARAM: lambda end, unit: unit.bring_up(),
     Hosted.OFFLOADED: lambda end, unit: end.optimizer.drop(unit),
 }
 """The calls that execute the instructions of the step's end on a unit."""

@@ -14,6 +14,17 @@ views of `home`, which checkpoints read and write without the device.
     OFFLOAD     lets the optimizer see `home` again, and begins to copy `here` to it
     OFFLOADED   waits for that, and frees `here`
 
+[Note: a step on the host] Where the host's processors make the step, the optimizer always sees `home`, and `here` is
+empty. The computation only begins each of these:
+
+    OFFLOAD_GRAD  copies the gradients to `gradient`
+    STEP_ON_HOST  on a thread, behind that: steps, and casts the master to `raised` if the forward has another dtype
+    STEPPED       waits for the thread, in the next program
+    ONLOAD_PARAM  copies `raised`, or the master, to the parameters, and sends them to where they are stored
+
+A step ahead of its verdict copies `home` to other buffers first, and steps those. Whoever reads parameters between two
+programs does the work of STEPPED and ONLOAD_PARAM himself (`Unit.bring_up`).
+
 Both copies are jobs of lanes of their own, one for each direction of the link. `here` is allocated and freed by the
 computation, as [Note: streams and memory] in runtime/lanes.py demands. Whoever reads `home` first waits for the way
 back, on the host: a copy from a GPU has only been launched when its job has.
@@ -62,17 +73,26 @@ class HostedState:
         self._made: list[tuple[torch.Tensor, torch.Tensor]] = []
         # Whether the optimizer sees `here`.
         self.is_here = False
+        # Of a step on the host: its gradients, once there have been any, and the copy of them in flight.
+        self.gradient: torch.Tensor | None = None
+        self._lowering: lanes.Job | None = None
+        # The step, until somebody has waited for it; then whether the parameters have yet to come up, and from `ahead`.
+        self._stepping: lanes.Job | None = None
+        self.is_due = False
+        self.is_due_ahead = False
+        # The master in the dtype of the forward, in pinned memory, where that is another one.
+        self._raised: torch.Tensor | None = None
         # The copy in flight: one at a time, since a state does not leave before it has come. Until the computation has
         # waited for it, it keeps what is here.
         self._job: lanes.Job | None = None
         # The last way back, until the host has waited for it.
         self._returning: lanes.Job | None = None
 
-    def _at_home(self, dtype: torch.dtype) -> torch.Tensor:
+    def _at_home(self, dtype: torch.dtype, numel: int | None = None) -> torch.Tensor:
         device = self._flat.around.device
         # Zeros: nothing writes the gaps between parameters, and comparisons of replicas read them.
         return torch.zeros(
-            len(self._held),
+            len(self._held) if numel is None else numel,
             dtype=dtype,
             device="meta" if device.type == "meta" else "cpu",
             pin_memory=device.type == "cuda",
@@ -109,7 +129,8 @@ class HostedState:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The buffers in host memory."""
-        return [*self._home.values(), *self._ahead.values()]
+        rest = (each for each in (self.gradient, self._raised) if each is not None)
+        return [*self._home.values(), *self._ahead.values(), *rest]
 
     # ---- the way here and back
 
@@ -150,6 +171,13 @@ class HostedState:
     def take(self) -> None:
         """Keep the step ahead: it is at home from now on."""
         self._home, self._ahead = self._ahead, self._home
+        self.is_due_ahead = False
+
+    def forget(self) -> None:
+        """Discard a step ahead on the host whose parameters have not come up."""
+        if self.is_due_ahead:
+            self.end_step()
+            self.is_due = self.is_due_ahead = False
 
     def leave(self) -> None:
         """Wait for the copy in flight, and free what is here. The device waits; the host goes on."""
@@ -163,9 +191,78 @@ class HostedState:
         if self.is_here:
             return
         self.leave()
+        self.end_step()
         if self._returning is not None:
             self._returning.finish()
             self._returning = None
+
+    # ---- a step on the host
+
+    @property
+    def steps_there(self) -> bool:
+        """True if the host's processors make the step."""
+        return self._flat.sharding.steps_on_host
+
+    def lower(self, gradient: torch.Tensor) -> None:
+        """Begin to copy the gradients to host memory."""
+        if self.gradient is None:
+            self.gradient = self._at_home(gradient.dtype)
+        lane = self._flat.around.lanes["offload"]
+        self._lowering = lane.start(partial(_copy, ((self.gradient, gradient),)), unit=self._flat.tag[0])
+
+    def lowered(self) -> None:
+        """Wait until the gradients have left the device: they may be freed."""
+        if self._lowering is not None:
+            self._lowering.wait()
+
+    def arrived(self) -> torch.Tensor:
+        """Wait on the host for the gradients, and return them. The thread that steps calls it."""
+        assert self._lowering is not None, "gradients were offloaded"
+        assert self.gradient is not None, "gradients were offloaded"
+        self._lowering.finish()
+        return self.gradient
+
+    def begin_step(self, job: lanes.Job, *, is_ahead: bool) -> None:
+        """Record a step on the host that has been submitted."""
+        self._stepping, self.is_due, self.is_due_ahead = job, True, is_ahead
+
+    def end_step(self) -> None:
+        """Wait for the step on the host, and raise its error."""
+        if self._stepping is not None:
+            job, self._stepping = self._stepping, None
+            job.finish()
+
+    def copy_ahead(self) -> None:
+        """Copy `home` to the buffers that a step ahead writes."""
+        for key, held in self._home.items():
+            if key not in self._ahead:
+                self._ahead[key] = self._at_home(held.dtype)
+            self._ahead[key].copy_(held)
+
+    def there(self, key: str, part: Slice, *, is_ahead: bool) -> torch.Tensor | None:
+        """Return a parameter's part of a buffer in host memory; None if there is no such buffer."""
+        buffer = (self._ahead if is_ahead else self._home).get(key if key == MASTER else _STATE + key)
+        return None if buffer is None else _view(buffer, part)
+
+    def cast(self, *, is_ahead: bool) -> None:
+        """Cast what the parameters take of a stepped master, if they have another dtype."""
+        flat, master = self._flat, (self._ahead if is_ahead else self._home)[MASTER]
+        if flat.compute == master.dtype:
+            return
+        part = flat.part(master, flat.layout.optimizer, max(flat.layout.parameters, flat.layout.optimizer))
+        if self._raised is None:
+            self._raised = self._at_home(flat.compute, len(part))
+        self._raised.copy_(part)
+
+    def come_up(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Wait for the step on the host, and return its master, and what the parameters take of it in their dtype. They
+        are then no longer due."""
+        self.end_step()
+        flat, master = self._flat, (self._ahead if self.is_due_ahead else self._home)[MASTER]
+        self.is_due = self.is_due_ahead = False
+        if self._raised is not None:
+            return master, self._raised
+        return master, flat.part(master, flat.layout.optimizer, max(flat.layout.parameters, flat.layout.optimizer))
 
     def _start(self, kind: lanes.LaneKind, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> lanes.Job:
         lane = self._flat.around.lanes[kind]

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from torch import nn
 
 from atoll.base._torch import scaled_gradients, takes_scale
 from atoll.base.errors import CheckpointError, PlanError
-from atoll.plans.layouts import Box, Matrix
+from atoll.plans.layouts import Box, Matrix, Slice
 from atoll.runtime.sharding.hosted import MASTER, HostedState
 from atoll.runtime.sharding.matrices import MatrixExchange, MatrixUpdate, Options
 from atoll.runtime.sharding.unit import Unit
@@ -45,6 +46,7 @@ class ParameterSlice(nn.Parameter):
     start: int
     stop: int
     within: Box
+    is_on_host: bool
 
     @staticmethod
     def of(view: torch.Tensor, name: str, within: Box, start: int, stop: int) -> ParameterSlice:
@@ -70,14 +72,15 @@ def spare_vectors(name: str, shape: tuple[int, ...]) -> Mapping[str, Any]:
 
 
 def fused_by_default(options: Collection[str], groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the option that selects the fused kernel of torch's Adam and AdamW if all parameters are on a GPU, unless
-    `options` choose an implementation.
+    """Return the option that selects the fused kernel of torch's Adam and AdamW if all parameters are on a GPU, or are
+    stepped in host memory, unless `options` choose an implementation.
 
     The kernel reads and writes everything once; torch's default there, `foreach`, also copies all gradients.
     """
     chosen = {"fused", "foreach", "capturable", "differentiable"} & set(options)
-    on_gpu = {parameter.is_cuda for group in groups for parameter in group["params"]} == {True}
-    return {"fused": True} if on_gpu and not chosen else {}
+    every = [parameter for group in groups for parameter in group["params"]]
+    takes = all(parameter.is_cuda or getattr(parameter, "is_on_host", False) for parameter in every)
+    return {"fused": True} if every and takes and not chosen else {}
 
 
 def _is_of(own: torch.Tensor, value: object) -> bool:
@@ -98,13 +101,15 @@ def slices_of(units: Iterable[Unit]) -> dict[str, ParameterSlice]:
             flat, master = segment.flat, segment.shards.master
             if master is None:
                 continue
-            if segment.shards.hosted is not None:
+            hosted = segment.shards.hosted
+            if hosted is not None and not hosted.steps_there:
                 master = _away(master, flat.around.device)
             for part in flat.map.slices(flat.range(flat.layout.optimizer)):
                 view = master.narrow(0, part.offset, part.stop - part.start)
                 found[part.name] = ParameterSlice.of(
                     view, part.name, flat.boxes[part.name], start=part.start, stop=part.stop
                 )
+                found[part.name].is_on_host = hosted is not None and hosted.steps_there
     return found
 
 
@@ -208,6 +213,11 @@ class ShardedOptimizer:
         grouping = Grouping.of(named_shapes, self.slices, options=options, matrices=matrices)
         # Steps the slices, and stores their states. Lives as long as the engine; schedules change its groups' options.
         self.torch = grouping.make(factory)
+        # Of each group, as its index says. Slices that the host steps are in none of the optimizer's own groups: it steps
+        # others while a thread steps them.
+        self._members = [list(group["params"]) for group in self.torch.param_groups]
+        for group in self.torch.param_groups:
+            group["params"] = [own for own in group["params"] if not own.is_on_host]
         # The parts of the update that torch's optimizer does not make; None for an elementwise optimizer.
         self._update = factory if isinstance(factory, MatrixUpdate) else None
         # Parameter -> index of its group, whose options schedules change: they are looked up in each step.
@@ -283,6 +293,110 @@ class ShardedOptimizer:
         """Return True if a unit's state rests in host memory."""
         return any(segment.shards.hosted is not None for segment in unit.segments)
 
+    def is_stepped_on_host(self, unit: Unit) -> bool:
+        """Return True if the host's processors step a unit."""
+        return any(hosted.steps_there for hosted in _hosted(unit))
+
+    def waits_for_step_unit(self, unit: Unit) -> bool:
+        """Return True if STEP_UNIT reads a unit's gradients, behind STEP."""
+        return self.is_hosted(unit) and not self.is_stepped_on_host(unit)
+
+    def lower(self, unit: Unit) -> None:
+        """Begin to copy a unit's gradients to host memory."""
+        for segment in unit.segments:
+            hosted, final = segment.shards.hosted, segment.gradients.final
+            if hosted is not None and final is not None:
+                hosted.lower(final)
+
+    def step_on_host(
+        self,
+        unit: Unit,
+        touched: Collection[str],
+        scale: float,
+        options: Sequence[Options],
+        *,
+        is_ahead: bool = False,
+    ) -> None:
+        """Begin to step a unit by the host's processors, once its gradients are in host memory; arguments as of `step`.
+
+        is_ahead: before the verdict, so that what is at home stays as it is.
+        """
+        # Another thread may not change the optimizer's groups, and a schedule may change them meanwhile.
+        own = self._apart(unit, options)
+        step = partial(self._step_there, unit, own, frozenset(touched), scale, is_ahead=is_ahead)
+        job = unit.around.lanes["host"].start(step, unit=unit.spec.index)
+        for hosted in _hosted(unit):
+            hosted.begin_step(job, is_ahead=is_ahead)
+
+    def _apart(self, unit: Unit, options: Sequence[Options]) -> torch.optim.Optimizer:
+        """Return the optimizer with the slices of one unit alone and options of its own; the states are the same."""
+        names = set(self._names_at_home(unit))
+        made: torch.optim.Optimizer = object.__new__(type(self.torch))
+        made.__dict__.update(self.torch.__dict__)
+        made.param_groups = [
+            {**group, **chosen, "params": [own for own in members if own.parameter_name in names]}
+            for group, chosen, members in zip(self.torch.param_groups, options, self._members, strict=True)
+        ]
+        return made
+
+    def _step_there(
+        self, unit: Unit, own: torch.optim.Optimizer, touched: frozenset[str], scale: float, *, is_ahead: bool
+    ) -> None:
+        before: dict[str, dict[str, Any] | None] = {}
+        if is_ahead:
+            before = {name: self._shallow_state(name) for name in self._names_at_home(unit)}
+        every = []
+        for hosted in _hosted(unit):
+            gradient = hosted.arrived()
+            if is_ahead:
+                hosted.copy_ahead()
+            every += [(hosted, part, gradient) for part in hosted.parts]
+        is_fused = scale != 1.0 and takes_scale(own)
+        for hosted, part, gradient in every:
+            piece = self.slices[part.name]
+            if is_ahead:
+                self._show(piece, hosted, part, is_ahead=True)
+            view = gradient.narrow(0, part.offset, part.stop - part.start).to(piece.dtype)
+            if scale != 1.0 and not is_fused:
+                view = view * scale
+            piece.grad = view if part.name in touched else None
+        with scaled_gradients(own, scale, device=torch.device("cpu")) if is_fused else nullcontext():
+            own.step()
+        after: dict[str, dict[str, Any] | None] = {}
+        for hosted, part, _ in every:
+            piece = self.slices[part.name]
+            piece.grad = None
+            self._settle_there(piece, hosted, part, is_ahead=is_ahead)
+            if is_ahead:
+                after[part.name] = self.torch.state.pop(piece, None)
+                if (kept := before[part.name]) is not None:
+                    self.torch.state[piece] = kept
+                self._show(piece, hosted, part, is_ahead=False)
+        for hosted in _hosted(unit):
+            hosted.cast(is_ahead=is_ahead)
+        if is_ahead:
+            self._ahead_at_home[unit.spec.index] = touched, after
+
+    def _show(self, piece: ParameterSlice, hosted: HostedState, part: Slice, *, is_ahead: bool) -> None:
+        """Let the optimizer see a slice, and states that it has, in the buffers of a step ahead, or at home."""
+        master = hosted.there(MASTER, part, is_ahead=is_ahead)
+        assert master is not None, "the master is always a buffer"
+        piece.data = master
+        state = self.torch.state[piece] if piece in self.torch.state else {}
+        for key, value in state.items():
+            there = hosted.there(key, part, is_ahead=is_ahead)
+            if there is not None and _is_of(piece, value):
+                state[key] = there
+
+    def _settle_there(self, piece: ParameterSlice, hosted: HostedState, part: Slice, *, is_ahead: bool) -> None:
+        """Bring states that the optimizer has made in a step to the flat buffers."""
+        state = self.torch.state[piece] if piece in self.torch.state else {}
+        for key, value in state.items():
+            if _is_of(piece, value):
+                there = hosted.at_home(key, part, value.dtype, is_ahead=is_ahead)
+                if there.data_ptr() != value.data_ptr():
+                    state[key] = there.copy_(value)
+
     def onload(self, unit: Unit) -> None:
         """Begin to copy a unit's state to the device."""
         for hosted in _hosted(unit):
@@ -347,6 +461,7 @@ class ShardedOptimizer:
         """Keep the step ahead of a unit whose state rests in host memory, or make it again if its gradients were
         other ones."""
         own = frozenset(self._names_at_home(unit))
+        unit.end_step()  # what it was stepped ahead with
         touched, states = self._ahead_at_home.pop(unit.spec.index, (None, {}))
         if touched is not None and self._scale == 1.0 and touched & own == self._touched & own:
             for name, state in states.items():
@@ -354,6 +469,12 @@ class ShardedOptimizer:
                     self.torch.state[self.slices[name]] = state
             for hosted in _hosted(unit):
                 hosted.take()
+                for part in hosted.parts if hosted.steps_there else ():
+                    self._show(self.slices[part.name], hosted, part, is_ahead=False)
+            return
+        if self.is_stepped_on_host(unit):
+            self.step_on_host(unit, self._touched, self._scale, self._chosen)
+            unit.end_step()
             return
         self.onload(unit)
         self.step_unit(unit, self._touched, self._scale, self._chosen)
@@ -424,6 +545,8 @@ class ShardedOptimizer:
         self._directed.clear()
         self._ahead.clear()
         self._ahead_at_home.clear()
+        for hosted in chain.from_iterable(map(_hosted, self._units)):
+            hosted.forget()
 
     # ---- matrices that are transformed whole
 

@@ -79,6 +79,12 @@ class Segment:
         self.begin_write()
         self.shards.begin_sync(is_ahead=is_ahead, is_exact=is_exact)
 
+    def bring_up(self) -> None:
+        """Begin to bring the parameters to the device, if the host has stepped them since they last came."""
+        hosted = self.shards.hosted
+        if hosted is not None and hosted.is_due:
+            self.sync_parameters(is_ahead=hosted.is_due_ahead)
+
     def roll_back(self, *, was_applied: bool) -> None:
         """Roll back the parameter shards if the step was applied before its verdict and rejected.
 

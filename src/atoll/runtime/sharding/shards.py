@@ -145,9 +145,13 @@ class ParameterShards:
     def begin_sync(self, *, is_ahead: bool, is_exact: bool) -> None:
         """Begin to update the parameters from the master; see `Segment.sync_parameters`, which has waited for the sync
         before and freed the gathered copy."""
-        if self.master is None or self.parameter is None:
+        master = self.master
+        if master is None or self.parameter is None:
             return  # frozen, or cast from the master by the next gather
-        flat, master = self._flat, self.master
+        raised: torch.Tensor | None = None
+        if self.hosted is not None and self.hosted.is_due:
+            master, raised = self.hosted.come_up()
+        flat = self._flat
         p, os = flat.layout.parameters, flat.layout.optimizer
         if self.keeps_copy and not is_exact:
             if is_ahead:
@@ -155,6 +159,9 @@ class ParameterShards:
                 master = master.clone()  # the optimizer's is restored at once
             self._encoded = master.to(flat.around.device)  # it may rest in host memory
             self.syncing = self._collectives.start("sync", self._all_gather_differences, after=None)
+            return
+        if raised is not None and not is_exact:
+            self._raise(raised)
             return
         # Here and not in the job: after a step ahead the optimizer restores the old master as soon as this returns.
         self._is_ahead = False
@@ -167,6 +174,22 @@ class ParameterShards:
                 self.parameter.copy_(flat.part(master, os, p))
         if SYNC_PARAMETER[os, p]:
             self.syncing = self._collectives.start("sync", self._all_gather, after=None)
+
+    def _raise(self, raised: torch.Tensor) -> None:
+        """Begin to copy what the host has stepped to the device, and to send it to the other ranks."""
+        flat, parameter = self._flat, self.parameter
+        assert parameter is not None, "parameters whose master is on the host are stored apart from it"
+        p, os = flat.layout.parameters, flat.layout.optimizer
+        own = flat.part(parameter, p, max(p, os))
+
+        def copy() -> None:
+            # The memory is pinned, and the next step on the host alone writes it, whose gradients need these values.
+            own.copy_(raised, non_blocking=True)
+
+        self._is_ahead = False
+        self.syncing = self._collectives.start("onload", copy, after=None)
+        if SYNC_PARAMETER[os, p]:
+            self.syncing = self._collectives.start("sync", self._all_gather, after=self.syncing)
 
     def wait(self) -> None:
         """Wait for the sync in flight: until it ends, the parameters are stale."""

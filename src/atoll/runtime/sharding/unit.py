@@ -142,13 +142,26 @@ class Unit:
 
     # ---- parameters
 
+    def end_step(self) -> None:
+        """Wait for the step that the host's processors make of the unit, if any."""
+        for segment in self.segments:
+            if segment.shards.hosted is not None:
+                segment.shards.hosted.end_step()
+
+    def bring_up(self) -> None:
+        """Begin to bring the parameters to the device, if the host has stepped them; every data-parallel rank does."""
+        for segment in self.segments:
+            segment.bring_up()
+
     def begin_gather(self) -> None:
         """Begin to gather the parameters; `gather` waits for it."""
+        self.bring_up()  # in a program an instruction has: this is for whoever reads between two
         for segment in self.segments:
             segment.unsharded.begin_gather()
 
     def gather(self) -> None:
         """Unshard the parameters on this rank, up to date; every data-parallel rank takes part."""
+        self.bring_up()
         for segment in self.segments:
             segment.unsharded.gather()
 
@@ -167,6 +180,7 @@ class Unit:
 
     def wait_for_parameters(self) -> None:
         """Wait for the parameter syncs in flight."""
+        self.bring_up()
         for segment in self.segments:
             segment.shards.wait()
 
@@ -236,6 +250,8 @@ class Unit:
         """Discard the step's gradients."""
         self.touched.clear()
         for segment in self.segments:
+            if segment.shards.hosted is not None:
+                segment.shards.hosted.lowered()
             segment.gradients.clear()
 
     def squared_norm(self) -> torch.Tensor:
