@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from atoll.plans.host import HostMemory
 from atoll.plans.layouts import EFFECTIVE, NO_CODECS, Codec, Codecs
 from atoll.plans.outer import Outer
 from atoll.plans.plan import ORDERS
@@ -58,6 +59,14 @@ OTHERS: Mapping[str, Sequence[Any]] = MappingProxyType(
 )
 """Factors that the sample also covers, drawn at random in the full matrix. data: groups, and ranks of a group."""
 
+HOSTS = (
+    HostMemory("update-on-device"),
+    HostMemory("update-on-device", fraction=0.5, budget=0),
+    HostMemory("update-on-host"),
+    HostMemory("update-on-host", fraction=0.5),
+)
+"""What rests in host memory."""
+
 EXPERTS = "mixture"
 """The kind of model with experts. It has a mixture with groups, a shared expert and a dense first layer."""
 
@@ -73,6 +82,7 @@ SAMPLED: Mapping[str, Sequence[Any]] = MappingProxyType(
         "codecs": (NO_CODECS, Codecs(Codec("int8", 8), Codec("int4", 8))),
         "outer": (None, Outer(2)),
         "optimizer": ("AdamW", "Muon"),
+        "host": (None, *HOSTS),
     }
 )
 """Factors of the sample, in the order in which values are chosen for a row. data: also the ranks of a group that divide
@@ -108,6 +118,7 @@ class Refusal:
 REFUSALS = (
     Refusal("data", lambda data: len(data) == 3, "model", lambda model: model != EXPERTS, "the model has none"),
     Refusal("expert_layout", lambda layout: layout is not None, "model", lambda model: model != EXPERTS, "has none"),
+    Refusal("host", lambda host: host is not None, "optimizer", lambda name: name == "Muon", "host memory with Muon"),
     Refusal("outer", lambda outer: outer is not None, "data", lambda data: data[0] == 1, "inter = 1 has one"),
 )
 """What cannot be together, with the reason."""

@@ -2,55 +2,230 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+
+from atoll.base.errors import PlanError
 from atoll.plans.host import HostMemory
-from atoll.testing.parity import Case, assert_parity
+from atoll.plans.layouts import EFFECTIVE, Footprint
+from atoll.program import Hosted
+from atoll.program.host import IN, OUT
+from atoll.runtime.sharding.hosted import HostedState
+from atoll.testing import run_ranks
+from atoll.testing.parity import Case, assert_checkpoint_parity, assert_parity, train_case
 from atoll.testing.tiny import TinyConfig
 
-ON_DEVICE = HostMemory("update-on-device")
+ON_DEVICE, ON_HOST = HostMemory("update-on-device"), HostMemory("update-on-host")
+TIGHT = HostMemory("update-on-device", budget=0)
+HALF = HostMemory("update-on-host", fraction=0.5)
+EVERY = (ON_DEVICE, TIGHT, ON_HOST, HALF)
+
+ODD, TIED = TinyConfig(layers=5, odd=True, dropout=0.2), TinyConfig(layers=5, tied=True, vocabulary=17, small=True)
+FROZEN, UNUSED = TinyConfig(layers=5, frozen=True), TinyConfig(layers=5, unused=True)
+MODELS = (ODD, TIED, FROZEN, UNUSED)
+SCHEDULES = ("1f1b", "zb-v", "interleaved", "breadth-first")
+PIPELINE: dict[str, Any] = {"pipeline": 2, "intra": 2, "microbatches": 8}
 
 
-@pytest.mark.parametrize("layout", ["NNN", "IIG", "GGG"])
-def test_states_on_the_host_change_no_result(layout: str) -> None:
-    assert_parity(Case(layout=layout, inter=1, intra=2, host=ON_DEVICE, model=TinyConfig(layers=5, odd=True)))
+# ---- the same result
 
 
-MODELS = (TinyConfig(layers=5, odd=True, dropout=0.2), TinyConfig(layers=5, tied=True, vocabulary=17, small=True))
+@pytest.mark.wide(1)
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_layout_equals_one_process(schedule: str) -> None:
+    """Each kind of host memory, with each recompute."""
+    for at, layout in enumerate(EFFECTIVE):
+        host, recompute = EVERY[at % 4], ("none", "block", "selective")[at % 3]
+        given = {**PIPELINE, "schedule": schedule, "recompute": recompute, "model": MODELS[(at // 2) % 4]}
+        assert_parity(Case(layout=layout.name, host=host, **given))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "interleaved", "breadth-first"])
-def test_under_each_schedule(schedule: str) -> None:
-    given = {"pipeline": 2, "intra": 2, "microbatches": 8, "schedule": schedule}
-    assert_parity(Case(layout="GGG", host=ON_DEVICE, model=MODELS[0], **given))
-    assert_parity(Case(layout="NGG", host=HostMemory("update-on-device", budget=0), model=MODELS[1], **given))
-
-
-@pytest.mark.parametrize("clip", [0.05, 1e3])
-def test_a_post_validated_step(clip: float) -> None:
-    given = {"pipeline": 2, "intra": 2, "microbatches": 8, "schedule": "zb-h1", "clip": clip}
-    assert_parity(Case(layout="GGG", post_validation=True, host=ON_DEVICE, model=MODELS[0], **given))
-    assert_parity(Case(layout="NNG", post_validation=True, host=ON_DEVICE, model=TinyConfig(unused=True), **given))
-
-
-ON_HOST = HostMemory("update-on-host")
-
-
-@pytest.mark.parametrize("layout", ["NNN", "IIG", "GGG"])
-def test_steps_on_the_host(layout: str) -> None:
-    assert_parity(Case(layout=layout, intra=2, host=ON_HOST, model=TinyConfig(layers=5, odd=True)))
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "interleaved", "breadth-first"])
-def test_steps_on_the_host_under_each_schedule(schedule: str) -> None:
-    given = {"pipeline": 2, "intra": 2, "microbatches": 8, "schedule": schedule}
-    assert_parity(Case(layout="GGG", host=ON_HOST, model=MODELS[0], **given))
-    assert_parity(Case(layout="NGG", host=HostMemory("update-on-host", fraction=0.5), model=MODELS[1], **given))
+@pytest.mark.parametrize("host", EVERY, ids=str)
+def test_without_a_pipeline(host: HostMemory) -> None:
+    for layout, model in zip(("NNN", "IIG", "GGG"), MODELS, strict=False):
+        assert_parity(Case(layout=layout, inter=2, intra=2, host=host, model=model))
 
 
 @pytest.mark.parametrize("clip", [0.05, 1e3])
-def test_a_post_validated_step_on_the_host(clip: float) -> None:
-    given = {"pipeline": 2, "intra": 2, "microbatches": 8, "schedule": "zb-h1", "clip": clip}
-    assert_parity(Case(layout="GGG", post_validation=True, host=ON_HOST, model=MODELS[0], **given))
-    half = HostMemory("update-on-host", fraction=0.5)
-    assert_parity(Case(layout="NNG", post_validation=True, host=half, model=TinyConfig(unused=True), **given))
+@pytest.mark.parametrize("host", EVERY, ids=str)
+def test_a_step_ahead_of_its_verdict(host: HostMemory, clip: float) -> None:
+    """Taken unchanged, and clipped after all: what was stepped ahead is made again."""
+    given = {**PIPELINE, "schedule": "zb-h1", "post_validation": True, "clip": clip, "host": host}
+    assert_parity(Case(layout="GGG", model=ODD, **given))
+    assert_parity(Case(layout="NNG", model=UNUSED, **given))
+
+
+def parameters_after(case: Case) -> dict[str, torch.Tensor]:
+    return dict(train_case(case).parameters)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("post_validation", [False, True])
+def test_a_step_on_the_device_gives_the_same_bits(precision: str, post_validation: bool) -> None:
+    given = {**PIPELINE, "schedule": "zb-h1", "precision": precision, "post_validation": post_validation}
+    case = Case(layout="IIG", model=ODD, **given)
+    plain = run_ranks(parameters_after, case.ranks, case)
+    for host in (ON_DEVICE, TIGHT):
+        for own, other in zip(plain, run_ranks(parameters_after, case.ranks, replace(case, host=host)), strict=True):
+            assert own.keys() == other.keys()
+            assert all(torch.equal(own[name], other[name]) for name in own)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "RAdam"])
+@pytest.mark.parametrize("host", [ON_DEVICE, ON_HOST], ids=str)
+def test_any_elementwise_optimizer(host: HostMemory, optimizer: str) -> None:
+    """Without states, with states that are made before the first step, and with counters that its rule reads."""
+    assert_parity(Case(layout="NGG", intra=2, optimizer=optimizer, host=host, model=ODD))
+
+
+def test_matrices_that_are_transformed_whole_are_refused() -> None:
+    with pytest.raises(Exception, match="host memory with Muon"):
+        run_ranks(parameters_after, 2, Case(layout="GGG", intra=2, optimizer="Muon", host=ON_DEVICE))
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    ({"optimizer": "there"}, "optimizer = 'there'; known: update-on-device, update-on-host"),
+    ({"optimizer": "update-on-host", "fraction": 0.0}, "fraction = 0.0"),
+    ({"optimizer": "update-on-host", "fraction": 1.5}, "fraction = 1.5"),
+    ({"optimizer": "update-on-host", "budget": -1}, "budget = -1"),
+])  # fmt: skip
+def test_values_that_no_plan_can_have(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        HostMemory(**given)
+
+
+@pytest.mark.parametrize(("fraction", "found"), [(1.0, 9), (0.5, 4), (1 / 3, 3), (0.25, 2), (0.05, 0)])
+def test_a_fraction_of_the_units_is_spread_over_the_model(fraction: float, found: int) -> None:
+    rests = sorted(HostMemory("update-on-host", fraction=fraction).rests(range(9)))
+    assert len(rests) == found
+    gaps = {later - earlier for earlier, later in zip(rests, rests[1:], strict=False)}
+    assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+# ---- checkpoints
+
+
+@pytest.mark.parametrize(("saves", "loads"), [(ON_DEVICE, None), (None, ON_HOST), (ON_HOST, TIGHT), (HALF, HALF)])
+def test_a_checkpoint_loads_in_any_place(saves: HostMemory | None, loads: HostMemory | None, tmp_path: Path) -> None:
+    first = Case(layout="IIG", inter=2, intra=2, host=saves, model=ODD)
+    second = Case(layout="GGG", intra=2, pipeline=2, schedule="1f1b", host=loads, model=ODD)
+    assert_checkpoint_parity(first, second, tmp_path / "checkpoint")
+
+
+# ---- bytes
+
+
+def held_and_moved(case: Case) -> tuple[Footprint, Footprint, dict[str, int], dict[str, int]]:
+    """At rest, as measured and as predicted; over the link in a step, as counted and as its program says.
+
+    The states are made in the first step, and a post-validated one is ahead of its verdict from the second on.
+    """
+    engine = case.engine()
+    for step in range(2):
+        engine.step(case.share(engine, step))
+    engine.settle()
+    for unit in engine.units:
+        unit.wait_for_parameters()
+    before = dict(engine.transport.sent)
+    engine.step(case.share(engine, 2))
+    engine.settle()
+    for unit in engine.units:
+        unit.wait_for_parameters()
+    ways = (IN, OUT)
+    moved = {way: engine.transport.sent[way] - before[way] for way in ways}
+    found = engine.memory(), engine.footprint().at_rest(case.plan.layout)
+    said = {way: engine.program.sent[way] for way in ways}
+    engine.close()
+    return *found, moved, said
+
+
+@pytest.mark.parametrize("post_validation", [False, True])
+@pytest.mark.parametrize("host", EVERY, ids=str)
+@pytest.mark.parametrize(("layout", "precision"), [("GGG", "bf16"), ("NNG", "fp32"), ("NGI", "bf16")])
+def test_bytes_equal_what_is_said(layout: str, precision: str, host: HostMemory, post_validation: bool) -> None:
+    given = {**PIPELINE, "inter": 2, "schedule": "zb-h1", "precision": precision, "clip": None, "model": ODD}
+    case = Case(layout=layout, host=host, post_validation=post_validation, **{**given, "microbatches": 16})
+    plain = replace(case, host=None)
+    for (held, predicted, moved, said), (before, *_) in zip(
+        run_ranks(held_and_moved, case.ranks, case), run_ranks(at_rest, plain.ranks, plain), strict=True
+    ):
+        assert held == predicted
+        assert held.host > 0
+        assert held.total < before.total
+        assert moved == said
+
+
+def at_rest(case: Case) -> tuple[Footprint]:
+    engine = case.engine()
+    engine.step(case.share(engine, 0))
+    engine.settle()
+    found = engine.memory()
+    engine.close()
+    return (found,)
+
+
+def most_on_the_device(case: Case) -> tuple[int, int]:
+    """The most bytes of state from host memory that were on the device, and those that the program says."""
+    engine = case.engine()
+    hosted = [
+        segment.shards.hosted for unit in engine.units for segment in unit.segments if segment.shards.hosted is not None
+    ]
+    found = [0]
+
+    def look(then: Callable[..., None]) -> Callable[..., None]:
+        def both(state: HostedState) -> None:
+            then(state)
+            found.append(sum(t.nbytes for each in hosted for t in each._here.values()))
+
+        return both
+
+    HostedState.onload = look(HostedState.onload)  # type: ignore[method-assign]
+    for step in range(3):
+        engine.step(case.share(engine, step))
+    engine.close()
+    return max(found), engine.program.peaks.state
+
+
+@pytest.mark.parametrize("budget", [None, 0])
+def test_the_budget_is_what_is_on_the_device(budget: int | None) -> None:
+    case = Case(layout="NGG", intra=2, host=HostMemory("update-on-device", budget=budget), model=ODD)
+    for most, said in run_ranks(most_on_the_device, 2, case):
+        assert most == said > 0
+
+
+def test_an_evaluation_reads_what_the_host_has_stepped() -> None:
+    for host in (ON_DEVICE, ON_HOST):
+        case = Case(layout="GGG", intra=2, host=host, model=ODD)
+        for own, other in zip(
+            run_ranks(evaluated, 2, case), run_ranks(evaluated, 2, replace(case, host=None)), strict=True
+        ):
+            assert own == pytest.approx(other, rel=1e-12)
+
+
+def evaluated(case: Case) -> float:
+    engine = case.engine()
+    engine.step(case.share(engine, 0))
+    found = engine.evaluate(case.share(engine, 1))
+    engine.close()
+    return float(found.loss if hasattr(found, "loss") else found)
+
+
+def instructions_of(case: Case) -> list[str]:
+    engine = case.engine()
+    found = [str(each.do) for each in engine.program.instructions]
+    engine.close()
+    return found
+
+
+def test_without_the_option_there_is_no_instruction_of_it() -> None:
+    names = {str(row) for row in vars(Hosted).values() if hasattr(row, "lane")}
+    (found, _) = run_ranks(instructions_of, 2, Case(layout="GGG", intra=2))
+    assert not names & set(found)
+    (found, _) = run_ranks(instructions_of, 2, Case(layout="GGG", intra=2, host=ON_DEVICE))
+    assert set(found) >= {"ONLOAD", "ONLOADED", "STEP_UNIT", "OFFLOAD", "OFFLOADED", "LANDED"}

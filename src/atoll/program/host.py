@@ -4,15 +4,17 @@ Stepped on the device:
 
     LANDED     waits, behind the first forward, for what the step before sent back: the device's copies of it are freed
     ONLOAD     begins to copy the master and states of a unit to the device
-    STEP_UNIT  waits for that, and steps the unit
+    ONLOADED   waits for that                          STEP_UNIT  steps the unit
     OFFLOAD    begins to copy them back                OFFLOADED  waits for that: the device's copies are freed
 
 At a step's end the units are stepped one by one, in the order of the forward, since the next step needs the first ones
 first. ONLOAD of the first units precedes the sums: the copies overlap with the last reductions. From there on a unit is
 onloaded as soon as there is room for it (`RankShape.room`), while others are stepped and offloaded:
 
-    ONLOAD 0, ONLOAD 1, ONLOAD 2, SUMS, TOTAL, VERDICT, STEP, STEP_UNIT 0, RETURN 0, OFFLOAD 0, STEP_UNIT 1, RETURN 1,
-    OFFLOAD 1, OFFLOADED 0, ONLOAD 3, STEP_UNIT 2, RETURN 2, OFFLOAD 2, OFFLOADED 1, ONLOAD 4, ..
+    ONLOAD 0, ONLOAD 1, ONLOAD 2, SUMS, TOTAL, VERDICT, STEP,
+    ONLOADED 0, STEP_UNIT 0, RETURN 0, OFFLOAD 0,
+    ONLOADED 1, STEP_UNIT 1, RETURN 1, OFFLOAD 1, OFFLOADED 0, ONLOAD 3,
+    ONLOADED 2, STEP_UNIT 2, RETURN 2, OFFLOAD 2, OFFLOADED 1, ONLOAD 4, ..
 
 The copies of the last units overlap with the next step's first forward.
 
@@ -101,13 +103,18 @@ class Hosted:
         needs=(Need(HostFacts.HOME, "the state of unit {unit} is onloaded, and may still be on its way back"),),
         ends=(HostFacts.HOME,), gives=(HostFacts.ONLOADING, HostFacts.HELD), takes=(Amount(_STATE, _size),),
     )  # fmt: skip
+    ONLOADED = Operation(
+        lane=Lane.HOST, waits=True, peers=Partners.NONE,
+        needs=(Need(HostFacts.ONLOADING, "unit {unit} is waited for before its state is onloaded"),),
+        ends=(HostFacts.ONLOADING,), gives=(HostFacts.HERE,), cause="host",
+    )  # fmt: skip
     STEP_UNIT = Operation(
         peers=Partners.TENSOR,
         needs=(
-            Need(HostFacts.ONLOADING, "unit {unit} is stepped before its state is onloaded"),
+            Need(HostFacts.HERE, "unit {unit} is stepped before its state is onloaded"),
             Need(Facts.SYNCED, "unit {unit} is stepped before its gradients are there"),
         ),
-        ends=(HostFacts.ONLOADING,), gives=(HostFacts.HERE, Facts.UPDATED), cause="optimizer", column="STEP",
+        gives=(Facts.UPDATED,), cause="optimizer", column="STEP",
     )  # fmt: skip
     OFFLOAD = Operation(
         lane=Lane.HOST, begins=True, is_aside=True, moves=True, carries="state", peers=Partners.NONE,
@@ -261,6 +268,7 @@ class _Turns:
         """Step a unit, onloaded here at last."""
         if unit not in self._here:
             yield from self.look(action, waits_for_all=True)
+        yield Instruction(Hosted.ONLOADED, action, unit)
         yield Instruction(Hosted.STEP_UNIT, action, unit)
 
     def leave(self, action: Action, unit: int) -> Iterator[Instruction]:

@@ -201,8 +201,11 @@ class Sharding:
         in `atoll.plans.layouts.footprint`."""
         if not self.on_host or not segment.trainable:
             return 0
+        held = self._held(segment)
         kept = self.states_of(segment) if states is None else states
-        return (1 + kept) * ITEM_BYTES[self.precision.master] * len(self._held(segment))
+        if not segment.map.slices(held):  # padding alone, of which the optimizer knows nothing
+            kept = 0
+        return (1 + kept) * ITEM_BYTES[self.precision.master] * len(held)
 
     def _held(self, segment: SegmentShape) -> range:
         return self.nest.range(self.layout.optimizer, segment.map.padded)

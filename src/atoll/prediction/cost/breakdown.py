@@ -24,6 +24,7 @@ class Breakdown(NamedTuple):
     messages: waits for messages between stages that are in flight.
     gathers, reductions: waits for parameters and gradients on the data-parallel links, and copies and casts of gathers.
     sums: waits for the sums at a step's end that are in flight.
+    host: waits for copies to host memory and from it, and for steps that its processors make.
     """
 
     forward: float = 0.0
@@ -38,6 +39,7 @@ class Breakdown(NamedTuple):
     gathers: float = 0.0
     reductions: float = 0.0
     sums: float = 0.0
+    host: float = 0.0
 
     @property
     def total(self) -> float:
@@ -58,10 +60,11 @@ PARTS = {
     "gathers": "gathers of parameters",
     "reductions": "reductions of gradients",
     "sums": "sums at the step's end",
+    "host": "host memory",
 }
 """Names of a breakdown's fields."""
 
-_WAITS = frozenset({"gathers", "reductions", "messages", "sums"})
+_WAITS = frozenset({"gathers", "reductions", "messages", "sums", "host"})
 """Causes of waits; other instructions that wait count to what they compute."""
 
 _FROM_OTHERS = frozenset({"messages", "sums"})

@@ -9,6 +9,7 @@
     devices = 8
     cards = 8                     # network cards, which share the node's traffic
     link = { preset = "nvlink3" }
+    host = { preset = "dgx-a100" }
 
     [network]
     preset = "infiniband-hdr"     # of one card
@@ -34,6 +35,7 @@ from atoll.base.errors import ConfigError
 from atoll.base.toml import nested_to_toml
 from atoll.plans.layouts import ITEM_BYTES
 from atoll.plans.plan import MeshShape
+from atoll.program.host import IN, OUT, STEPS
 from atoll.program.sim import Speed
 
 Above = Annotated[float, Field(gt=0)]
@@ -152,12 +154,37 @@ class Link(_Table):
         return Speed(self.latency, self.goodput * count, burst=self.burst * count, busy=self.busy)
 
 
+class Host(_Table):
+    """The host memory of a node, and the link between it and a device.
+
+    memory: bytes of a node.  bandwidth: bytes a second of that memory, which all processors and links of a node share.
+    rate: bytes a second of a device's link, in one direction.  latency: seconds of a copy.  reach: share of rate and
+    bandwidth that large copies and updates achieve.
+    uplinks: number of such links that a node has, where its devices share them, as behind switches; one a device if not
+    given.
+    """
+
+    memory: _Count
+    bandwidth: Above
+    rate: Above
+    latency: NotBelow = 0.0
+    reach: Share = 0.8
+    uplinks: _Count | None = None
+    source: str = ""
+
+    def times(self, factor: float) -> Host:
+        """Return the host with a multiple of the link's bytes a second."""
+        return self.model_copy(update={"rate": self.rate * factor})
+
+
 class Node(_Table):
-    """A node: devices with a link each, and network cards that they share. link: None for one device."""
+    """A node: devices with a link each, network cards that they share, and host memory. link: None for one device.
+    host: needed only to predict what rests there."""
 
     devices: _Count = 1
     cards: _Count = 1
     link: Link | None = None
+    host: Host | None = None
 
     @model_validator(mode="after")
     def _check_link(self) -> Node:
@@ -254,6 +281,27 @@ class Cluster(_Table):
         }
         return all((first + one * stride) // devices == (first + other * stride) // devices for first in begins)
 
+    @property
+    def host(self) -> Host:
+        """The host memory of a node. Raises ConfigError if it is not known."""
+        if self.node.host is None:
+            raise ConfigError(
+                "the cluster has no [node.host], and the plan keeps state in host memory; add its memory, bandwidth and "
+                'the link\'s rate, or a preset such as host = { preset = "dgx-h100" }'
+            )
+        return self.node.host
+
+    def to_host(self) -> dict[str, Speed]:
+        """Return a device's link to host memory, in both directions, and its share of that memory while all devices of
+        the node copy or are stepped there: by axis of `atoll.program.host`."""
+        host, devices = self.host, self.node.devices
+        uplinks = min(devices, host.uplinks or devices)
+        # Copies in both directions read or write the memory that the devices share.
+        share = host.bandwidth / devices
+        rate = min(host.rate * uplinks / devices, share) * host.reach
+        link = Speed(host.latency, rate)
+        return {IN: link, OUT: link, STEPS: Speed(0.0, share * host.reach)}
+
     def inside(self) -> Speed:
         """Return the link of a device within its node."""
         link = self.node.link
@@ -273,7 +321,7 @@ def _stretch(mesh: MeshShape, axis: str) -> tuple[int, int]:
 
 @lru_cache(maxsize=1)
 def presets() -> Mapping[str, Mapping[str, Any]]:
-    """Return presets by kind ("devices" and "links") and name, as tables."""
+    """Return presets by kind ("devices", "links" and "hosts") and name, as tables."""
     text = files("atoll.prediction.cost").joinpath("presets.toml").read_text(encoding="utf-8")
     return parse_toml(text)
 
@@ -287,6 +335,8 @@ def _with_presets(values: Mapping[str, Any]) -> dict[str, Any]:
     node = found.get("node")
     if isinstance(node, dict) and isinstance(node.get("link"), Mapping):
         node["link"] = _filled(node["link"], "links")
+    if isinstance(node, dict) and isinstance(node.get("host"), Mapping):
+        node["host"] = _filled(node["host"], "hosts")
     return found
 
 

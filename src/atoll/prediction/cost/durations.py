@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from atoll.plans.layouts import ITEM_BYTES, StoredCopies
+from atoll.plans.layouts import ITEM_BYTES, StoredCopies, footprint
 from atoll.plans.schedules import Links, PipelineLink
 from atoll.prediction.cost.cluster import Cluster
 from atoll.prediction.cost.kernels import Exchange, KernelClock, Product
 from atoll.prediction.cost.ranks import Ranks
 from atoll.prediction.cost.work import Work
-from atoll.program import Do, Operation, Sliced
+from atoll.program import Do, Hosted, Operation, Sliced, UnitShape
 from atoll.program.sim import Rates, Speed
 
 Parts = tuple[float, float, float]
@@ -40,6 +40,8 @@ class Durations:
         if 1 < mesh.expert < mesh.intra:
             # Experts have transfers on the same link, between ranks that are further apart.
             found["intra"] = min(found["intra"], self.cluster.along(mesh, "shard"), key=lambda speed: speed.rate)
+        if self.ranks.plan.host is not None:
+            found |= self.cluster.to_host()
         if any(map(self.near, range(mesh.pipeline))) and not all(
             self.cluster.share_nodes(mesh, 0, rank) for rank in range(mesh.pipeline)
         ):
@@ -85,7 +87,7 @@ class Durations:
         found = []
         for rank in range(self.ranks.plan.mesh.pipeline):
             seconds = self._by_instruction(rank, parts)
-            seconds[Do.STEP, -1] = self._step_seconds(rank, update)
+            seconds |= self._steps(rank, update)
             seconds |= self._copies(rank)
             seconds |= {key: taken * update for key, taken in self._transforms(rank).items()}
             seconds[Do.FINISH_F, -1] = seconds[Do.START_I, -1] = self.cluster.device.efficiency.pause * pause
@@ -108,15 +110,36 @@ class Durations:
             efficiency.update * (3 * parameters + 2 * states) / 7 / (self.cluster.device.bandwidth * efficiency.memory)
         )
 
-    def _step_seconds(self, rank: int, update: float) -> float:
-        """Seconds of the elementwise step of a pipeline rank's parameters, times `update`."""
-        shape = self.ranks.of(rank)
-        all_kept, one, none = (shape.footprint(states=states).optimizer for states in (None, 1, 0))
+    def _steps(self, rank: int, update: float) -> dict[tuple[Operation, int], float]:
+        """Seconds of the optimizer's steps of a pipeline rank, times `update`: of all units together, and of each whose
+        state comes from host memory."""
+        units = self.ranks.of(rank).units
+        found: dict[tuple[Operation, int], float] = {}
+        for index, unit in units.items():
+            if unit.on_host:
+                found[Hosted.STEP_UNIT, index] = self._step_seconds([unit], update)
+        # The processors of the host step the others: STEP_ON_HOST has their time.
+        here = [unit for unit in units.values() if not unit.on_host and not unit.is_stepped_on_host]
+        found[Do.STEP, -1] = self._step_seconds(here, update)
+        return found
+
+    def _step_seconds(self, units: Sequence[UnitShape], update: float) -> float:
+        """Seconds of the elementwise step of units, times `update`."""
+
+        def kept_with(states: int | None) -> int:
+            return sum(
+                found.optimizer + found.host
+                for unit in units
+                for segment, sharding in unit.sharded_segments
+                for found in (footprint([segment], replace(sharding, keeps_apart=False), states=states),)
+            )
+
+        all_kept, one, none = map(kept_with, (None, 1, 0))
         item = ITEM_BYTES[self.ranks.plan.precision.master]
         # `efficiency.update` is with a cast of the result, which is a part of the next gather if no copy is stored.
         cast = sum(
             sharding.copied_bytes(segment)
-            for unit in shape.units.values()
+            for unit in units
             for segment, sharding in unit.sharded_segments
             if sharding.stored(segment) is StoredCopies.CAST
         )

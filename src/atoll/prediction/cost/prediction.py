@@ -168,7 +168,22 @@ class Prediction:
         fit."""
         return self.device.memory - self.peak(rank).total
 
+    def on_host(self, rank: int) -> int:
+        """Return the bytes of state that a pipeline rank keeps in host memory."""
+        return self.ranks.of(rank).footprint().host
+
+    @cached_property
+    def host_margin(self) -> int | None:
+        """The bytes of a node's host memory that are free beside the state that rests there and a save in the
+        background; None if none does. With stages of several ranks on a node, each device counts as the fullest one."""
+        ranks = range(self.plan.mesh.pipeline)
+        if self.plan.host is None:
+            return None
+        devices = min(self.given.node.devices, self.plan.mesh.world)
+        return self.given.host.memory - devices * max(self.on_host(rank) + self.saved(rank) for rank in ranks)
+
     @property
     def fits(self) -> bool:
-        """True if each rank's peak is at most the device's memory."""
-        return all(self.margin(rank) >= 0 for rank in range(self.plan.mesh.pipeline))
+        """True if each rank's peak is at most the device's memory, and what rests in host memory at most that."""
+        is_within = self.host_margin is None or self.host_margin >= 0
+        return is_within and all(self.margin(rank) >= 0 for rank in range(self.plan.mesh.pipeline))

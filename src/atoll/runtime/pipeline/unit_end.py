@@ -84,6 +84,7 @@ OF_UNIT: Mapping[Operation, Callable[[StepEnd, Unit], None]] = {
     Do.UPDATE: _update,
     Do.RETURN: _sync_parameters,
     Hosted.ONLOAD: lambda end, unit: end.optimizer.onload(unit),
+    Hosted.ONLOADED: lambda end, unit: end.optimizer.arrive(unit),
     Hosted.STEP_UNIT: _step_unit,
     Hosted.OFFLOAD: lambda end, unit: end.optimizer.offload(unit),
     Hosted.OFFLOAD_GRAD: lambda end, unit: end.optimizer.lower(unit),

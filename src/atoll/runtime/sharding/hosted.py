@@ -9,7 +9,8 @@ to OFFLOAD they are views of `here`. At any other time the slices read NaN, as f
 views of `home`, which checkpoints read and write without the device.
 
     ONLOAD      allocates `here` and begins to copy `home` to it
-    STEP_UNIT   waits for that, lets the optimizer see `here`, and steps
+    ONLOADED    waits for that
+    STEP_UNIT   lets the optimizer see `here`, and steps
     RETURN      copies the stepped master to the parameters, from `here`
     OFFLOAD     lets the optimizer see `home` again, and begins to copy `here` to it
     OFFLOADED   waits for that, and frees `here`
@@ -38,12 +39,13 @@ one by one; from the next step on they are part of the flat buffers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
 
 from atoll.plans.layouts import Slice
+from atoll.program.host import IN, OUT
 from atoll.runtime import lanes
 from atoll.runtime.sharding.flat_group import FlatGroup
 
@@ -51,6 +53,9 @@ MASTER = "master"
 """Key of the master among the buffers; those of states have the optimizer's, with a prefix."""
 
 _STATE = "state."
+
+_WAYS: Mapping[lanes.LaneKind, str] = {"onload": IN, "offload": OUT}
+"""The direction of the link to host memory, as `Transport.sent` counts it."""
 
 
 class HostedState:
@@ -142,11 +147,10 @@ class HostedState:
         self._start("onload", [(here, self._home[key]) for key, here in self._here.items()])
 
     def arrive(self) -> None:
-        """Wait until everything is here: from now on the optimizer sees it here."""
+        """Wait until everything is here."""
         if self._job is not None:
             self._job.wait()
             self._job = None
-        self.is_here = True
 
     def makes(self, key: str, part: Slice, value: torch.Tensor, *, is_ahead: bool) -> torch.Tensor:
         """Return the place at home of a state after the step. value: what the optimizer has: the buffer's view, or a
@@ -207,8 +211,7 @@ class HostedState:
         """Begin to copy the gradients to host memory."""
         if self.gradient is None:
             self.gradient = self._at_home(gradient.dtype)
-        lane = self._flat.around.lanes["offload"]
-        self._lowering = lane.start(partial(_copy, ((self.gradient, gradient),)), unit=self._flat.tag[0])
+        self._lowering = self._copying("offload", [(self.gradient, gradient)])
 
     def lowered(self) -> None:
         """Wait until the gradients have left the device: they may be freed."""
@@ -264,10 +267,20 @@ class HostedState:
             return master, self._raised
         return master, flat.part(master, flat.layout.optimizer, max(flat.layout.parameters, flat.layout.optimizer))
 
-    def _start(self, kind: lanes.LaneKind, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> lanes.Job:
-        lane = self._flat.around.lanes[kind]
-        self._job = lane.start(partial(_copy, tuple(pairs)), unit=self._flat.tag[0])
+    def _start(self, kind: lanes.LaneKind, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> lanes.Job:
+        self._job = self._copying(kind, pairs)
         return self._job
+
+    def _copying(self, kind: lanes.LaneKind, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> lanes.Job:
+        """Begin to copy the second of each pair to the first."""
+        around = self._flat.around
+        around.transport.count(_WAYS[kind], sum(source.nbytes for _, source in pairs))
+        return around.lanes[kind].start(partial(_copy, tuple(pairs)), unit=self._flat.tag[0])
+
+    def raise_to(self, own: torch.Tensor, raised: torch.Tensor) -> lanes.Job:
+        """Begin to copy what has come up to the parameters. The memory is pinned, and the next step on the host alone
+        writes it, whose gradients need these values."""
+        return self._copying("onload", [(own, raised)])
 
 
 def _view(buffer: torch.Tensor, part: Slice) -> torch.Tensor:

@@ -402,6 +402,11 @@ class ShardedOptimizer:
         for hosted in _hosted(unit):
             hosted.onload()
 
+    def arrive(self, unit: Unit) -> None:
+        """Wait until a unit's state is on the device."""
+        for hosted in _hosted(unit):
+            hosted.arrive()
+
     def step_unit(self, unit: Unit, touched: Collection[str], scale: float, options: Sequence[Options]) -> None:
         """Step a unit whose state has been onloaded; arguments as of `step`."""
         is_fused = scale != 1.0 and takes_scale(self.torch)
@@ -503,6 +508,7 @@ class ShardedOptimizer:
         """Let the optimizer see a unit's state on the device."""
         for hosted in _hosted(unit):
             hosted.arrive()
+            hosted.is_here = True
             for part in hosted.parts:
                 own = self.slices[part.name]
                 master = hosted.here(MASTER, part)

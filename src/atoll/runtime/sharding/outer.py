@@ -65,11 +65,12 @@ class _Anchor:
 
     @property
     def _own(self) -> torch.Tensor:
-        """This rank's part of the masters at level G."""
+        """This rank's part of the masters at level G, on the device: a copy of those that rest in host memory."""
         segment, level = self.segment, self.segment.flat.layout.optimizer
         assert segment.shards.master is not None, "an anchor is of trained parameters"
         outer, inner = segment.flat.range(level), segment.flat.range(Level.G)
-        return segment.shards.master.detach().narrow(0, inner.start - outer.start, len(inner))
+        own = segment.shards.master.detach().narrow(0, inner.start - outer.start, len(inner))
+        return own.to(segment.flat.around.device)
 
     def adopt(self, names: Collection[str] | None = None) -> None:
         """Set the anchor to the island's parameters: of all names, or of some. Nothing of them is owed any more."""
@@ -170,7 +171,7 @@ class _Anchor:
         moves = segment.flat.sharding.real(SYNC_PARAMETER[Level.G, level])
         if moves:
             outer, inner = segment.flat.range(level), segment.flat.range(Level.G)
-            source = torch.empty_like(target)
+            source = torch.empty_like(target, device=self.value.device)
             source.narrow(0, inner.start - outer.start, len(inner)).copy_(self.value)
             tag = Tag(Channel.GATHER_INTRA, self._tag[0], Tag.LAST - self._tag[1])  # which no gather of a step has
             for move in moves:
@@ -178,7 +179,7 @@ class _Anchor:
                 buffer = source.narrow(0, part.start - outer.start, len(part))
                 self._transport.gather(buffer, segment.flat.around.peers(move.axis), tag)
         if share:
-            target.lerp_(source, 1.0 - share)
+            target.lerp_(source.to(target.device), 1.0 - share)
         else:
             target.copy_(source)
 

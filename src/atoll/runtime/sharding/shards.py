@@ -180,14 +180,9 @@ class ParameterShards:
         flat, parameter = self._flat, self.parameter
         assert parameter is not None, "parameters whose master is on the host are stored apart from it"
         p, os = flat.layout.parameters, flat.layout.optimizer
-        own = flat.part(parameter, p, max(p, os))
-
-        def copy() -> None:
-            # The memory is pinned, and the next step on the host alone writes it, whose gradients need these values.
-            own.copy_(raised, non_blocking=True)
-
+        assert self.hosted is not None, "it has stepped"
         self._is_ahead = False
-        self.syncing = self._collectives.start("onload", copy, after=None)
+        self.syncing = self.hosted.raise_to(flat.part(parameter, p, max(p, os)), raised)
         if SYNC_PARAMETER[os, p]:
             self.syncing = self._collectives.start("sync", self._all_gather, after=self.syncing)
 

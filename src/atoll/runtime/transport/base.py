@@ -273,7 +273,8 @@ def new_name(axes: Sequence[str]) -> str:
 
 
 class Transport(ABC):
-    """Interface of a transport. `sent` counts bytes by axis ("intra", "inter", "pp").
+    """Interface of a transport. `sent` counts bytes by axis ("intra", "inter", "pp"), and those of the two directions of
+    the link to host memory (`atoll.program.host`).
 
     waits_on_host: whether a gather or a reduction returns when it has finished, instead of when it has been launched.
     has_islands: whether ranks of other positions along `inter` take steps of their own.
@@ -306,9 +307,10 @@ class Transport(ABC):
     def post(self, tensor: torch.Tensor, peer: int, tag: Tag) -> None:
         """Send along the pipeline and hold `tensor` until it has been sent, without waiting."""
         self._outbox.put(self.send(tensor, peer, tag), tensor)
-        self._count("pp", tensor.nbytes)
+        self.count("pp", tensor.nbytes)
 
-    def _count(self, axis: str, nbytes: int) -> None:
+    def count(self, axis: str, nbytes: int) -> None:
+        """Add to `sent`. Thread-safe."""
         with self._counting:
             self.sent[axis] += nbytes
 
@@ -366,7 +368,7 @@ class Transport(ABC):
         own = self.place.coordinates
         for rank, tensor in out.items():
             there = self.place.mesh.place(rank).coordinates
-            self._count(next(axis for axis in ("inter", "tp", "intra") if own[axis] != there[axis]), tensor.nbytes)
+            self.count(next(axis for axis in ("inter", "tp", "intra") if own[axis] != there[axis]), tensor.nbytes)
 
     def open_swaps(self, *axes: str) -> None:  # noqa: B027 (nothing to do where tags match)
         """Ways between all ranks along `axes`, for `swap`; all ranks ask at once."""
@@ -405,7 +407,7 @@ class Transport(ABC):
         """Sum a tensor in place over the ranks along `axis`, the same bits on each."""
         ranks = self.place.peers(axis)
         self.total_ordered(values, ranks, tag)
-        self._count(axis, values.nbytes * (len(ranks) - 1))
+        self.count(axis, values.nbytes * (len(ranks) - 1))
 
     def open_links(self, kind: Channel | None, ways: Iterable[tuple[int, int]]) -> None:  # noqa: B027
         """Open links of a kind (`link_of`) between pipeline positions, each from one to another, where messages match

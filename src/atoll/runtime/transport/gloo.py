@@ -163,7 +163,7 @@ class GlooTransport(Transport):
                         into[at].copy_(part)
             if at_rest >= 0 > lent:  # permanent memory stays in place; lent memory is elsewhere the next time
                 self._known[tag] = parts
-        self._count(peers.axis, place.nbytes * len(peers.others))
+        self.count(peers.axis, place.nbytes * len(peers.others))
 
     def reduce(self, whole: torch.Tensor, peers: Peers, tag: Tag, *, out: torch.Tensor | None = None) -> None:
         own = peers.own(whole)
@@ -182,7 +182,7 @@ class GlooTransport(Transport):
             torch.add(parts[0], parts[1], out=target)
             for at in range(2, len(peers.ranks)):
                 target.add_(parts[at])
-        self._count(peers.axis, own.nbytes * len(peers.others))
+        self.count(peers.axis, own.nbytes * len(peers.others))
 
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, peers: Peers, tag: Tag) -> None:
         # Never by places: encoded blocks cross groups, where nothing is read in place.
@@ -190,7 +190,7 @@ class GlooTransport(Transport):
         messages += [self.send(peers.block(sent, at), rank, tag) for at, rank in peers.others]
         for message in messages:
             message.wait()
-        self._count(peers.axis, peers.own(sent).nbytes * len(peers.others))
+        self.count(peers.axis, peers.own(sent).nbytes * len(peers.others))
 
     @contextmanager
     def exchange_rows(
@@ -202,7 +202,7 @@ class GlooTransport(Transport):
         own, into = peers.index, lambda at: torch.empty_like(forms[at], device=sent.device)
         with self._swap(dict(enumerate(out)), peers, tag, into=into, forms=forms) as parts:
             yield [out[own] if at == own else parts.get(at, sent[:0]) for at in range(len(peers.ranks))]
-        self._count(peers.axis, sum(out[at].nbytes for at, _ in peers.others))
+        self.count(peers.axis, sum(out[at].nbytes for at, _ in peers.others))
 
 
 # Channels of the places of blocks, for the two moves inside a group, and for rows. A place has the tag of its block but

@@ -208,7 +208,7 @@ class NcclTransport(Transport):
         ranks = self.place.peers(axis)
         if ranks in self._axes:
             dist.all_reduce(values, group=self._axes[ranks])
-            self._count(axis, values.nbytes * (len(ranks) - 1))
+            self.count(axis, values.nbytes * (len(ranks) - 1))
 
     def send(self, tensor: torch.Tensor, peer: int, tag: Tag) -> Message:
         work = dist.isend(tensor, peer, group=self._link(self.place.rank, peer, tag))
@@ -232,7 +232,7 @@ class NcclTransport(Transport):
         if not peers.others:
             return
         dist.all_gather_into_tensor(whole, place if own is None else own, group=self._axes[peers.ranks])
-        self._count(peers.axis, place.nbytes * len(peers.others))
+        self.count(peers.axis, place.nbytes * len(peers.others))
 
     def reduce(self, whole: torch.Tensor, peers: Peers, tag: Tag, *, out: torch.Tensor | None = None) -> None:
         own = peers.own(whole)
@@ -243,13 +243,13 @@ class NcclTransport(Transport):
                 out.copy_(own)
             return
         dist.reduce_scatter_tensor(target, whole, group=self._axes[peers.ranks])
-        self._count(peers.axis, own.nbytes * len(peers.others))
+        self.count(peers.axis, own.nbytes * len(peers.others))
 
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, peers: Peers, tag: Tag) -> None:
         if peers.others:
             group = self._axes[peers.ranks] if peers.ranks in self._axes else self._swaps[peers.ranks]
             dist.all_to_all_single(received, sent, group=group)
-            self._count(peers.axis, peers.own(sent).nbytes * len(peers.others))
+            self.count(peers.axis, peers.own(sent).nbytes * len(peers.others))
 
     @contextmanager
     def exchange_rows(
@@ -259,5 +259,5 @@ class NcclTransport(Transport):
         received = sent.new_empty(sum(into), sent.shape[1])
         group = self._swaps[peers.ranks]
         dist.all_to_all_single(received, sent, output_split_sizes=into, input_split_sizes=out, group=group)
-        self._count(peers.axis, sent.shape[1] * sent.itemsize * (sum(out) - out[peers.index]))
+        self.count(peers.axis, sent.shape[1] * sent.itemsize * (sum(out) - out[peers.index]))
         yield list(received.split(into))

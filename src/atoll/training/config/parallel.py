@@ -1,4 +1,5 @@
-"""[parallel], [parallel.codecs] and [parallel.outer]: mesh, layout, schedule and what is sent."""
+"""[parallel], [parallel.codecs], [parallel.outer] and [parallel.host]: mesh, layout, schedule, what is sent, and what
+rests in host memory."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from atoll.base.errors import LayoutError, PlanError
+from atoll.plans.host import HostMemory
 from atoll.plans.ir.residency import current
 from atoll.plans.layouts import ROUNDINGS, Codec, Codecs, Layout
 from atoll.plans.outer import Outer
@@ -59,6 +61,23 @@ class CodecSection(Section):
             for name, rounding in ((self.gradient, self.rounding), (self.parameter, ROUNDINGS[0]))
         )
         return Codecs(gradient, parameter, self.feedback)
+
+
+class HostSection(Section):
+    """[parallel.host]: what rests in host memory instead of the device's; see docs/host.md."""
+
+    optimizer: Literal["update-on-device", "update-on-host"]
+    """where the optimizer's step is made of masters and states that rest in host memory: "update-on-device" copies them
+    to the device and back, unit by unit; "update-on-host" copies gradients to host memory, and updated parameters back"""
+    fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """share of a rank's trained units whose masters and states rest there"""
+    budget: Annotated[int, Field(ge=0)] | None = None
+    """bytes of that state which may be on the device at once; if not given, what the three largest units need"""
+
+    @property
+    def value(self) -> HostMemory:
+        """The host memory of the plan."""
+        return HostMemory(self.optimizer, self.fraction, self.budget)
 
 
 class OuterOptimizer(Section):
@@ -171,6 +190,8 @@ class Parallel(Section):
     """encoding of messages between groups: docs/codecs.md"""
     outer: OuterSection | None = None
     """outer steps of groups that train independently: docs/outer.md, keys below"""
+    host: HostSection | None = None
+    """what rests in host memory: docs/host.md, keys below"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto" uses one GPU per local rank if there are enough, else the CPU"""
     timeout: Annotated[float, Field(gt=0)] | None = None

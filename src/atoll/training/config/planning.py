@@ -91,6 +91,7 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
         outer=None if parallel.outer is None else parallel.outer.to_outer(parallel.codecs),
         expert_layout=None if parallel.expert_layout is None else Layout(parallel.expert_layout),
         imbalance=parallel.imbalance,
+        host=None if parallel.host is None else parallel.host.value,
     )
 
 
