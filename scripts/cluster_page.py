@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from atoll.base.toml import value_to_toml
 from atoll.base.units import format_bytes, format_seconds
-from atoll.prediction.cost import Cluster, Device, Efficiency, Link, Node, presets
+from atoll.prediction.cost import Cluster, Device, Efficiency, Host, Link, Node, presets
 
 MEANINGS: Mapping[str, str] = {
     "nodes": "how many nodes a planner may use; predictions take as many as the plan needs",
@@ -37,6 +37,14 @@ MEANINGS: Mapping[str, str] = {
     "node.devices": "devices of a node",
     "node.cards": "network cards of a node, which its devices share evenly",
     "node.link": "between two devices of a node: a link; needed where there are two",
+    "node.host": "the memory of the node's host, and a device's link to it: needed to predict what rests there",
+    "host.memory": "bytes of a node",
+    "host.bandwidth": "bytes a second of that memory, which all processors and links of the node share",
+    "host.rate": "bytes a second of a device's link to it, in one direction",
+    "host.latency": "seconds of a copy",
+    "host.reach": "share of rate and bandwidth that large copies and updates reach",
+    "host.uplinks": "such links of a node where its devices share them, as behind switches; one a device if not given",
+    "host.source": "where the figures are from",
     "network": "of one network card: a link; needed where there are two nodes",
     "link.rate": "bytes a second in one direction",
     "link.latency": "seconds of one hop",
@@ -54,6 +62,7 @@ TABLES: Mapping[str, type[BaseModel]] = {
     "device.efficiency": Efficiency,
     "node": Node,
     "link": Link,
+    "host": Host,
 }
 
 
@@ -113,9 +122,20 @@ def links() -> str:
     return markdown_table(["link", "rate", "latency", "source"], rows)
 
 
+def hosts() -> str:
+    rows = []
+    for name in presets()["hosts"]:
+        host = Host.model_validate(presets()["hosts"][name])
+        rates = (f"{format_bytes(each, decimal=True)}/s" for each in (host.bandwidth, host.rate))
+        uplinks = "one a device" if host.uplinks is None else str(host.uplinks)
+        rows.append([f"`{name}`", format_bytes(host.memory), *rates, uplinks, host.source])
+    return markdown_table(["host", "memory", "bandwidth", "link", "links", "source"], rows)
+
+
 PARTS: Mapping[str, Callable[[], str]] = {
     "cluster-keys": keys,
     "cluster-devices": devices,
     "cluster-efficiencies": efficiencies,
     "cluster-links": links,
+    "cluster-hosts": hosts,
 }

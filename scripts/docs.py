@@ -80,6 +80,8 @@ DEFAULTS: Mapping[str, str] = {
     "train.weight_decay": "`0.1` of AdamW",
     "parallel.outer": "none: all groups take each step together",
     "parallel.outer.every": "must be given",
+    "parallel.host": "none: all state rests on the device",
+    "parallel.host.optimizer": "must be given",
 }
 """Defaults that depend on something else."""
 

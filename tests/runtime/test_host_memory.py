@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def test_values_that_no_plan_can_have(given: dict[str, Any], words: str) -> None
 def test_a_fraction_of_the_units_is_spread_over_the_model(fraction: float, found: int) -> None:
     rests = sorted(HostMemory("update-on-host", fraction=fraction).rests(range(9)))
     assert len(rests) == found
-    gaps = {later - earlier for earlier, later in zip(rests, rests[1:], strict=False)}
+    gaps = {later - earlier for earlier, later in pairwise(rests)}
     assert not gaps or max(gaps) - min(gaps) <= 1
 
 

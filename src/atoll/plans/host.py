@@ -4,7 +4,7 @@ The optimizer's state of a unit that rests there is its master and the tensors t
 parameter. The parameters of the forward rest on the device, apart from the master.
 
     update-on-device   unit by unit, at the end of a step: the state is copied to the device, stepped, and copied back
-    update-on-host     gradients are copied to host memory and the processors step there, while the next step begins; the
+    update-on-host     gradients are copied to host memory, where the processors step while the next step begins; the
                        parameters come back for their first use
 """
 
@@ -31,7 +31,7 @@ class HostMemory:
     """The host memory of a plan.
 
     optimizer: where the state is stepped.  fraction: the share of a rank's trained units whose state rests there.
-    budget: bytes of it that may be on the device at once to be stepped there; if not given, what the three largest units
+    budget: bytes of it that may be on the device at once to be stepped; if not given, what the three largest units
     need. The largest unit always may.
 
     Raises PlanError for values that no plan can have.

@@ -75,7 +75,6 @@ class HostFacts:
         above="{sum} bytes of state from host memory are on the device, and {most} may be",
     )  # fmt: skip
 
-
     LOWERING = Fact(
         per=Per.UNIT, applies=_is_stepped_there, is_flight=True,
         left="the gradients of unit {unit} are in host memory, and nothing steps it there",
@@ -126,7 +125,6 @@ class Hosted:
         needs=(Need(HostFacts.OFFLOADING, "unit {unit} is waited for before what was offloaded earlier"),),
         ends=(HostFacts.OFFLOADING, HostFacts.HELD), gives=(HostFacts.HOME,), frees=(Amount(_STATE),), cause="host",
     )  # fmt: skip
-
 
     OFFLOAD_GRAD = Operation(
         lane=Lane.HOST, begins=True, is_aside=True, moves=True, carries="state", peers=Partners.NONE,

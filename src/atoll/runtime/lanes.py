@@ -52,7 +52,6 @@ STEP_LANES: tuple[LaneKind, ...] = ("reduce", "sync", "gather")
 """Those between ranks in a step. Outer gradients overlap with several steps, on a lane that waits for no other."""
 
 
-
 class TransferRecorder(Protocol):
     """Records when transfers end."""
 

@@ -82,8 +82,10 @@ def test_a_stage_beside_a_strategy_is_noted() -> None:
         ({"stage": 3, "zero_hpz_partition_size": 0}, r"zero_hpz_partition_size = 0"),
         ({"stage": 3, "mics_shard_size": 8, "zero_hpz_partition_size": 8}, r"exclude each other"),
         ({"paro_strategy": "III", "mics_shard_size": 8}, r"exclude each other"),
-        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, r"offload_optimizer: offload .* is not supported"),
-        ({"stage": 1, "cpu_offload": True}, r"cpu_offload: offload .* is not supported"),
+        ({"stage": 2, "offload_optimizer": {"device": "nvme"}}, r"device = 'nvme': state rests in host memory at most"),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0}}, r"ratio = 0: must be a share above 0"),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu", "rate": 1}}, r"offload_optimizer.rate: unknown word"),
+        ({"stage": 3, "offload_param": {"device": "cpu"}}, r"offload_param: parameters do not rest in host memory"),
         (
             {"stage": 2, "zero_quantized_weights": True},
             r"zero_quantized_weights needs stage = 3, the block has stage = 2",

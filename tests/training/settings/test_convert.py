@@ -88,11 +88,28 @@ def test_deepspeed() -> None:
     assert (config.train.lr_schedule, config.train.warmup, config.train.steps) == ("cosine", 30, 500)
     assert (config.train.clip, config.train.weight_decay, config.parallel.layout) == (0.5, 0.05, "NGG")
     left = "\n".join(found.left)
-    assert "offload to CPU or NVMe is not supported" in left
+    assert config.parallel.host is not None
+    assert config.parallel.host.optimizer == "update-on-host"
     assert "gradient_accumulation_steps = 'auto'" in left
     assert "flops_profiler.enabled = True: it has no counterpart" in left
     assert "scheduler.params.warmup_type = 'log' (absent, and DeepSpeed 0.19.2 has it): the warm-up is linear" in left
-    assert len(found.left) == 4
+    assert len(found.left) == 3
+
+
+@pytest.mark.parametrize(("given", "host", "words"), [
+    ({"device": "cpu", "pin_memory": True, "ratio": 0.5}, {"optimizer": "update-on-host", "fraction": 0.5}, ""),
+    ({"device": "none"}, None, ""),
+    ({"device": "nvme", "nvme_path": "/nvme"}, None, "state rests in host memory at most: a disk"),
+    ({"device": "cpu", "ratio": 2}, None, "ratio = 2: must be a share above 0"),
+    ({"device": "cpu", "super_offload": True}, None, "offload_optimizer.super_offload: unknown word"),
+])  # fmt: skip
+def test_where_deepspeed_keeps_the_optimizers_state(
+    given: dict[str, Any], host: dict[str, Any] | None, words: str
+) -> None:
+    found = convert({"zero_optimization": {"stage": 2, "offload_optimizer": given}, "bf16": {"enabled": True}})
+    assert found.tables["parallel"].get("host") == host
+    assert found.tables["parallel"]["layout"] == "NGG"
+    assert any(words in line for line in found.left) if words else not any("offload" in line for line in found.left)
 
 
 def test_accelerate() -> None:
@@ -101,7 +118,10 @@ def test_accelerate() -> None:
     assert found.system == "accelerate"
     assert (config.parallel.ranks, config.parallel.layout, config.parallel.intra) == (16, "III", 8)
     assert (config.parallel.recompute, config.train.precision) == ("block", "bf16")
-    assert found.left == ["fsdp_config.fsdp_offload_params = True: offload is not supported"]
+    assert found.tables["parallel"]["host"] == {"optimizer": "update-on-host"}
+    assert found.left == [
+        "fsdp_config.fsdp_offload_params = True: the optimizer's state is converted; parameters stay on the device"
+    ]
 
 
 def test_torchtitan() -> None:
@@ -137,6 +157,9 @@ def test_single_settings(system: str, table: dict[str, Any], key: str, expected:
 
 NOTHING: dict[str, Any] = {}
 LEFT = "left"
+"""What is expected of a setting that is not converted; with a pair, in part."""
+
+ON_HOST = {"parallel.host.optimizer": "update-on-host", "parallel.host.fraction": 1.0}
 Expected = dict[str, Any] | str
 
 ADAM: dict[str, Any] = {"optimizer.type": "Adam"}
@@ -286,7 +309,7 @@ RULES: dict[str, dict[str, list[Row]]] = {
             (4, {"parallel.layout": "III"}),
         ],
         "fsdp_config.fsdp_activation_checkpointing": [(True, {"parallel.recompute": "block"}), (False, NOTHING)],
-        "fsdp_config.fsdp_offload_params": [(True, LEFT), (False, NOTHING)],
+        "fsdp_config.fsdp_offload_params": [(True, (ON_HOST, LEFT)), (False, NOTHING)],
         "fsdp_config.fsdp_cpu_ram_efficient_loading": [(True, NOTHING)],
         "fsdp_config.fsdp_auto_wrap_policy": [("TRANSFORMER_BASED_WRAP", NOTHING), ("NO_WRAP", LEFT)],
         "fsdp_config.fsdp_transformer_layer_cls_to_wrap": [("LlamaDecoderLayer", NOTHING)],
@@ -300,7 +323,11 @@ RULES: dict[str, dict[str, list[Row]]] = {
         "deepspeed_config.zero_stage": [(1, {"parallel.layout": "NNG"}), (2, {"parallel.layout": "NGG"})],
         "deepspeed_config.gradient_clipping": [(0.6, {"train.clip": 0.6})],
         "deepspeed_config.gradient_accumulation_steps": [(4, LEFT)],
-        "deepspeed_config.offload_optimizer_device": [("cpu", LEFT), ("none", NOTHING)],
+        "deepspeed_config.offload_optimizer_device": [
+            ("cpu", ON_HOST),
+            ("nvme", LEFT),
+            ("none", NOTHING),
+        ],
         "deepspeed_config.offload_param_device": [("nvme", LEFT), ("none", NOTHING)],
         "deepspeed_config.deepspeed_config_file": [("ds.json", LEFT)],
         "deepspeed_config.offload_optimizer_nvme_path": [("/nvme", NOTHING)],
@@ -418,7 +445,7 @@ RULES: dict[str, dict[str, list[Row]]] = {
         "training.mixed_precision_reduce": [("float32", NOTHING), ("bfloat16", LEFT)],
         "training.gc_freq": [(50, NOTHING)],
         "training.gc_debug": [(True, NOTHING)],
-        "training.enable_cpu_offload": [(True, LEFT), (False, NOTHING)],
+        "training.enable_cpu_offload": [(True, (ON_HOST, LEFT)), (False, NOTHING)],
         "parallelism.pipeline_parallel_schedule": [
             ("GPipe", {"parallel.schedule": "gpipe"}),
             ("1F1B", NOTHING),
@@ -620,8 +647,9 @@ def test_every_rule_carries_values_that_are_not_the_default(system: str, tmp_pat
     for path, cases in RULES[system].items():
         for value, expected, *beside in cases:
             changed, left = changes_of({path: value}, system, tmp_path / "run.toml", beside=dict(*beside))
-            assert changed == (NOTHING if expected == LEFT else expected), f"{path} = {value!r}"
-            assert [line.startswith(f"{path} = ") for line in left] == [True] * (expected == LEFT), f"{path}: {left}"
+            wanted, is_left = expected if isinstance(expected, tuple) else (expected, expected == LEFT)
+            assert changed == (NOTHING if wanted == LEFT else wanted), f"{path} = {value!r}"
+            assert [line.startswith(f"{path} = ") for line in left] == [True] * bool(is_left), f"{path}: {left}"
 
 
 @pytest.mark.parametrize(("system", "settings", "expected"), TOGETHER)

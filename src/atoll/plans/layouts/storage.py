@@ -77,8 +77,8 @@ class Sharding:
     every parameter besides the master, except matrices that it transforms whole, for which `whole` gives it.
     codecs: of moves between groups.  anchors: tensors that outer steps store for every trained parameter, at level G.
     tp: the place in the tensor-parallel group.  along: the axes of the mesh that INTER and INTRA go along.
-    on_host: whether master and states rest in host memory (`atoll.plans.host`).  steps_on_host: whether they are stepped
-    there.
+    on_host: whether master and states rest in host memory (`atoll.plans.host`).  steps_on_host: whether its processors
+    step them.
     """
 
     layout: Layout
@@ -197,8 +197,8 @@ class Sharding:
         return segment.map.padded * ITEM_BYTES[self.precision.gradient]
 
     def state_bytes(self, segment: SegmentShape, states: int | None = None) -> int:
-        """Return the bytes of master and states that rest in host memory, padding included; 0 if they do not. states: as
-        in `atoll.plans.layouts.footprint`."""
+        """Return the bytes of master and states that rest in host memory, padding included; 0 if they do not. states:
+        as in `atoll.plans.layouts.footprint`."""
         if not self.on_host or not segment.trainable:
             return 0
         held = self._held(segment)

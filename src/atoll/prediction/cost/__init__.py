@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from atoll.prediction.cost.breakdown import Breakdown, break_down
-    from atoll.prediction.cost.cluster import Cluster, Device, Efficiency, Link, Node, presets
+    from atoll.prediction.cost.cluster import Cluster, Device, Efficiency, Host, Link, Node, presets
     from atoll.prediction.cost.implementation import Implementation
     from atoll.prediction.cost.kernels import Exchange, FusedAttention, Kernel, KernelClock, Pass, Product, collective
     from atoll.prediction.cost.prediction import Prediction
@@ -28,6 +28,7 @@ _HOMES = {
     "Exchange": "atoll.prediction.cost.kernels",
     "FusedAttention": "atoll.prediction.cost.kernels",
     "Held": "atoll.program.memory",
+    "Host": "atoll.prediction.cost.cluster",
     "Implementation": "atoll.prediction.cost.implementation",
     "Kernel": "atoll.prediction.cost.kernels",
     "KernelClock": "atoll.prediction.cost.kernels",
@@ -56,6 +57,7 @@ __all__ = [
     "Exchange",
     "FusedAttention",
     "Held",
+    "Host",
     "Implementation",
     "Kernel",
     "KernelClock",

@@ -286,8 +286,8 @@ class Cluster(_Table):
         """The host memory of a node. Raises ConfigError if it is not known."""
         if self.node.host is None:
             raise ConfigError(
-                "the cluster has no [node.host], and the plan keeps state in host memory; add its memory, bandwidth and "
-                'the link\'s rate, or a preset such as host = { preset = "dgx-h100" }'
+                "the cluster has no [node.host], and the plan keeps state in host memory; add memory, bandwidth and "
+                'rate, or a preset such as host = { preset = "dgx-h100" }'
             )
         return self.node.host
 

@@ -197,7 +197,7 @@ class StepEnd:
         # stepped.
         self.was_right = True
         self._was_taken = False
-        # What `step_unit` steps with, from STEP on: parameters that have gradients, their factor, and options of groups.
+        # What `step_unit` steps with, from STEP on: parameters that have gradients, their factor, options of groups.
         self._stepping: tuple[frozenset[str], float, list[dict[str, Any]]] = frozenset(), 1.0, []
         self.busy = 0.0
 

@@ -140,7 +140,7 @@ class HostedState:
     # ---- the way here and back
 
     def onload(self) -> None:
-        """Begin to copy everything to the device. On a GPU the copy is behind the way back, which `leave` waited for."""
+        """Begin to copy everything to the device. On a GPU this is behind the way back, for which `leave` waits."""
         self.leave()
         device = self._flat.around.device
         self._here = {key: torch.empty_like(held, device=device) for key, held in self._home.items()}

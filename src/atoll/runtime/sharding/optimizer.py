@@ -213,8 +213,8 @@ class ShardedOptimizer:
         grouping = Grouping.of(named_shapes, self.slices, options=options, matrices=matrices)
         # Steps the slices, and stores their states. Lives as long as the engine; schedules change its groups' options.
         self.torch = grouping.make(factory)
-        # Of each group, as its index says. Slices that the host steps are in none of the optimizer's own groups: it steps
-        # others while a thread steps them.
+        # Of each group, as its index says. Slices that the host steps are in none of the optimizer's own groups: it
+        # steps others while a thread steps them.
         self._members = [list(group["params"]) for group in self.torch.param_groups]
         for group in self.torch.param_groups:
             group["params"] = [own for own in group["params"] if not own.is_on_host]
@@ -382,7 +382,7 @@ class ShardedOptimizer:
         master = hosted.there(MASTER, part, is_ahead=is_ahead)
         assert master is not None, "the master is always a buffer"
         piece.data = master
-        state = self.torch.state[piece] if piece in self.torch.state else {}
+        state = self.torch.state.get(piece, {})
         for key, value in state.items():
             there = hosted.there(key, part, is_ahead=is_ahead)
             if there is not None and _is_of(piece, value):
@@ -390,7 +390,7 @@ class ShardedOptimizer:
 
     def _settle_there(self, piece: ParameterSlice, hosted: HostedState, part: Slice, *, is_ahead: bool) -> None:
         """Bring states that the optimizer has made in a step to the flat buffers."""
-        state = self.torch.state[piece] if piece in self.torch.state else {}
+        state = self.torch.state.get(piece, {})
         for key, value in state.items():
             if _is_of(piece, value):
                 there = hosted.at_home(key, part, value.dtype, is_ahead=is_ahead)
@@ -438,7 +438,7 @@ class ShardedOptimizer:
                 continue
             for part in hosted.parts:
                 own = self.slices[part.name]
-                state = self.torch.state[own] if own in self.torch.state else {}
+                state = self.torch.state.get(own, {})
                 for key, value in state.items():
                     if _is_of(own, value):
                         state[key] = hosted.makes(key, part, value, is_ahead=before is not None)
@@ -514,7 +514,7 @@ class ShardedOptimizer:
                 master = hosted.here(MASTER, part)
                 assert master is not None, "the master is always a buffer"
                 own.data = master
-                state = self.torch.state[own] if own in self.torch.state else {}
+                state = self.torch.state.get(own, {})
                 for key, value in state.items():
                     here = hosted.here(key, part)
                     if here is not None and _is_of(own, value):

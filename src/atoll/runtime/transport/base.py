@@ -273,8 +273,8 @@ def new_name(axes: Sequence[str]) -> str:
 
 
 class Transport(ABC):
-    """Interface of a transport. `sent` counts bytes by axis ("intra", "inter", "pp"), and those of the two directions of
-    the link to host memory (`atoll.program.host`).
+    """Interface of a transport. `sent` counts bytes by axis ("intra", "inter", "pp"), and by direction of the link to
+    host memory (`atoll.program.host`).
 
     waits_on_host: whether a gather or a reduction returns when it has finished, instead of when it has been launched.
     has_islands: whether ranks of other positions along `inter` take steps of their own.

@@ -8,19 +8,26 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from atoll.base.errors import LayoutError
+from atoll.plans.host import HostMemory
 from atoll.plans.layouts import NO_CODECS, Codecs, Layout
 
 WHERE = "parallel.zero_optimization"
 
 LAYOUT_WORDS = ("stage", "paro_strategy", "mics_shard_size", "zero_hpz_partition_size")
 
-OFFLOAD_WORDS = (
-    "offload_param",
-    "offload_optimizer",
-    "cpu_offload",
-    "cpu_offload_params",
-    "cpu_offload_use_pin_memory",
-)
+PARAMETER_WORDS = ("offload_param", "cpu_offload_params")
+"""Keys of parameters that rest in host memory or on a disk."""
+
+OPTIMIZER_WORDS = ("offload_optimizer", "cpu_offload")
+"""Keys of the optimizer's state there."""
+
+OFFLOAD_WORDS = (*PARAMETER_WORDS, *OPTIMIZER_WORDS, "cpu_offload_use_pin_memory")
+
+ON_HOST = "update-on-host"
+"""`parallel.host.optimizer` as ZeRO-Offload has it: its Adam steps in host memory."""
+
+_OF_OPTIMIZER = ("device", "ratio", "pin_memory", "buffer_count", "fast_init", "nvme_path")
+"""Keys of `offload_optimizer`. Memory is pinned where the device is a GPU; buffers are as large as what rests there."""
 
 QUANTIZED_WORDS = ("zero_quantized_weights", "zero_quantized_gradients", "zeropp_loco_param")
 
@@ -55,12 +62,13 @@ _GROUPED = {"III": "mics_shard_size", "IGG": "zero_hpz_partition_size"}
 @dataclass(frozen=True, slots=True)
 class Translation:
     """Meaning of a block. layout: None if the block is invalid, see problems.  intra: None if it sets no group size.
-    codecs: keys of [parallel.codecs].
+    codecs: keys of [parallel.codecs].  host: keys of [parallel.host].
     """
 
     layout: str | None
     intra: int | None = None
     codecs: Mapping[str, Any] = field(default_factory=dict)
+    host: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
@@ -75,17 +83,22 @@ def translate(block: Any) -> Translation:
     ignored = sorted(word for word in block if word in NO_EFFECT_WORDS)
     notes = [f"{WHERE}.{word} has no effect here" for word in ignored]
     found = _choose(block, notes)
-    return found if found.layout is None else _with_codecs(found, block)
+    return found if found.layout is None else _with_host(_with_codecs(found, block), block)
 
 
-def zero_block(layout: Layout, intra: int, codecs: Codecs = NO_CODECS) -> dict[str, Any] | None:
+def zero_block(
+    layout: Layout, intra: int, codecs: Codecs = NO_CODECS, host: HostMemory | None = None
+) -> dict[str, Any] | None:
     """Return the block that `translate` reads as a layout with groups of `intra` ranks, or None if DeepSpeed cannot
-    express it. Codecs that it cannot express are left out."""
+    express it. Codecs that it cannot express are left out, as are steps on the device of state in host memory."""
     found: dict[str, Any] | None = None
     if layout.name in _STAGES:
         found = {"stage": _STAGES.index(layout.name)}
     elif intra > 1 and layout.name in _GROUPED:
         found = {"stage": 3, _GROUPED[layout.name]: intra}
+    if found is not None and found["stage"] > 0 and host is not None and host.optimizer == ON_HOST:
+        share = {} if host.fraction == 1 else {"ratio": host.fraction}
+        found["offload_optimizer"] = {"device": "cpu", "pin_memory": True, **share}
     if found is not None and found["stage"] == 3:
         if codecs.parameter is not None and codecs.parameter.name == WEIGHTS:
             found["zero_quantized_weights"] = True
@@ -118,6 +131,23 @@ def _with_codecs(found: Translation, block: Mapping[str, Any]) -> Translation:
             + " error feedback; inside a group gradients are not encoded"
         )
     return replace(found, codecs=codecs, notes=tuple(notes))
+
+
+def _with_host(found: Translation, block: Mapping[str, Any]) -> Translation:
+    """Return the translation with the optimizer's state in host memory."""
+    given = block.get("offload_optimizer")
+    if not _rests(given) and not _rests(block.get("cpu_offload")):
+        return found
+    ratio = given.get("ratio", 1.0) if isinstance(given, Mapping) else 1.0
+    host = {"optimizer": ON_HOST} | ({} if ratio == 1 else {"fraction": ratio})
+    word = "offload_optimizer" if _rests(given) else "cpu_offload"
+    note = f"{WHERE}.{word} becomes parallel.host.optimizer = {ON_HOST!r}"
+    return replace(found, host=host, notes=(*found.notes, note))
+
+
+def _rests(value: Any) -> bool:
+    """Return True if an offload is on."""
+    return value not in (None, False) and not (isinstance(value, Mapping) and value.get("device", "none") == "none")
 
 
 def _choose(block: Mapping[str, Any], notes: list[str]) -> Translation:
@@ -158,15 +188,17 @@ def _problem(text: str) -> Translation:
 
 
 def _refused(block: Mapping[str, Any]) -> list[str]:
-    problems = []
-    for word in OFFLOAD_WORDS:
-        value = block.get(word, False)
-        off = value is False or (isinstance(value, Mapping) and value.get("device", "none") == "none")
-        if not off:
-            problems.append(
-                f"{WHERE}.{word}: offload to CPU or NVMe is not supported; remove it and use a finer layout "
-                f"(IGG, GGG), more ranks or recompute to save memory"
-            )
+    problems = [
+        f"{WHERE}.{word}: parameters do not rest in host memory; remove it, and shard them more finely (IGG, GGG)"
+        for word in PARAMETER_WORDS
+        if _rests(block.get(word))
+    ]
+    given = block.get("offload_optimizer")
+    if isinstance(given, Mapping) and given.get("device", "none") not in ("none", "cpu"):
+        problems.append(
+            f"{WHERE}.offload_optimizer.device = {given['device']!r}: state rests in host memory at most: a disk gives "
+            'less than a tenth of its bytes a second; use "cpu"'
+        )
     if block.get(STORED_WORD, False) is not False:
         problems.append(
             f"{WHERE}.{STORED_WORD}: frozen parameters are stored in the training precision; remove it, and encode "
@@ -203,6 +235,16 @@ def _ill_typed(block: Mapping[str, Any]) -> list[str]:
     loco = block.get("zeropp_loco_param")
     if loco is not None and not isinstance(loco, Mapping):
         problems.append(f"{WHERE}.zeropp_loco_param = {loco!r}: must be a table, as in {LOCO}")
+    given = block.get("offload_optimizer")
+    if isinstance(given, Mapping):
+        problems += [
+            f"{WHERE}.offload_optimizer.{key}: unknown word; known: {', '.join(_OF_OPTIMIZER)}"
+            for key in given
+            if key not in _OF_OPTIMIZER
+        ]
+        ratio = given.get("ratio", 1.0)
+        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
+            problems.append(f"{WHERE}.offload_optimizer.ratio = {ratio!r}: must be a share above 0, up to 1")
     mics = block.get("mics_shard_size", -1)
     if type(mics) is not int or (mics < 1 and mics != -1):
         problems.append(f"{WHERE}.mics_shard_size = {mics!r}: must be a number of ranks, or -1 for none")

@@ -200,6 +200,11 @@ def _resolve_layout(raw: dict[str, Any]) -> tuple[tuple[str, ...], list[str]]:
             f"parallel.intra = {parallel['intra']} disagrees with parallel.zero_optimization, whose group has "
             f"{found.intra} ranks; remove intra or make it {found.intra}"
         )
+    if found.host and parallel.setdefault("host", dict(found.host)) != found.host:
+        problems.append(
+            "parallel.host and parallel.zero_optimization both choose what rests in host memory; remove the table, or "
+            "offload_optimizer from the block"
+        )
     if found.codecs and parallel.setdefault("codecs", dict(found.codecs)) != found.codecs:
         problems.append(
             "parallel.codecs and parallel.zero_optimization both choose codecs; remove the table, or the words with "

@@ -67,8 +67,8 @@ class HostSection(Section):
     """[parallel.host]: what rests in host memory instead of the device's; see docs/host.md."""
 
     optimizer: Literal["update-on-device", "update-on-host"]
-    """where the optimizer's step is made of masters and states that rest in host memory: "update-on-device" copies them
-    to the device and back, unit by unit; "update-on-host" copies gradients to host memory, and updated parameters back"""
+    """where masters and states that rest in host memory are stepped: "update-on-device" copies them to the device and
+    back, unit by unit; "update-on-host" copies gradients to host memory, and updated parameters back"""
     fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """share of a rank's trained units whose masters and states rest there"""
     budget: Annotated[int, Field(ge=0)] | None = None

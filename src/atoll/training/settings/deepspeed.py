@@ -17,9 +17,9 @@ _VERSION = "DeepSpeed 0.19.2"
 def deepspeed(subject: Subject) -> Settings:
     """Return the DeepSpeed settings of a subject."""
     plan, train, adam = subject.plan, subject.train, subject.adam
-    limits = subject.shared_limits("codecs")
-    block = zero_block(plan.layout, plan.mesh.intra, plan.codecs)
-    block = block or zero_block(_nearest(subject), plan.mesh.intra, plan.codecs)
+    limits = subject.shared_limits("codecs", "update-on-host")
+    block = zero_block(plan.layout, plan.mesh.intra, plan.codecs, plan.host)
+    block = block or zero_block(_nearest(subject), plan.mesh.intra, plan.codecs, plan.host)
     assert block is not None
     if plan.mesh.pipeline > 1 and block["stage"] > 1:
         block = {"stage": 1}

@@ -8,7 +8,7 @@ from typing import Any
 from atoll.training.config.foreign import WORDS
 from atoll.training.settings.from_deepspeed import zero
 from atoll.training.settings.rules import (
-    OFFLOAD,
+    ON_DEVICE,
     Conversion,
     Given,
     Rule,
@@ -22,6 +22,7 @@ from atoll.training.settings.rules import (
     positive,
     says,
     to,
+    to_host,
     unless,
 )
 
@@ -74,13 +75,13 @@ _RULES: Mapping[str, Rule] = {
     "fsdp_config.fsdp_sharding_strategy": _reshards,
     "fsdp_config.fsdp_reshard_after_forward": _reshards,
     "fsdp_config.fsdp_activation_checkpointing": enabled("parallel.recompute", "block"),
-    "fsdp_config.fsdp_offload_params": if_set(OFFLOAD),
+    "fsdp_config.fsdp_offload_params": to_host(leaves=ON_DEVICE),
     "fsdp_config.fsdp_auto_wrap_policy": unless("TRANSFORMER_BASED_WRAP", WORDS["fsdp_auto_wrap_policy"]),
     "deepspeed_config.zero_stage": lambda into, path, value: zero(into, path, {"stage": value}),
     "deepspeed_config.gradient_clipping": to("train.clip"),
     "deepspeed_config.gradient_accumulation_steps": says(WORDS["gradient_accumulation_steps"]),
-    "deepspeed_config.offload_optimizer_device": if_set(OFFLOAD),
-    "deepspeed_config.offload_param_device": if_set(OFFLOAD),
+    "deepspeed_config.offload_optimizer_device": to_host(),
+    "deepspeed_config.offload_param_device": if_set("parameters stay on the device"),
     "deepspeed_config.deepspeed_config_file": says("convert that file"),
     "parallelism_config.parallelism_config_dp_replicate_size": positive(counts("replicas")),
     "parallelism_config.parallelism_config_dp_shard_size": positive(_shard_size),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from atoll.training.config.deepspeed import QUANTIZED_WORDS, translate
+from atoll.training.config.deepspeed import OPTIMIZER_WORDS, QUANTIZED_WORDS, translate
 from atoll.training.config.foreign import WORDS
 from atoll.training.settings.rules import (
     Conversion,
@@ -29,12 +29,17 @@ def zero(into: Conversion, path: str, value: Any) -> None:
     if found.layout is None and isinstance(value, Mapping):
         for problem in found.problems:
             into.left.append(problem.replace("parallel.", ""))
-        words = ("stage", "mics_shard_size", "zero_hpz_partition_size", *QUANTIZED_WORDS)
-        found = translate({word: value[word] for word in words if word in value})
+        words = ("stage", "mics_shard_size", "zero_hpz_partition_size", *QUANTIZED_WORDS, *OPTIMIZER_WORDS)
+        own = {word: value[word] for word in words if word in value}
+        found = translate(own)
+        if found.layout is None:  # what is wrong is said already
+            found = translate({word: own[word] for word in own if word not in OPTIMIZER_WORDS})
     if found.layout is not None:
         into.put("parallel.layout", found.layout)
     if found.intra is not None:
         into.put("parallel.intra", found.intra)
+    if found.host:
+        into.put("parallel.host", dict(found.host))
     if found.codecs:
         into.put("parallel.codecs", dict(found.codecs))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from atoll.training.config.foreign import WORDS
 from atoll.training.settings.rules import (
-    OFFLOAD,
+    ON_DEVICE,
     Conversion,
     Given,
     Rule,
@@ -22,6 +22,7 @@ from atoll.training.settings.rules import (
     positive,
     says,
     to,
+    to_host,
     to_or,
     unless,
 )
@@ -166,7 +167,7 @@ _RULES: Mapping[str, Rule] = {
     "training.dtype": unless("float32", "parameters are stored in fp32"),
     "training.mixed_precision_param": to_or("bf16", "train.precision", bfloat16="bf16", float32="fp32"),
     "training.mixed_precision_reduce": unless("float32", "gradients are reduced in fp32"),
-    "training.enable_cpu_offload": if_set(OFFLOAD),
+    "training.enable_cpu_offload": to_host(leaves=ON_DEVICE),
     "parallelism.pipeline_parallel_schedule": to(
         "parallel.schedule", **{theirs.lower(): ours for ours, theirs in SCHEDULES.items()}
     ),

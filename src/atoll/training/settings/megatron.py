@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import groupby
 
+from atoll.plans.host import HostMemory
 from atoll.prediction.cost.mixture import MixtureConfig
 from atoll.training.config.train import RouterSection
 from atoll.training.settings.subject import Settings, Subject
@@ -40,7 +41,7 @@ _SCHEDULES = ("1f1b", "interleaved")
 def megatron(subject: Subject) -> Settings:
     """Return the Megatron-LM settings of a subject."""
     plan, mesh = subject.plan, subject.plan.mesh
-    limits = subject.shared_limits("bias_rate", "sequence_loss", "z_loss")
+    limits = subject.shared_limits("bias_rate", "sequence_loss", "z_loss", "update-on-host")
     flags = [
         f"--tensor-model-parallel-size {mesh.tensor}",
         f"--pipeline-model-parallel-size {mesh.pipeline}",
@@ -50,6 +51,7 @@ def megatron(subject: Subject) -> Settings:
         *_sharding(subject, limits),
         f"--micro-batch-size {plan.microbatch}",
         f"--global-batch-size {plan.global_batch}",
+        *_host(subject.plan.host),
         *_precision(subject, limits),
         *_recompute(subject, limits),
         *_training(subject, limits),
@@ -115,6 +117,18 @@ def _experts(subject: Subject, limits: list[str]) -> list[str]:
         "--moe-grouped-gemm",
         *_balance(subject.config.train.router),
         *([] if mixture is None else _mixture(subject, mixture, limits)),
+    ]
+
+
+def _host(host: HostMemory | None) -> list[str]:
+    """Return the flags of state that the host's processors step."""
+    if host is None or not host.steps_there:
+        return []
+    return [
+        "--optimizer-cpu-offload",
+        f"--optimizer-offload-fraction {host.fraction}",
+        "--use-precision-aware-optimizer",  # without which it refuses the others
+        "--overlap-cpu-optimizer-d2h-h2d",
     ]
 
 

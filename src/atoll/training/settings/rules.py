@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atoll.base.toml import value_to_toml
+from atoll.training.config.deepspeed import ON_HOST
 from atoll.training.config.foreign import WORDS
 
 
@@ -196,7 +197,23 @@ def _data_ranks(into: Conversion) -> int:
     return into.get("parallel.ranks", 0) // (into.get("parallel.pipeline", 1) * into.get("parallel.tensor", 1))
 
 
-OFFLOAD = WORDS["offload_param"]
+def to_host(*, leaves: str = "") -> Rule:
+    """Return a rule for state that rests in host memory and is stepped there. leaves: what is not converted of it."""
+
+    def rule(into: Conversion, path: str, value: Any) -> None:
+        if value in (None, False, "none"):
+            return
+        if value not in (True, "cpu"):
+            into.leave(path, value, "state rests in host memory at most")
+            return
+        into.put("parallel.host", {"optimizer": ON_HOST})
+        if leaves:
+            into.leave(path, value, leaves)
+
+    return rule
+
+
+ON_DEVICE = "the optimizer's state is converted; parameters stay on the device"
 
 Given = Mapping[str, Any]
 """Settings of a file, by path."""

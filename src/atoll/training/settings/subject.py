@@ -112,7 +112,7 @@ class Subject:
     def shared_limits(self, *has: str) -> list[str]:
         """Return the parts of a config that a system does not express.
 
-        has: those that few systems have and it does: "codecs", and keys of `train.router`.
+        has: those that few systems have and it does: "codecs", kinds of host memory, and keys of `train.router`.
         """
         plan, train, found = self.plan, self.config.train, []
         if train.optimizer != "AdamW":
@@ -140,6 +140,8 @@ class Subject:
         for key, value in train.router:
             if value and key not in has:
                 found.append(f"train.router.{key} = {value}: the settings do not balance experts so")
+        if plan.host is not None and plan.host.optimizer not in has:
+            found.append(f"state in host memory ({plan.host.optimizer}): it rests on the device")
         if plan.stays == "run":
             found.append("residency `run`: gathered parameters stay for one microbatch or for the step")
         if plan.unit > 1:
