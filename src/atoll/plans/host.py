@@ -20,7 +20,7 @@ from atoll.plans.layouts import Sharding
 Update = Literal["update-on-device", "update-on-host"]
 """Where the step of the state that rests in host memory is made."""
 
-UPDATES: tuple[str, ...] = get_args(Update)
+UPDATES: tuple[Update, ...] = get_args(Update)
 
 AHEAD = 3
 """Units whose state is on the device at once, if there is no budget: one arrives, one is stepped and one leaves."""

@@ -9,13 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atoll.base.errors import PlanError
 from atoll.plans import schedules
+from atoll.plans.host import UPDATES, HostMemory
 from atoll.plans.layouts import EFFECTIVE, GATHER_PARAMETER, SYNC_PARAMETER, Axis, Codec, Layout, Level, Precision
 from atoll.plans.plan import AXES, ORDERS, RECOMPUTE, MeshShape, Plan
 from atoll.plans.schedules import CATALOGUE
+
+if TYPE_CHECKING:
+    from atoll.prediction.cost import Prediction
 
 SAME_LAYOUT = "the same"
 """The layout of experts that is that of all else."""
@@ -32,6 +36,18 @@ CODED = ("int8", "int4")
 """Codecs that are worth a look: the others send as much or more."""
 
 
+def _always(prediction: Prediction) -> bool:
+    return True
+
+
+def _has_experts(prediction: Prediction) -> bool:
+    return prediction.workload.experts > 0
+
+
+def _knows_host(prediction: Prediction) -> bool:
+    return prediction.cluster is not None and prediction.cluster.node.host is not None
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One choice of a plan.
@@ -40,7 +56,7 @@ class Choice:
     make: returns the plan with another value; raises PlanError or ConfigError if there is none.
     plain: the value without any special feature; None if there is none.
     is_exact: whether a plan with another value has the same results, apart from the order of sums.
-    needs_experts: whether it is a choice of mixtures of experts alone.
+    applies: whether it is a choice for a workload on a cluster.
     """
 
     name: str
@@ -50,7 +66,7 @@ class Choice:
     make: Callable[[Plan, str], Plan]
     plain: str | None = None
     is_exact: bool = True
-    needs_experts: bool = False
+    applies: Callable[[Prediction], bool] = _always
 
     def values(self, plan: Plan) -> list[str]:
         """Return its other values, each once."""
@@ -193,6 +209,12 @@ def _outer_codec() -> Choice:
     return Choice("outer codec", "parallel.outer.codec", now, others, make, plain="none", is_exact=False)
 
 
+def _host(plan: Plan, value: str) -> HostMemory:
+    """Return host memory with the options of the present one."""
+    given: dict[str, Any] = {"optimizer": value}
+    return HostMemory(**given) if plan.host is None else replace(plan.host, **given)
+
+
 def _field(field: str, of: Callable[[str], Any] = str) -> Callable[[Plan, str], Plan]:
     return lambda plan, value: replace(plan, **{field: of(value)})
 
@@ -264,7 +286,7 @@ _CHOICES = (
         others=lambda plan: (str(size) for size in range(1, plan.mesh.intra + 1) if plan.mesh.intra % size == 0),
         make=lambda plan, value: replace(plan, mesh=replace(plan.mesh, expert=int(value))),
         plain="1",
-        needs_experts=True,
+        applies=_has_experts,
     ),
     Choice(
         "layout of experts",
@@ -273,7 +295,7 @@ _CHOICES = (
         others=_expert_layouts,
         make=lambda plan, value: replace(plan, expert_layout=None if value == SAME_LAYOUT else Layout(value)),
         plain=SAME_LAYOUT,
-        needs_experts=True,
+        applies=_has_experts,
     ),
     Choice(
         "order",
@@ -298,6 +320,15 @@ _CHOICES = (
         others=lambda plan: iter(RECOMPUTE),
         make=_field("recompute"),
         plain="none",
+    ),
+    Choice(
+        "host memory",
+        "parallel.host",
+        now=lambda plan: NO if plan.host is None else plan.host.optimizer,
+        others=lambda plan: _if(plan.whole is None, NO, *UPDATES),
+        make=lambda plan, value: replace(plan, host=None if value == NO else _host(plan, value)),
+        plain=NO,
+        applies=_knows_host,
     ),
     Choice(
         "residency",

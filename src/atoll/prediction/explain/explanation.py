@@ -154,7 +154,7 @@ class Explanation:
 
     def alternatives(self, choice: str) -> tuple[Alternative, ...]:
         """Return all values of a choice that differ from the plan's."""
-        if CHOICES[choice].needs_experts and not self.prediction.workload.experts:
+        if not CHOICES[choice].applies(self.prediction):
             return ()
         return tuple(self.alternative(choice, value) for value in CHOICES[choice].values(self.plan))
 
@@ -169,9 +169,7 @@ class Explanation:
         return tuple(
             self.alternative(choice.name, choice.plain)
             for choice in CHOICES.values()
-            if choice.plain is not None
-            and choice.plain in choice.values(self.plan)
-            and (self.prediction.workload.experts or not choice.needs_experts)
+            if choice.plain is not None and choice.plain in choice.values(self.plan) and choice.applies(self.prediction)
         )
 
     @cached_property

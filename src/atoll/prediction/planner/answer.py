@@ -62,7 +62,8 @@ class Answer:
     @staticmethod
     def of(search: PlanSearch) -> Answer:
         """Search for a plan. Raises ConfigError if the goal and the cluster do not match, and if no plan fits."""
-        found = Answer(search, search.with_expert_layouts(search.with_made(search.run())))
+        every = search.with_host(search.with_made(search.run()))
+        found = Answer(search, search.with_expert_layouts(every))
         _ = found.best
         return found
 

@@ -98,8 +98,9 @@ class Skeleton:
 
     def alone(self, mesh: MeshShape) -> Least:
         """Return the bounds of compute and activations only. Steps that end at once have a likely bound."""
+        is_elsewhere = self.base.plan.host is not None and self.base.plan.host.steps_there
         updates = [
-            self.base.durations.update_seconds * (dense + experts * mesh.expert) / mesh.data
+            0.0 if is_elsewhere else self.base.durations.update_seconds * (dense + experts * mesh.expert) / mesh.data
             for dense, experts in self._trained
         ]
         # While a post-validated rank waits for gradients, it may step with those of the step before.
@@ -259,6 +260,8 @@ class Skeleton:
             own = sizes if plan.divides_experts else {View.DENSE: sizes[View.DENSE] + sizes[View.EXPERTS]}
             for view, of_view in own.items():
                 sharding = plan.sharding(Place(mesh, pp=rank, inter=0, intra=0, tp=0), view)
+                if travel.host is not None:
+                    sharding = travel.host.placed(sharding, is_on_host=travel.host.fraction == 1)
                 segments = [
                     SegmentShape(FlatMap.build([("parameters", (numel,))], sharding.nest.ranks), phases, compute)
                     for phases, numel in of_view.items()

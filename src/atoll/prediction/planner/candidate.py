@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, NamedTuple
 
+from atoll.plans.host import HostMemory
 from atoll.plans.ir.text import to_text
 from atoll.prediction.planner.space import Frame, Order, Travel
 
@@ -36,6 +38,7 @@ def choices(candidate: Candidate) -> dict[str, str]:
         "schedule": _in_words(order),
         "layout": travel.layout.name,
         **({} if experts == WHOLE else {"experts": experts}),
+        **({} if travel.host is None else {"host memory": travel.host.optimizer}),
         "residency": travel.residency,
         "reduction": travel.reduction,
         "unit": str(travel.unit),
@@ -68,6 +71,7 @@ def settings(candidate: Candidate) -> dict[str, dict[str, Any]]:
         "chunks": order.chunks,
         "layers_per_stage": None if order.made is None else list(order.made.layers_per_stage),
         "layout": travel.layout.name,
+        "host": None if travel.host is None else _given(travel.host),
         "residency": travel.residency,
         "reduction": travel.reduction,
         "unit": travel.unit,
@@ -79,6 +83,13 @@ def settings(candidate: Candidate) -> dict[str, dict[str, Any]]:
     }
     known = {name: value for name, value in parallel.items() if value is not None}
     return {"parallel": known, "train": {"microbatch": frame.microbatch, "precision": frame.precision}}
+
+
+def _given(host: HostMemory) -> dict[str, Any]:
+    """Return the keys of `parallel.host` that are not the default's."""
+    plain = HostMemory(host.optimizer)
+    found = {field.name: getattr(host, field.name) for field in fields(host)}
+    return {name: value for name, value in found.items() if name == "optimizer" or value != getattr(plain, name)}
 
 
 def _in_words(order: Order) -> str:

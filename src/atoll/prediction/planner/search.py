@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count
@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from atoll.base.errors import UserError
 from atoll.plans import schedules
+from atoll.plans.host import UPDATES, HostMemory
 from atoll.plans.ir import Schedule
 from atoll.plans.layouts import ITEM_BYTES, Layout, Precision, Whole
 from atoll.plans.outer import Outer
@@ -39,6 +40,9 @@ from atoll.prediction.planner.space import Frame, Goal, Order, Space, Travel
 
 BUDGET = 1_600_000
 """Budget of a search, in simulated instructions."""
+
+OF_HOST = 8
+"""Factor by which the effort is smaller for plans with host memory, once others fit."""
 
 _AT_MOST = 4
 """Factor of the budget while no plan fits."""
@@ -177,6 +181,28 @@ class PlanSearch:
         fitting = sorted((*better, *found.fitting), key=lambda each: each.seconds)
         return found._replace(fitting=tuple(fitting), predicted=found.predicted + min(MADE, len(bases)))
 
+    def with_host(self, found: Found) -> Found:
+        """Add plans whose optimizer state rests in host memory, if that is not fixed and the cluster's is known: the
+        fastest ones if nothing fits, otherwise with a part of the effort those that gain `_WORTH`.
+
+        They have a search of their own: more recompute, more ranks of a pipeline and finer layouts are what saves
+        memory otherwise, and none of them may be needed.
+        """
+        if self.space.host is not None or self.cluster.node.host is None or self.whole is not None:
+            return found
+        best = found.fitting[0].seconds if found.fitting else math.inf
+        effort = self.effort // OF_HOST if found.fitting else self.effort
+        for update in UPDATES:
+            host = HostMemory(update)
+            other = replace(self, space=replace(self.space, host=host), effort=effort)
+            own = other._search(fastest=True, below=best * (1.0 - _WORTH))
+            if own.fitting:
+                fitting = sorted((*own.fitting, *found.fitting), key=lambda each: each.seconds)
+                best = fitting[0].seconds
+                found = found._replace(fitting=tuple(fitting), bound=min(found.bound, own.bound))
+            found = found._replace(predicted=found.predicted + own.predicted)
+        return found
+
     def with_expert_layouts(self, found: Found) -> Found:
         """Add the fastest plan with other layouts of its experts, if their layout is not fixed and one gains `_WORTH`.
 
@@ -220,13 +246,13 @@ class PlanSearch:
 
     # ---- the search
 
-    def _search(self, *, fastest: bool) -> Found:
-        """Search by seconds among plans that fit, or by bytes."""
+    def _search(self, *, fastest: bool, below: float = math.inf) -> Found:
+        """Search by seconds among plans that fit and take less than `below`, or by bytes."""
         heap: list[tuple[bool, float, int, _Node]] = []
         numbers = count()
         fitting: list[Candidate] = []
         nearest: Candidate | None = None
-        best, work, predicted = math.inf, 0.0, 0
+        best, work, predicted = below, 0.0, 0
         unseen: dict[Use, float] = {}  # bytes that the bound of a use omits, at least
         played_of: Counter[tuple[Frame, Order]] = Counter()  # number of simulated plans with one schedule
 
@@ -318,6 +344,8 @@ class PlanSearch:
             seconds = prediction.seconds
             ranks = range(prediction.plan.mesh.pipeline)
             peak = max(prediction.peak(rank).total for rank in ranks) if seconds < best else None
+            if prediction.host_margin is not None and prediction.host_margin < 0:
+                return None, 0
         except UserError as error:
             self._refusals[str(error)] = None
             return None, 0
@@ -346,6 +374,7 @@ class PlanSearch:
             states=self.states,
             codecs=self.space.codecs,
             expert_layout=travel.expert_layout,
+            host=travel.host,
             imbalance=self.goal.imbalance,
             outer=self.outer if frame.mesh.inter > 1 else None,  # bounds are of plans without data parallelism
             whole=self.whole,
@@ -379,7 +408,8 @@ class PlanSearch:
         if key not in self._skeletons:
             skeleton: Skeleton | None = None
             try:
-                skeleton = Skeleton(self._prediction(*key, PLAIN), has_islands=self.outer is not None)
+                base = self._prediction(*key, PLAIN._replace(host=self.space.host))
+                skeleton = Skeleton(base, has_islands=self.outer is not None)
                 skeleton.alone(alone)
             except UserError as error:
                 self._refusals[str(error)] = None
@@ -450,6 +480,8 @@ class PlanSearch:
             # The master and the optimizer's states; frozen parameters alone.
             each = (1 + prediction.plan.least_states) * ITEM_BYTES[precision.master]
             item = ITEM_BYTES[precision.compute]
+            if self.space.host is not None and self.space.host.fraction == 1:
+                each = item
             state = each * trained[0] + item * dense.frozen, each * trained[1] + item * experts.frozen
             seconds = sum(sum(prediction.durations.parts(work)) for work in works)
             own = sorted(sum(prediction.durations.parts(work)) for work in layers)

@@ -9,6 +9,7 @@ from itertools import product
 from typing import NamedTuple, TypeVar
 
 from atoll.base.errors import ConfigError
+from atoll.plans.host import HostMemory
 from atoll.plans.ir import Schedule
 from atoll.plans.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, current
 from atoll.plans.layouts import EFFECTIVE, NO_CODECS, Codecs, Layout, Level, Precision
@@ -113,6 +114,7 @@ class Travel(NamedTuple):
     prefetch: int | None
     post_validation: bool
     expert_layout: Layout | None = None
+    host: HostMemory | None = None
 
     def layout_of(self, view: View) -> Layout:
         """The layout of a view's units."""
@@ -130,7 +132,8 @@ class Space:
     `atoll.prediction.planner.space.ORDERS_OF_A_PIPELINE` if not given, and orders searched for the fastest plans.
     microbatch: samples; all divisors of a rank's share if not given.  precision: presets of `atoll.Precision`; those
     with a dtype for which the device has no rate are left out.  codecs: of every plan. They change the results, so the
-    planner chooses none.
+    planner chooses none.  host: what rests in host memory, of every plan; if not given nothing, unless nothing else
+    fits, or it saves time, on a cluster whose host memory is known.
     """
 
     pipeline: tuple[int, ...] | None = None
@@ -152,6 +155,7 @@ class Space:
     sequence_parallel: tuple[bool, ...] = (False, True)
     vocabulary_parallel: tuple[bool, ...] = (False, True)
     codecs: Codecs = NO_CODECS
+    host: HostMemory | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "residency", tuple(map(current, self.residency)))
@@ -280,7 +284,7 @@ class Space:
                 is_apart = residency == "action" and not is_whole and several
                 for alike in [(unit,) for unit in units] if is_apart else [units]:
                     yield tuple(
-                        Travel(placed, residency, reduction, unit, ahead, is_validated, own)
+                        Travel(placed, residency, reduction, unit, ahead, is_validated, own, self.host)
                         for unit, ahead, is_validated in product(alike, prefetch, validated)
                     )
 

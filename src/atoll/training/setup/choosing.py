@@ -181,6 +181,8 @@ def space_of(config: Config) -> Space:
             given[name] = (getattr(parallel, key),)
     if _is_written(config, "layout"):
         given["layouts"] = (Layout(parallel.layout),)
+    if parallel.host is not None:
+        given["host"] = parallel.host.value
     if parallel.expert_layout is not None:
         given["expert_layout"] = Layout(parallel.expert_layout)
     if _is_written(config, "schedule"):
