@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -215,6 +217,25 @@ def evaluated(case: Case) -> float:
     found = engine.evaluate(case.share(engine, 1))
     engine.close()
     return float(found.loss if hasattr(found, "loss") else found)
+
+
+def with_little_memory(case: Case) -> str:
+    """The error of an engine on a machine whose ranks have a kilobyte each, and whether a second one is made."""
+    with patch("atoll.runtime.assemble.rank.free_memory", lambda: 2048):
+        try:
+            case.engine()
+        except PlanError as error:
+            found = str(error)
+    case.engine().close()
+    return found
+
+
+def test_a_machine_with_less_memory_is_said_before_the_first_step() -> None:
+    found = set(run_ranks(with_little_memory, 2, Case(layout="GGG", intra=2, host=ON_DEVICE, model=ODD)))
+    assert len(found) == 2  # the ranks keep different numbers of bytes
+    for words in found:
+        assert re.match(r"rank \d: parallel.host keeps", words)
+        assert "has 1 KiB left for each of its 2 ranks; use a smaller fraction" in words
 
 
 def instructions_of(case: Case) -> list[str]:

@@ -12,8 +12,8 @@ from typing import Annotated
 
 import typer
 
+from atoll.base.machine import machine_memory
 from atoll.cli.arguments import CLUSTER, AsJson
-from atoll.runtime.measuring.host import machine_memory
 
 
 @dataclass(frozen=True)

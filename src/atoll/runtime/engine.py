@@ -25,7 +25,7 @@ from atoll.program import WorkingMemory, needed_in_a_step
 from atoll.runtime.agreement import Agreement
 from atoll.runtime.allocator import keep_freed_memory
 from atoll.runtime.assemble.alike import check_alike
-from atoll.runtime.assemble.rank import EngineOptions, Rank, assemble, lower_programs
+from atoll.runtime.assemble.rank import EngineOptions, Rank, assemble, check_host, lower_programs
 from atoll.runtime.assemble.stored import stored_now
 from atoll.runtime.batches import BatchShare, Labels
 from atoll.runtime.checkpoint import Archive, Background, Piece, Told, is_complete
@@ -182,6 +182,7 @@ class Engine:
         self._sharded, self._batches, self._optimizer = rank.sharded, rank.batches, rank.optimizer
         self._end, self._executor, self._lanes = rank.end, rank.executor, rank.lanes
         self.program, self.reads_in_place = lower_programs(rank)
+        check_host(rank, self.program)
         self.timing = StepTiming(rank)
         self._buffers, self._parameters = Buffers(self.model, rank), Parameters(rank)
         self.saving = Checkpoints(

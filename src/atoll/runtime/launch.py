@@ -210,12 +210,12 @@ def share_cores(world: int) -> None:
 
     by_default = {cores(), os.cpu_count(), psutil.cpu_count(logical=False)}
     is_told = "OMP_NUM_THREADS" in os.environ or "MKL_NUM_THREADS" in os.environ
-    share = max(1, cores() // _ranks_of_machine(world))
+    share = max(1, cores() // ranks_of_machine(world))
     if not is_told and torch.get_num_threads() in by_default and torch.get_num_threads() > share:
         torch.set_num_threads(share)
 
 
-def _ranks_of_machine(world: int) -> int:
+def ranks_of_machine(world: int) -> int:
     """Return the number of ranks on this machine: from the launcher, or all if the rendezvous is on loopback."""
     said = None
     with contextlib.suppress(UserError):

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from atoll.base.errors import RankError
+from atoll.base.machine import machine_memory
 from atoll.plans import schedules
 from atoll.plans.layouts import Layout, Precision
 from atoll.plans.plan import MeshShape, Plan
 from atoll.prediction.cost import Cluster, Prediction, Transformer, Use
 from atoll.runtime.measuring.device import _Bench
-from atoll.runtime.measuring.host import machine_memory
 from atoll.runtime.measuring.measure import cluster_to_toml, describe_cluster, measure_cluster, statistic, to_tables
 from atoll.runtime.measuring.stopwatch import Stopwatch, typical
 from atoll.testing import run_ranks

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from atoll.base.errors import CostWarning, PlanError, WeightsWarning
 from atoll.base.faults import BadStepAnswer, BadStepPolicy
+from atoll.base.machine import free_memory
+from atoll.base.units import format_bytes
 from atoll.plans.layouts import swapped_along
 from atoll.plans.plan import Plan, View
 from atoll.prediction.advice import advice
@@ -26,6 +28,7 @@ from atoll.runtime.experts.division import DividedExperts
 from atoll.runtime.experts.implementation import choose_implementation
 from atoll.runtime.experts.kinds import stacked_in
 from atoll.runtime.lanes import JobLane, LaneKind, host_lanes, lane_of, lanes_of
+from atoll.runtime.launch import ranks_of_machine
 from atoll.runtime.mail import Mail
 from atoll.runtime.models import Adapter, Batch, Loss, adapter_for, weights_for
 from atoll.runtime.models.sums import check_sum
@@ -187,6 +190,28 @@ def assemble(
         notes=notes,
         advice=wasteful,
     )
+
+
+def check_host(rank: Rank, program: Program) -> None:
+    """Raise PlanError, on every rank, if a machine has less memory than what is still to rest in it: masters are there,
+    states and the rest come with the first steps."""
+    if rank.plan.host is None:
+        return
+    needed = program.shape.footprint().host
+    held = sum(
+        tensor.nbytes for unit in rank.sharded.units for segment in unit.segments for tensor in segment.held()["host"]
+    )
+    ranks = ranks_of_machine(rank.plan.mesh.world)
+    share = free_memory() // ranks
+    problem = None
+    if needed - held > share:
+        problem = PlanError(
+            f"rank {rank.transport.place.rank}: parallel.host keeps {format_bytes(needed)} of it in host memory, of "
+            f"which {format_bytes(needed - held)} are still to come, and the machine, or the limit of its control "
+            f"group, has {format_bytes(share)} left for each of its {ranks} ranks; use a smaller fraction, a finer "
+            "layout of the optimizer's state, or more nodes"
+        )
+    rank.agreement.agree(problem)
 
 
 def _adapt(model: nn.Module, options: EngineOptions) -> tuple[Adapter, Weights | None, tuple[str, ...]]:

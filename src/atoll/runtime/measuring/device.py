@@ -13,11 +13,11 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
+from atoll.base.machine import machine_memory, processor_name
 from atoll.prediction.cost import Device, Efficiency, Product, Transformer, Use
 from atoll.prediction.cost.kernels import launches
 from atoll.prediction.cost.layer import FLASH_BACKWARD
 from atoll.runtime.measuring.fits import fit_depth, rate_of
-from atoll.runtime.measuring.host import machine_memory, processor_name
 from atoll.runtime.measuring.stopwatch import Call, Stopwatch
 from atoll.runtime.models.decoder import DecoderConfig, DecoderLayer
 

@@ -21,6 +21,7 @@ from typing import Any
 from atoll.base.digests import digest
 from atoll.base.documents import read_toml
 from atoll.base.errors import AtollError, ConfigError
+from atoll.base.machine import graphics_names, machine_memory, processor_name
 from atoll.base.toml import nested_to_toml
 from atoll.prediction.cost import Cluster
 from atoll.runtime.launch import (
@@ -30,7 +31,6 @@ from atoll.runtime.launch import (
     threads_of,
 )
 from atoll.runtime.measuring.errand import Errand
-from atoll.runtime.measuring.host import graphics_names, machine_memory, processor_name
 from atoll.runtime.measuring.process import write_cluster
 from atoll.runtime.places import cache_folder, private_folder
 from atoll.runtime.template import Template

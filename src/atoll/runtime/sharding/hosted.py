@@ -39,11 +39,14 @@ one by one; from the next step on they are part of the flat buffers.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
 
+from atoll.base.errors import RunError
+from atoll.base.units import format_bytes
 from atoll.plans.layouts import Slice
 from atoll.program.host import IN, OUT
 from atoll.runtime import lanes
@@ -95,13 +98,15 @@ class HostedState:
 
     def _at_home(self, dtype: torch.dtype, numel: int | None = None) -> torch.Tensor:
         device = self._flat.around.device
+        count = len(self._held) if numel is None else numel
         # Zeros: nothing writes the gaps between parameters, and comparisons of replicas read them.
-        return torch.zeros(
-            len(self._held) if numel is None else numel,
-            dtype=dtype,
-            device="meta" if device.type == "meta" else "cpu",
-            pin_memory=device.type == "cuda",
-        )
+        if device.type != "cuda":
+            return torch.zeros(count, dtype=dtype, device="meta" if device.type == "meta" else "cpu")
+        made = torch.zeros(count, dtype=dtype)
+        pin(made)
+        # Unpinned with this object, whose buffers live until then.
+        weakref.finalize(self, unpin, made)
+        return made
 
     # ---- what is where
 
@@ -281,6 +286,26 @@ class HostedState:
         """Begin to copy what has come up to the parameters. The memory is pinned, and the next step on the host alone
         writes it, whose gradients need these values."""
         return self._copying("onload", [(own, raised)])
+
+
+def pin(tensor: torch.Tensor) -> None:
+    """Pin memory where it is, so that copies from and to a GPU overlap with computation.
+
+    torch's own pinned memory is rounded up to a power of two, which for buffers of this size is up to twice as much.
+    """
+    if tensor.numel():
+        error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+        if int(error) != 0:
+            raise RunError(
+                f"{format_bytes(tensor.nbytes)} of host memory could not be pinned ({error}): allow more locked memory "
+                "(`ulimit -l unlimited`, or the limit of the container), or use a smaller parallel.host.fraction"
+            )
+
+
+def unpin(tensor: torch.Tensor) -> None:
+    """Undo `pin`."""
+    if tensor.numel():
+        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
 
 def _view(buffer: torch.Tensor, part: Slice) -> torch.Tensor:

@@ -16,6 +16,24 @@ def machine_memory(groups: Path = Path("/proc/self/cgroup"), limits: Path = Path
     return min([total, *(int(text) for text in texts if text.isdecimal())])  # version 2 has "max" if there is no limit
 
 
+def free_memory(groups: Path = Path("/proc/self/cgroup"), limits: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes that this machine can still give: of its memory, or of the limit of this process's control group
+    or one of its parents, if that is less."""
+    import psutil
+
+    found = [int(psutil.virtual_memory().available)]
+    for limit in _limit_files(groups, limits):
+        used = limit.with_name(_USED[limit.name])
+        texts = [file.read_text().strip() if file.exists() else "" for file in (limit, used)]
+        if all(text.isdecimal() for text in texts):
+            found.append(max(0, int(texts[0]) - int(texts[1])))
+    return min(found)
+
+
+_USED = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
+"""The file beside each limit that says how much is used, caches included."""
+
+
 def _limit_files(groups: Path, limits: Path) -> Iterator[Path]:
     for line in groups.read_text().splitlines() if groups.exists() else []:
         _, controllers, own = line.split(":", 2)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.runtime.measuring.host import graphics_names, machine_memory, processor_name
+from atoll.base.machine import free_memory, graphics_names, machine_memory, processor_name
 
 WHOLE = machine_memory(Path("/nowhere"))
 
@@ -28,6 +28,22 @@ def test_the_tightest_limit_counts(tmp_path: Path, groups: str, files: dict[str,
         path.write_text(f"{text}\n")
     (tmp_path / "cgroup").write_text(groups)
     assert machine_memory(tmp_path / "cgroup", tmp_path / "limits") == bytes_
+
+
+@pytest.mark.parametrize(("group", "files", "bytes_"), [
+    ("0::/jobs\n", {"jobs/memory.max": "5000", "jobs/memory.current": "1500"}, 3500),
+    ("0::/jobs\n", {"jobs/memory.max": "5000", "jobs/memory.current": "7000"}, 0),
+    ("4:memory:/a\n", {"memory/a/memory.limit_in_bytes": "300", "memory/a/memory.usage_in_bytes": "100"}, 200),
+    ("0::/a\n", {"a/memory.max": "900", "a/memory.current": "0", "memory.max": "800", "memory.current": "1"}, 799),
+])  # fmt: skip
+def test_what_a_control_group_can_still_give(tmp_path: Path, group: str, files: dict[str, str], bytes_: int) -> None:
+    for name, text in files.items():
+        path = tmp_path / "limits" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    (tmp_path / "cgroup").write_text(group)
+    assert free_memory(tmp_path / "cgroup", tmp_path / "limits") == bytes_
+    assert 0 < free_memory(Path("/nowhere")) < WHOLE
 
 
 def test_this_machine() -> None:
