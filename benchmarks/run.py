@@ -55,6 +55,7 @@ SLOW = (
     "chaos",
     "hangs",
     "saving",
+    "host",
     "outer",
     "experts",
     *RACES,

@@ -272,6 +272,22 @@ def _experts(result: Result, device: str) -> Iterator[Figure]:
         yield Figure("a grouped product of 64 experts, dense = 1", f"{speed['grouped'] / speed['dense']:.2f}")
 
 
+def _host(result: Result, device: str) -> Iterator[Figure]:
+    cases, speeds = result.get("cases", []), {row["name"]: row for row in result.get("speeds", [])}
+    yield from _failed(cases)
+    if cases:
+        claim = f"{len(cases)} cases with state in host memory match one process within 1e-10"
+        yield at_most(f"{len(cases)} cases with state in host memory", _worst(cases), PARITY, claim=claim)
+        yield Figure("as many again, the same bits", "yes" if all(row["repeats"] for row in cases) else "no")
+    for name, row in speeds.items():
+        size = f"{result['job']['parameters'] / 1e9:.1f} billion, {name}"
+        if row["problem"]:
+            yield Figure(size, row["problem"])
+        else:
+            peak = f", {row['peak_allocated'] / 2**30:.1f} GiB" if "peak_allocated" in row else ""
+            yield Figure(size, f"{row['tokens_per_second']:,.0f} tokens/s{peak}")
+
+
 _OF: Mapping[str, Callable[[Result, str], Iterator[Figure]]] = {
     "card": _card,
     "truth": _truth,
@@ -285,5 +301,6 @@ _OF: Mapping[str, Callable[[Result, str], Iterator[Figure]]] = {
     "checks": _checks,
     "codecs": _codecs,
     "experts": _experts,
+    "host": _host,
     "soak": _soak,
 }

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from atoll.plans import schedules
+from atoll.plans.host import HostMemory
 from atoll.plans.ir.residency import Residency
 from atoll.plans.layouts import Layout, Precision
 from atoll.plans.plan import MeshShape, Plan
@@ -113,7 +114,13 @@ class Job:
         return torch.optim.AdamW(parameters, lr=self.lr, weight_decay=0.1, **options)
 
     def plan(
-        self, layout: str, *, recompute: str = "none", compiled: str = "none", residency: Residency | None = None
+        self,
+        layout: str,
+        *,
+        recompute: str = "none",
+        compiled: str = "none",
+        residency: Residency | None = None,
+        host: HostMemory | None = None,
     ) -> Plan:
         """Atoll's plan on one rank. residency: with `action` each block is gathered and freed, as on several ranks."""
         return Plan(
@@ -125,6 +132,7 @@ class Job:
             recompute=recompute,
             compile=compiled,
             residency=residency,
+            host=host,
         )
 
 
@@ -158,6 +166,7 @@ def atoll_engine(
     compiled: str = "none",
     fused: bool = True,
     residency: Residency | None = None,
+    host: HostMemory | None = None,
     name: str = "",
 ) -> Make:
     """Atoll with a layout on one rank."""
@@ -165,7 +174,7 @@ def atoll_engine(
     def make(job: Job, device: torch.device) -> Contender:
         engine = Engine(
             job.drawn(device),
-            job.plan(layout, recompute=recompute, compiled=compiled, residency=residency),
+            job.plan(layout, recompute=recompute, compiled=compiled, residency=residency, host=host),
             optimizer=lambda groups: job.optimizer(groups, fused=fused),
             clip=CLIP,
             device=device,

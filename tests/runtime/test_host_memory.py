@@ -251,3 +251,28 @@ def test_without_the_option_there_is_no_instruction_of_it() -> None:
     assert not names & set(found)
     (found, _) = run_ranks(instructions_of, 2, Case(layout="GGG", intra=2, host=ON_DEVICE))
     assert set(found) >= {"ONLOAD", "ONLOADED", "STEP_UNIT", "OFFLOAD", "OFFLOADED", "LANDED"}
+
+
+def after_a_scheduled_step(case: Case) -> dict[str, torch.Tensor]:
+    """A schedule of torch replaces the optimizer's `step` by one that counts, bound to the optimizer."""
+    engine = case.engine()
+    rates = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: 1.0 / (1 + step))
+    for step in range(3):
+        engine.step(case.share(engine, step))
+        rates.step()
+    for unit in engine.units:
+        unit.gather()
+    found = {name: value.detach().clone() for unit in engine.units for name, value in unit.parameters.items()}
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("host", EVERY, ids=str)
+def test_rates_of_a_schedule_are_those_of_the_steps_begin(host: HostMemory) -> None:
+    case = Case(layout="NNG", intra=2, model=ODD)
+    for own, other in zip(
+        run_ranks(after_a_scheduled_step, 2, replace(case, host=host)),
+        run_ranks(after_a_scheduled_step, 2, case),
+        strict=True,
+    ):
+        assert all(torch.allclose(value, other[name], rtol=1e-12, atol=1e-15) for name, value in own.items())

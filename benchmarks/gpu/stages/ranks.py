@@ -45,15 +45,24 @@ def run(run: Run) -> None:
                 break
             case = replace(case, model=TinyConfig.everything(), device=run.device.type, steps=run.choose(4, 2))
             name = f"{case.layout} {case.schedule} {case.pipeline}x{case.inter}x{case.intra} {case.recompute}"
-            found = attempt(partial(_twice, pool, case, min(LONGEST, run.left - 5.0)))
+            found = attempt(partial(twice, pool, case, min(LONGEST, run.left - 5.0)))
             rows.append({"case": name, "ranks": case.ranks, "worst": math.inf, "repeats": False, **found})
             run.keep("cases", rows)
     run.keep("left_out", len(CASES) - len(rows))
 
 
-def _twice(pool: RankPool, case: Case, seconds: float) -> dict[str, Any]:
+def twice(pool: RankPool, case: Case, seconds: float) -> dict[str, Any]:
+    """Run a case twice, and return its distance from one process and whether both runs have the same bits."""
     alone = replace(
-        case, layout="NNN", pipeline=1, inter=1, intra=1, schedule="1f1b", recompute="none", post_validation=False
+        case,
+        layout="NNN",
+        pipeline=1,
+        inter=1,
+        intra=1,
+        schedule="1f1b",
+        recompute="none",
+        post_validation=False,
+        host=None,
     )
     wanted = on_cpu(reference(alone))
     first, second = (pool.run(trained, case.ranks, case, timeout=seconds) for _ in range(2))

@@ -181,11 +181,12 @@ class _ThreadJob:
 
 
 class Threads(JobLane):
-    """`AT_ONCE` threads, started with the first job. They are daemons, so that a thread that waits for a failed rank
+    """A number of threads, started with the first job. They are daemons, so that a thread that waits for a failed rank
     does not keep the process alive."""
 
-    def __init__(self, kind: LaneKind) -> None:
+    def __init__(self, kind: LaneKind, count: int = AT_ONCE) -> None:
         super().__init__(kind)
+        self._count = count
         # Filled by the computation alone, whose order is the peers' order; emptied by all threads. None ends a thread.
         self._jobs: queue.SimpleQueue[_ThreadJob | None] = queue.SimpleQueue()
         # Empty until the first job: under a layout that gathers nothing, the lane of gathers has no threads.
@@ -195,7 +196,7 @@ class Threads(JobLane):
         if not self._threads:
             self._threads = [
                 threading.Thread(target=self._work, name=f"atoll-{self._kind}-{at}", daemon=True)
-                for at in range(AT_ONCE)
+                for at in range(self._count)
             ]
             for thread in self._threads:
                 thread.start()
@@ -353,9 +354,10 @@ def lanes_of(device: torch.device, *, alone: bool, waits_on_host: bool) -> dict[
 
 def host_lanes(device: torch.device) -> dict[LaneKind, JobLane]:
     """Return the lanes of the link to host memory, one for each direction, and that of steps on the host, which runs on
-    threads wherever the computation does."""
+    a thread wherever the computation does. Each runs one job at a time: a second one would only share its bandwidth."""
     links: tuple[LaneKind, ...] = ("onload", "offload")
-    return {**{kind: lane_of(kind, device, waits_on_host=False) for kind in links}, "host": Threads("host")}
+    each = {kind: _Stream(kind, device) if device.type == "cuda" else Threads(kind, 1) for kind in links}
+    return {**each, "host": Threads("host", 1)}
 
 
 def lane_of(kind: LaneKind, device: torch.device, *, waits_on_host: bool) -> JobLane:

@@ -88,6 +88,8 @@ class HostedState:
         self._stepping: lanes.Job | None = None
         self.is_due = False
         self.is_due_ahead = False
+        # The last copy of parameters to the device.
+        self._raising: lanes.Job | None = None
         # The master in the dtype of the forward, in pinned memory, where that is another one.
         self._raised: torch.Tensor | None = None
         # The copy in flight: one at a time, since a state does not leave before it has come. Until the computation has
@@ -228,6 +230,8 @@ class HostedState:
         assert self._lowering is not None, "gradients were offloaded"
         assert self.gradient is not None, "gradients were offloaded"
         self._lowering.finish()
+        if self._raising is not None:
+            self._raising.finish()
         return self.gradient
 
     def begin_step(self, job: lanes.Job, *, is_ahead: bool) -> None:
@@ -283,9 +287,10 @@ class HostedState:
         return around.lanes[kind].start(partial(_copy, tuple(pairs)), unit=self._flat.tag[0])
 
     def raise_to(self, own: torch.Tensor, raised: torch.Tensor) -> lanes.Job:
-        """Begin to copy what has come up to the parameters. The memory is pinned, and the next step on the host alone
-        writes it, whose gradients need these values."""
-        return self._copying("onload", [(own, raised)])
+        """Begin to copy what has come up to the parameters. The next step on the host, which writes that memory again,
+        waits for it: one that is made again after a verdict needs no gradients of these values."""
+        self._raising = self._copying("onload", [(own, raised)])
+        return self._raising
 
 
 def pin(tensor: torch.Tensor) -> None:

@@ -361,7 +361,9 @@ class ShardedOptimizer:
                 view = view * scale
             piece.grad = view if part.name in touched else None
         with scaled_gradients(own, scale, device=torch.device("cpu")) if is_fused else nullcontext():
-            own.step()
+            type(own).step(
+                own
+            )  # a schedule may have replaced the method of the optimizer itself by one that steps that
         after: dict[str, dict[str, Any] | None] = {}
         for hosted, part, _ in every:
             piece = self.slices[part.name]

@@ -1,0 +1,63 @@
+"""State in host memory: equal to one process, and a decoder that does not fit without it.
+
+Copies and steps on the host run beside the computation; a difference between two runs of one case is a race.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from atoll.plans.host import HostMemory
+from atoll.testing.parity import Case
+from atoll.testing.pool import RankPool
+from atoll.testing.tiny import TinyConfig
+from benchmarks.gpu import jobs
+from benchmarks.gpu.jobs import Job
+from benchmarks.gpu.stage import Run, attempt
+from benchmarks.gpu.stages.ranks import twice
+
+ON_DEVICE, ON_HOST = HostMemory("update-on-device"), HostMemory("update-on-host")
+
+CASES = (
+    Case("NNN", host=ON_DEVICE),
+    Case("NNN", host=ON_HOST),
+    Case("GGG", intra=2, host=replace(ON_DEVICE, budget=0)),
+    Case("NGG", pipeline=2, schedule="zb-h1", host=ON_DEVICE, post_validation=True),
+    Case("NGG", pipeline=2, schedule="zb-h1", host=ON_HOST, post_validation=True),
+)
+
+LARGE = Job(layers=42, hidden=3072, heads=24, ffn=8192, vocabulary=32_000, sequence=2048, microbatch=1, microbatches=8)
+"""5.0 billion parameters: 18 bytes of each are 89 GB, of which 60 rest in host memory."""
+
+LONGEST = 40.0
+"""Seconds after which a case counts as stuck."""
+
+FOR_SPEED = 45.0
+"""Seconds that a contender needs: pinning 60 GB takes most of it."""
+
+
+def run(run: Run) -> None:
+    """The cases, then the large decoder without host memory and with both kinds."""
+    rows: list[dict[str, Any]] = []
+    with RankPool(sees_gpus=not run.rehearse) as pool:
+        for case in CASES[:2] if run.rehearse else CASES:
+            if run.left < 15.0 + 2 * FOR_SPEED:
+                break
+            case = replace(case, model=TinyConfig.everything(), device=run.device.type, steps=run.choose(4, 2))
+            name = f"{case.host} {case.layout} x{case.ranks}"
+            found = attempt(partial(twice, pool, case, min(LONGEST, run.left - 5.0)))
+            rows.append({"case": name, "ranks": case.ranks, "worst": math.inf, "repeats": False, **found})
+            run.keep("cases", rows)
+    job = run.choose(LARGE, jobs.TINY)
+    run.keep("job", jobs.sizes(job) | {"parameters": job.parameters, "tokens": job.tokens})
+    speeds = []
+    for name, host in (("without", None), (ON_DEVICE.optimizer, ON_DEVICE), (ON_HOST.optimizer, ON_HOST)):
+        if host is not None and run.left < FOR_SPEED and not run.rehearse:
+            break
+        make = jobs.atoll_engine("NNN", recompute="block", host=host)
+        row = jobs.measured(run, job, make, steps=run.choose(2, 1), warmup=run.choose(2, 0), name=name)
+        speeds.append(row)
+        run.keep("speeds", speeds)

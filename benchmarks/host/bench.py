@@ -1,0 +1,251 @@
+"""State in host memory on an emulated device: step time beside the simulation, and beside a step without it.
+
+Compute sleeps, so that neither of a machine's few processors computes while another one copies. The copies are real, of
+real masters and states; each takes at least the time that a link of the case's speed would, one at a time in each
+direction, and a step on the host at least that of its memory. Loss, norm, gradients and updates are real too.
+
+    without      the same plan with all state on the device
+    simulated    atoll.program.sim, with the seconds of each instruction as timed in other steps of the same engine, and
+                 the link's speed: no fitted constant
+    hidden       a link so fast that its copies fit beside the computation
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from atoll.plans import schedules
+from atoll.plans.host import HostMemory
+from atoll.plans.layouts import Layout, Precision
+from atoll.plans.plan import MeshShape, Plan
+from atoll.program import Hosted, Operation, Programs
+from atoll.program.host import IN, OUT, STEPS
+from atoll.program.sim import Rates, Speed, play_programs
+from atoll.runtime.engine import Engine
+from atoll.runtime.models.adapter import SequentialAdapter
+from atoll.runtime.sharding import hosted
+from atoll.runtime.sharding.optimizer import ShardedOptimizer
+from atoll.runtime.sharding.unit import Unit
+from atoll.testing import run_ranks
+from benchmarks.islands import tables
+from benchmarks.saving.bench import Block
+
+SIMULATED = 3
+"""Steps that are simulated; the last one counts, as in `atoll.prediction.cost`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One plan on a link.
+
+    seconds: that a block's state takes over the link in one direction, or on the host.  slept: of a block's forward,
+    and half of what its backward takes.
+    """
+
+    name: str
+    host: HostMemory
+    seconds: float
+    pipeline: int = 1
+    schedule: str = "1f1b"
+    post_validation: bool = False
+    blocks: int = 8
+    width: int = 384
+    microbatches: int = 4
+    slept: float = 0.012
+    steps: int = 12
+
+
+ON_DEVICE, ON_HOST = HostMemory("update-on-device"), HostMemory("update-on-host")
+TIGHT = HostMemory("update-on-device", budget=0)
+PIPELINE: dict[str, Any] = {"pipeline": 2, "schedule": "zb-h1"}
+
+CASES = (
+    Case("on the device, fast link", ON_DEVICE, 0.004),
+    Case("on the device, slow link", ON_DEVICE, 0.030),
+    Case("on the device, slow link, one unit at a time", TIGHT, 0.030),
+    Case("on the device, half of the units", replace(ON_DEVICE, fraction=0.5), 0.030),
+    Case("on the device, pipeline", ON_DEVICE, 0.020, **PIPELINE),
+    Case("on the device, pipeline, post-validated", ON_DEVICE, 0.020, **PIPELINE, post_validation=True),
+    Case("on the host, hidden", ON_HOST, 0.006),
+    Case("on the host, slow memory", ON_HOST, 0.080),
+    Case("on the host, pipeline", ON_HOST, 0.020, **PIPELINE),
+)
+HIDDEN = ("on the host, hidden",)
+"""Cases whose link, or memory, hides behind the computation."""
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure every case."""
+    cases = [replace(each, steps=3, blocks=4) for each in CASES[:2]] if arguments.quick else CASES
+    rows = []
+    for case in cases:
+        per_rank = run_ranks(measure, case.pipeline, case, timeout=600.0)
+        row = _row(case, per_rank)
+        rows.append(row)
+        print(_line(row), flush=True)
+    return {"device": "emulated: compute sleeps, copies are paced", "rows": rows}
+
+
+_BOTH = ("with", "without")
+
+
+def _row(case: Case, per_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    programs = Programs(per_rank[0]["placement"], tuple(each["program"] for each in per_rank))
+    rates = [Rates(each["seconds"], each["message"], each["links"]) for each in per_rank]
+    simulated = play_programs(programs, rates, steps=SIMULATED).seconds
+    slowest = {name: [max(each) for each in zip(*(own[name] for own in per_rank), strict=True)] for name in _BOTH}
+    measured, plain = median(slowest["with"]), median(slowest["without"])
+    return {
+        "name": case.name,
+        "host": case.host.optimizer,
+        "link_seconds": case.seconds,
+        "steps": [list(map(float, each["with"])) for each in per_rank],
+        "measured": measured,
+        "without": plain,
+        "simulated": simulated,
+        "over_simulation": measured / simulated - 1.0,
+        "over_without": measured / plain - 1.0,
+        "megabytes": per_rank[0]["bytes"] / 1e6,
+        "worst_difference": max(each["difference"] for each in per_rank),
+    }
+
+
+def engine_of(case: Case, host: HostMemory | None) -> Engine:
+    """Return this rank's engine."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(Block(case.width, case.slept) for _ in range(case.blocks)))
+    schedule = schedules.build(case.schedule, ranks=case.pipeline, microbatches=case.microbatches)
+    plan = Plan(
+        MeshShape(case.pipeline),
+        Layout("NNN"),
+        schedule,
+        1,
+        precision=Precision.preset("fp32"),
+        post_validation=case.post_validation,
+        host=host,
+    )
+    adapter = SequentialAdapter(model, lambda outputs, batch: (outputs - batch["labels"]).square().mean(1).sum())
+    return Engine(adapter, plan, optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-4), clip=1e6)
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Measure one rank: steps with host memory and without, in turns, and the seconds of instructions."""
+    torch.set_num_threads(1)
+    engine, plain = engine_of(case, case.host), engine_of(case, None)
+    generator = torch.Generator().manual_seed(0)
+    shape = case.microbatches, case.width
+    batch = {name: torch.randn(shape, generator=generator) for name in ("inputs", "labels")}
+    units = [unit for unit in engine.program.shape.units.values() if unit.on_host or unit.is_stepped_on_host]
+    largest = max(_sent(unit, Hosted.ONLOAD) or _sent(unit, Hosted.STEP_ON_HOST) for unit in units)
+    rate = largest / case.seconds
+    speeds = {IN: Speed(rate=rate), OUT: Speed(rate=rate), STEPS: Speed(rate=rate)}
+    found: dict[str, Any] = {"with": [], "without": [], "links": speeds, "program": engine.program}
+    found["placement"] = engine.plan.schedule.placement
+    found["bytes"] = sum(_sent(unit, Hosted.ONLOAD) + _sent(unit, Hosted.OFFLOAD_GRAD) for unit in units)
+    with paced(engine, rate):
+        for name, each in (("with", engine), ("without", plain)):
+            for _ in range(3):
+                each.submit(batch, batch)
+            for _ in range(case.steps):
+                begin = time.perf_counter()
+                each.submit(batch, batch)
+                found[name].append(time.perf_counter() - begin)
+        with engine.timing() as seconds:
+            for _ in range(2):
+                engine.submit(batch, batch)
+        engine.settle()
+        plain.settle()
+        plain.submit(batch, batch)
+        plain.submit(batch, batch)
+        plain.settle()
+    # Waits of the host's lane are what is simulated.
+    found["seconds"] = {key: value for key, value in seconds.items() if key[0] not in _OF_HOST}
+    found["message"] = float(case.width * 4)
+    found["difference"] = _difference(engine, plain)
+    engine.close()
+    plain.close()
+    return found
+
+
+_OF_HOST = frozenset(row for row in vars(Hosted).values() if isinstance(row, Operation) and row is not Hosted.STEP_UNIT)
+
+
+def _sent(unit: Any, do: Operation) -> int:
+    return sum(count for _, count in unit.travel.get((do, None), ()))
+
+
+def _difference(engine: Engine, other: Engine) -> float:
+    """Return the largest difference of the parameters of two engines after as many steps."""
+    worst = 0.0
+    for own, its in zip(engine.units, other.units, strict=True):
+        for unit in (own, its):
+            unit.gather()
+        for name, value in own.parameters.items():
+            worst = max(worst, float((value - its.parameters[name]).abs().max()))
+    return worst
+
+
+@contextmanager
+def paced(engine: Engine, rate: float) -> Iterator[None]:
+    """Let each copy, and each step on the host, take at least its bytes' time."""
+    copy, step = hosted._copy, ShardedOptimizer._step_there
+
+    def paced_copy(pairs: Any) -> None:
+        begin = time.perf_counter()
+        copy(pairs)
+        _sleep_until(begin + sum(source.nbytes for _, source in pairs) / rate)
+
+    def paced_step(self: ShardedOptimizer, unit: Unit, *rest: Any, **options: Any) -> None:
+        begin = time.perf_counter()
+        step(self, unit, *rest, **options)
+        shape = engine.program.shape.units[unit.spec.index]
+        _sleep_until(begin + _sent(shape, Hosted.STEP_ON_HOST) / rate)
+
+    with patch.object(hosted, "_copy", paced_copy), patch.object(ShardedOptimizer, "_step_there", paced_step):
+        yield
+
+
+def _sleep_until(end: float) -> None:
+    time.sleep(max(0.0, end - time.perf_counter()))
+
+
+# ---- the page
+
+
+def report(result: Mapping[str, Any]) -> str:
+    """The page."""
+    return "\n\n".join(
+        [
+            "# Host memory on an emulated device",
+            "Written by `python benchmarks/run.py host`. **The device and the link are emulated**: compute sleeps; "
+            "copies of masters and states are real, and take at least as long as over a link of the given speed, as do "
+            "steps on the host. *link*: milliseconds of the largest unit over the link in one direction, or on the "
+            "host. *simulated*: `atoll.program.sim` with timed instructions and that speed. Medians of steps back to "
+            "back.",
+            tables.measured_in(result["environment"]) if "environment" in result else "",
+            "\n".join(
+                [
+                    "| plan | MB a rank | link ms | without ms | with ms | simulated ms | over it | over without |",
+                    "|---|--:|--:|--:|--:|--:|--:|--:|",
+                    *map(_line, result["rows"]),
+                ]
+            ),
+        ]
+    ) + "\n"  # fmt: skip
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    cells = [row["name"], f"{row['megabytes']:.1f}", f"{row['link_seconds'] * 1e3:g}"]
+    cells += [f"{row[name] * 1e3:.1f}" for name in ("without", "measured", "simulated")]
+    cells += [f"{row[name]:+.1%}" for name in ("over_simulation", "over_without")]
+    return f"| {' | '.join(cells)} |"
