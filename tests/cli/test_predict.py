@@ -386,3 +386,23 @@ def test_the_config_may_name_the_cluster(folder: Path) -> None:
         name, *flags = command
         found = json.loads(run(name, folder, *flags, "--json", *named, cluster=False).stdout)
         assert found["seconds"] == predicted(folder)["seconds"]
+
+
+def test_state_in_host_memory_is_listed(folder: Path) -> None:
+    """What rests there, what is left of a node's memory, and that a step waits for it."""
+    cluster, host = folder / "cluster.toml", 'parallel.host={ optimizer = "update-on-device" }'
+    tables = cluster.read_text()
+    cluster.write_text(tables.replace("[node]", '[node]\nhost = { preset = "dgx-h100" }'))
+    text = run("predict", folder, "--set", host).stdout
+    assert "optimizer state in host memory, update-on-device" in text
+    assert "state that rests in host memory: at most" in text
+    assert re.search(r"^host memory +\d", text, re.MULTILINE)
+    found = predicted(folder, host)
+    assert all(rank["host_bytes"] > 0 for rank in found["ranks"])
+    assert 0 < found["host_margin_bytes"] < 2_199_023_255_552
+    assert found["breakdown"]["mean"]["host"] > 0
+    cluster.write_text(tables.replace("[node]", '[node]\nhost = { preset = "dgx-h100", memory = 1_000 }'))
+    assert "does not fit: state in host memory and saves need" in run("predict", folder, "--set", host).stdout
+    cluster.write_text(tables)
+    with pytest.raises(ConfigError, match=r"has no \[node.host\], and the plan keeps state in host memory"):
+        run("predict", folder, "--set", host)

@@ -69,6 +69,9 @@ def describe_prediction(prediction: Prediction) -> Iterator[str]:
     yield from ("", *_components("bytes between steps", [prediction.rest(rank) for rank in ranks]))
     saved = max(map(prediction.saved, ranks))
     yield from ("", f"host memory for background saves: at most {format_bytes(saved)} per rank")
+    if prediction.plan.host is not None:
+        resting = max(map(prediction.on_host, ranks))
+        yield f"state that rests in host memory: at most {format_bytes(resting)} per rank"
     if prediction.cluster is not None:
         yield from ("", _fit(prediction))
 
@@ -88,6 +91,9 @@ def _plan(prediction: Prediction) -> Iterator[str]:
     batch = f"{plan.schedule.microbatches} microbatches of {plan.microbatch} x {use.sequence} tokens a rank"
     recompute = "" if plan.recompute == "none" else f", recompute {plan.recompute}"
     yield f"layout {plan.layout.name}, {plan.schedule.name} with {batch}, {plan.precision.compute}{recompute}"
+    if plan.host is not None:
+        share = "" if plan.host.fraction == 1 else f", of a share of {plan.host.fraction:g} of the units"
+        yield f"optimizer state in host memory, {plan.host.optimizer}{share}"
     if plan.outer is not None:
         yield f"{plan.mesh.inter} islands with outer steps {plan.outer}"
     if plan.matrices is not None:
@@ -143,6 +149,10 @@ def _fit(prediction: Prediction) -> str:
     fullest = min(range(prediction.plan.mesh.pipeline), key=margins)
     margin, memory = margins(fullest), prediction.device.memory
     share = f"{format_bytes(abs(margin))}, {abs(margin) / memory:.1%}"
+    host = prediction.host_margin
+    if margin >= 0 and host is not None and host < 0:
+        own = format_bytes(prediction.given.host.memory)
+        return f"does not fit: state in host memory and saves need {format_bytes(-host)} more than the {own} of a node"
     if margin >= 0:
         return f"fits: rank {fullest} has the highest peak and leaves {share}, of {format_bytes(memory)} free"
     return f"does not fit: rank {fullest} has the highest peak and needs {share}, more than {format_bytes(memory)}"

@@ -28,6 +28,7 @@ def summary(prediction: Prediction) -> dict[str, Any]:
         "breakdown": _breakdown(prediction) if is_timed else None,
         "fits": prediction.fits if is_timed else None,
         "margin_bytes": min(map(prediction.margin, ranks)) if is_timed else None,
+        "host_margin_bytes": prediction.host_margin if is_timed else None,
         "outer": asdict(prediction.outer) if is_timed and prediction.outer is not None else None,
     }
     found["ranks"] = [
@@ -36,6 +37,7 @@ def summary(prediction: Prediction) -> dict[str, Any]:
             "peak": bytes_of(prediction.peak(rank)),
             "rest": bytes_of(prediction.rest(rank)),
             "saved_bytes": prediction.saved(rank),
+            "host_bytes": prediction.on_host(rank),
             "fits": prediction.margin(rank) >= 0 if is_timed else None,
             "margin_bytes": prediction.margin(rank) if is_timed else None,
             "breakdown": prediction.breakdown[rank]._asdict() if is_timed else None,

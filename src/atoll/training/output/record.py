@@ -212,6 +212,7 @@ def _describe(plan: Plan, footprints: Sequence[Footprint], blocks: Sequence[Sequ
         "precision": asdict(plan.precision),
         "codecs": asdict(plan.codecs),
         "outer": None if plan.outer is None else asdict(plan.outer),
+        "host": None if plan.host is None else asdict(plan.host),
         "microbatch": plan.microbatch,
         "global_batch": plan.global_batch,
         "schedule": {

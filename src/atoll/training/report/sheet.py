@@ -258,6 +258,7 @@ def _bottleneck(prediction: Prediction) -> str:
         "tensor": "tensor-parallel collectives",
         "exchanges": "exchanging rows of experts",
         "sums": "waiting for sums",
+        "host": "waiting for host memory",
     }
     busiest = busiest_rank(prediction.breakdown)
     parts = prediction.breakdown[busiest]._asdict()
@@ -282,6 +283,8 @@ def _figures(prediction: Prediction) -> dict[str, tuple[str, str]]:
         found["MFU"] = f"{prediction.mfu:.1%}", ""
         found["bubble, mean over ranks"] = f"{_bubble(prediction):.1%}", ""
     found["peak memory"] = format_bytes(peak), ""
+    if prediction.plan.host is not None:
+        found["state in host memory"] = format_bytes(max(map(prediction.on_host, ranks))), ""
     if prediction.cluster is not None:
         found["fits"] = "yes" if prediction.fits else "no", ""
     return found

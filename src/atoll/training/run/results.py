@@ -70,8 +70,8 @@ class Results:
         run, engine = self._run, self._engine
         plan = engine.plan
         own = engine.footprint()
-        values = torch.zeros(plan.mesh.world, 3, dtype=torch.float64)
-        values[engine.place.rank] = torch.tensor([own.parameters, own.gradients, own.optimizer])
+        values = torch.zeros(plan.mesh.world, 4, dtype=torch.float64)
+        values[engine.place.rank] = torch.tensor([own.parameters, own.gradients, own.optimizer, own.host])
         held = [Footprint(*(int(part) for part in row)) for row in engine.transport.total(values).tolist()]
         self.traced = min(first + TRACED_STEP, run.config.train.steps)
         if not run.is_writer:

@@ -8,9 +8,9 @@ Several machines are not measured: their network takes all of them, see `atoll d
 from __future__ import annotations
 
 from atoll.base.errors import ConfigError, RunError
+from atoll.base.machine import graphics_names
 from atoll.plans.layouts import Precision
 from atoll.prediction.cost import Cluster
-from atoll.runtime.measuring.host import graphics_names
 from atoll.runtime.measuring.known import Machine
 from atoll.runtime.places import measures
 from atoll.runtime.rendezvous import restarts
