@@ -15,9 +15,10 @@ from atoll.base.errors import ConfigError
 from atoll.base.toml import nested_to_toml
 from atoll.base.units import format_bytes, format_seconds
 from atoll.plans.plan import MeshShape
-from atoll.prediction.cost import Cluster, Link, Node
+from atoll.prediction.cost import Cluster, Host, Link, Node
 from atoll.runtime.launch import cores
 from atoll.runtime.measuring.device import DTYPES, Reading, describe_device, read_device, to_device
+from atoll.runtime.measuring.host_link import HostReading, read_host, to_host
 from atoll.runtime.measuring.links import read_links
 from atoll.runtime.measuring.stopwatch import Stopwatch, typical
 from atoll.runtime.transport import Transport, connect, world_rank
@@ -55,10 +56,14 @@ def measure_cluster(
     links = read_links(shape, rank=rank, device=device, budget=seconds, cards=cards, source=source)
     stopwatch = Stopwatch(device, seconds, typical=statistic(device, local))
     reading = _mean(read_device(stopwatch, transport.barrier, dtypes=dtypes), transport)
+    host = None
+    if device.type == "cuda":  # the memory of a CPU is the device's own
+        found = _mean_of_host(read_host(stopwatch, transport.barrier), transport)
+        host = to_host(found, local_ranks=local, source=source)
     transport.close()
     return Cluster(
         device=to_device(reading, device, local_ranks=local, source=source),
-        node=Node(devices=local, cards=cards, link=links.node),
+        node=Node(devices=local, cards=cards, link=links.node, host=host),
         network=links.network,
     )
 
@@ -101,12 +106,20 @@ def describe_cluster(cluster: Cluster) -> str:
         ),
         *(_link_row("node's link", cluster.node.link)),
         *(_link_row("network card", cluster.network)),
+        *(_host_row(cluster.node.host)),
     ]
     return "\n".join(f"{name:<18} {value}" for name, value in rows)
 
 
 def _flops(rate: float) -> str:
     return f"{rate / 1e12:.4g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.4g} GFLOP/s"
+
+
+def _host_row(host: Host | None) -> list[tuple[str, str]]:
+    if host is None:
+        return []
+    rate, share = (f"{format_bytes(each, decimal=True)}/s" for each in (host.rate, host.bandwidth))
+    return [("host memory", f"{format_bytes(host.memory)}, {rate} to a device, {share} of steps there")]
 
 
 def _link_row(name: str, link: Link | None) -> list[tuple[str, str]]:
@@ -131,6 +144,14 @@ def _mean(own: Reading, transport: Transport) -> Reading:
     rates = means([own.rates.get(dtype, math.nan) for dtype in DTYPES])
     known = {dtype: rate for dtype, rate in zip(DTYPES, rates, strict=True) if not math.isnan(rate)}
     return replace(own, rates=known, **dict(zip(names, figures, strict=True)))
+
+
+def _mean_of_host(own: HostReading, transport: Transport) -> HostReading:
+    """Return the mean over all ranks."""
+    names = [field.name for field in fields(own)]
+    values = torch.tensor([float(getattr(own, name)) for name in names], dtype=torch.float64)
+    total = transport.total(values) / transport.place.mesh.world
+    return HostReading(**dict(zip(names, total.tolist(), strict=True)))
 
 
 def _rounded(value: Any) -> Any:
