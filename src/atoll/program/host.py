@@ -127,12 +127,12 @@ class Hosted:
     )  # fmt: skip
 
     OFFLOAD_GRAD = Operation(
-        lane=Lane.HOST, begins=True, is_aside=True, moves=True, carries="state", peers=Partners.NONE,
+        lane=Lane.HOST, begins=True, is_aside=True, moves=True, carries="lowered", peers=Partners.NONE,
         needs=(Need(Facts.SYNCED, "the gradients of unit {unit} are offloaded before they are there"),),
         gives=(HostFacts.LOWERING,),
     )  # fmt: skip
     STEP_ON_HOST = Operation(
-        lane=Lane.HOST, begins=True, is_aside=True, moves=True, carries="state", peers=Partners.NONE,
+        lane=Lane.HOST, begins=True, is_aside=True, moves=True, carries="steps", peers=Partners.NONE,
         needs=(
             Need(HostFacts.LOWERING, "unit {unit} is stepped on the host before its gradients are there"),
             Need(HostFacts.STEPPING, "unit {unit} is stepped on the host twice", holds=False),

@@ -10,11 +10,12 @@ import pytest
 
 from atoll.base.errors import ConfigError
 from atoll.base.toml import value_to_toml
+from atoll.plans.host import HostMemory
 from atoll.plans.ir import lower
 from atoll.plans.ir.text import from_text, to_csv
 from atoll.plans.layouts import Layout, Precision
 from atoll.plans.plan import MeshShape
-from atoll.training.config import Config, from_dict
+from atoll.training.config import Config, from_dict, load
 
 
 def _config(*, layers: int = 8, batch: int = 16, microbatch: int = 2, **parallel: Any) -> Config:
@@ -202,3 +203,15 @@ def test_balance_without_experts_or_biases() -> None:
 
     assert "set model.config.experts, or leave it out" in problems()
     assert "set model.config.selection_bias = true" in problems(experts=4)
+
+
+@pytest.mark.parametrize(("written", "found"), [
+    ('"update-on-host"', HostMemory("update-on-host")),
+    ('{ optimizer = "update-on-device", fraction = 0.5, budget = 1000 }', HostMemory("update-on-device", 0.5, 1000)),
+    ("false", None),
+])  # fmt: skip
+def test_host_memory_is_a_table_or_a_word(written: str, found: HostMemory | None, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f"[parallel]\nhost = {written}\n")
+    assert load(path).to_plan().host == found
+    assert load(path, ["parallel.host=false"]).to_plan().host is None

@@ -291,10 +291,10 @@ class Cluster(_Table):
             )
         return self.node.host
 
-    def to_host(self) -> dict[str, Speed]:
+    def to_host(self, mesh: MeshShape) -> dict[str, Speed]:
         """Return a device's link to host memory, in both directions, and its share of that memory while all devices of
         the node copy or are stepped there: by axis of `atoll.program.host`."""
-        host, devices = self.host, self.node.devices
+        host, devices = self.host, min(self.node.devices, mesh.world)
         uplinks = min(devices, host.uplinks or devices)
         # Copies in both directions read or write the memory that the devices share.
         share = host.bandwidth / devices

@@ -41,7 +41,7 @@ class Durations:
             # Experts have transfers on the same link, between ranks that are further apart.
             found["intra"] = min(found["intra"], self.cluster.along(mesh, "shard"), key=lambda speed: speed.rate)
         if self.ranks.plan.host is not None:
-            found |= self.cluster.to_host()
+            found |= self.cluster.to_host(mesh)
         if any(map(self.near, range(mesh.pipeline))) and not all(
             self.cluster.share_nodes(mesh, 0, rank) for rank in range(mesh.pipeline)
         ):

@@ -17,6 +17,7 @@ from atoll.prediction.cost.breakdown import busiest_rank
 from atoll.prediction.explain.alternative import Alternative, attempt, fullest_rank, predicted
 from atoll.prediction.explain.choices import CHOICES, rebuilt
 from atoll.prediction.explain.holdings import Holding, holding
+from atoll.prediction.explain.host import HostCost, host_cost
 from atoll.prediction.explain.links import DataTraffic, LinkUse, link_uses, travel
 
 FASTER = 1.1
@@ -110,6 +111,11 @@ class Explanation:
     def links(self, rank: int) -> tuple[LinkUse, ...]:
         """Return the traffic of a pipeline rank in a step."""
         return link_uses(self.prediction, rank)
+
+    @cached_property
+    def host(self) -> HostCost | None:
+        """What host memory costs and saves, where the plan uses it."""
+        return None if self.plan.host is None else host_cost(self.prediction)
 
     @cached_property
     def resources(self) -> tuple[Resource, ...]:

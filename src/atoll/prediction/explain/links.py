@@ -15,7 +15,16 @@ OUTER = "outer gradients, mean of a step"
 MATRICES = "slices of matrices"
 ROWS = "rows of experts"
 
-_KINDS = {"gathers": GATHERS, "reductions": _REDUCTIONS, "sync": _REDUCTIONS, "matrices": MATRICES, "return": RETURNS}
+_KINDS = {
+    "gathers": GATHERS,
+    "reductions": _REDUCTIONS,
+    "sync": _REDUCTIONS,
+    "matrices": MATRICES,
+    "return": RETURNS,
+    "state": "optimizer state",
+    "lowered": "gradients for the host",
+    "steps": "steps on the host",
+}
 """Kinds by what instructions carry; all else is messages."""
 
 
@@ -23,8 +32,8 @@ _KINDS = {"gathers": GATHERS, "reductions": _REDUCTIONS, "sync": _REDUCTIONS, "m
 class LinkUse:
     """Traffic of a rank on a link in a step.
 
-    axis: of the mesh.  kind: gathers, reductions, updated parameters, slices of matrices, rows of experts, messages or
-    outer gradients.
+    axis: of the mesh.  kind: gathers, reductions, updated parameters, slices of matrices, rows of experts, messages,
+    outer gradients, or what goes to host memory and comes from it.
     times: their number.  nbytes: in total.  seconds: busy time of the link.
     """
 

@@ -11,6 +11,7 @@ from atoll.prediction.cost import Prediction
 from atoll.prediction.explain.alternative import EQUAL, Alternative, fullest_rank
 from atoll.prediction.explain.choices import CHOICES, NO, SAME_LAYOUT, YES
 from atoll.prediction.explain.holdings import Holding
+from atoll.program.host import IN, OUT, STEPS
 
 AXIS_PHRASES = {
     "pp": "between stages",
@@ -18,8 +19,11 @@ AXIS_PHRASES = {
     "intra": "inside a group",
     "tp": "in a tensor-parallel group",
     "expert": "between ranks that divide experts",
+    IN: "from host memory",
+    OUT: "to host memory",
+    STEPS: "in host memory",
 }
-"""The links along each axis of the mesh."""
+"""The links along each axis of the mesh, and of host memory."""
 
 
 def percent(share: float) -> str:

@@ -155,6 +155,22 @@ def _links(explanation: Explanation) -> Iterator[str]:
         )
 
 
+def _host(explanation: Explanation) -> Iterator[str]:
+    if (cost := explanation.host) is None:
+        return
+    rate = f"{format_bytes(cost.now, decimal=True)}/s"
+    added = "adds nothing to" if cost.seconds < 1e-6 else f"adds {format_seconds(cost.seconds)} to"
+    yield from phrases.wrapped(
+        f"{format_bytes(cost.resting)} of a rank rest in host memory. That saves {format_bytes(cost.saved)} of the "
+        f"fullest rank's peak, and {added} a step, on links of {rate}."
+    )
+    if cost.rate is None:
+        text = "No link is fast enough for that to cost at most 1 %: the host's memory or its processors are the limit."
+    else:
+        text = f"It costs at most 1 % on links of {format_bytes(cost.rate, decimal=True)}/s or more."
+    yield from phrases.wrapped(text)
+
+
 def _bottleneck(explanation: Explanation) -> Iterator[str]:
     for sentence in bottleneck(explanation):
         yield from phrases.wrapped(sentence)
@@ -285,6 +301,7 @@ SECTIONS: Mapping[str, Callable[[Explanation], Iterator[str]]] = {
     "Peak memory": _bytes,
     "Step time": _seconds,
     "Links": _links,
+    "Host memory": _host,
     "Bottleneck": _bottleneck,
     "Layouts": _layouts,
     "Without each choice": _undone,

@@ -41,6 +41,12 @@ def _known_order(value: tuple[str, ...]) -> tuple[str, ...]:
     return value
 
 
+def _as_host(value: Any) -> Any:
+    if value is False:
+        return None
+    return {"optimizer": value} if isinstance(value, str) else value
+
+
 class CodecSection(Section):
     """[parallel.codecs]: encoding of messages between groups of data-parallel ranks; see docs/codecs.md."""
 
@@ -190,8 +196,8 @@ class Parallel(Section):
     """encoding of messages between groups: docs/codecs.md"""
     outer: OuterSection | None = None
     """outer steps of groups that train independently: docs/outer.md, keys below"""
-    host: HostSection | None = None
-    """what rests in host memory: docs/host.md, keys below"""
+    host: Annotated[HostSection | None, BeforeValidator(_as_host)] = None
+    """what rests in host memory, a table or the value of its `optimizer`; false: nothing. docs/host.md, keys below"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto" uses one GPU per local rank if there are enough, else the CPU"""
     timeout: Annotated[float, Field(gt=0)] | None = None

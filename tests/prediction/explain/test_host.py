@@ -1,0 +1,146 @@
+"""What an explanation says of host memory: its cost, what it saves, and the link on which it would cost nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from atoll.base.errors import ConfigError
+from atoll.plans import schedules
+from atoll.plans.host import HostMemory
+from atoll.plans.layouts import Layout, Precision
+from atoll.plans.plan import MeshShape, Plan
+from atoll.prediction.cost import Cluster, Prediction, Transformer, Use
+from atoll.prediction.explain.choices import CHOICES
+from atoll.prediction.explain.explanation import Explanation
+from atoll.prediction.explain.host import FREE, with_host_link
+from atoll.prediction.explain.text import describe_explanation
+from atoll.prediction.planner import Goal, PlanSearch, Space
+from atoll.prediction.planner.answer import Answer
+from atoll.prediction.planner.candidate import settings
+from atoll.training.config import from_dict
+
+SEVEN = Transformer.llama(layers=32, hidden=4096, heads=32, ffn=11008, vocabulary=32000)
+
+
+def cluster(devices: int = 4, **host: Any) -> Cluster:
+    node = {"devices": devices, "cards": devices, "host": {"preset": "dgx-h100", **host}}
+    link = {"link": {"preset": "nvlink4"}} if devices > 1 else {}
+    return Cluster.of({"device": {"preset": "h100-80gb"}, "node": node | link})
+
+
+@cache
+def prediction(host: HostMemory | None, **given: Any) -> Prediction:
+    plan = Plan(
+        MeshShape(intra=4),
+        Layout("GGG"),
+        schedules.build("1f1b", ranks=1, microbatches=4),
+        microbatch=1,
+        precision=Precision.preset("bf16"),
+        recompute="block",
+        host=host,
+    )
+    use = Use(samples=1, sequence=4096, compute="bfloat16", recompute="block")
+    return Prediction(SEVEN.workload, plan, cluster(**given), use)
+
+
+ON_DEVICE, ON_HOST = HostMemory("update-on-device"), HostMemory("update-on-host")
+
+
+@pytest.mark.parametrize("host", [ON_DEVICE, ON_HOST], ids=str)
+def test_cost_and_saving_are_those_of_two_predictions(host: HostMemory) -> None:
+    own, plain = prediction(host), prediction(None)
+    cost = Explanation(own).host
+    assert cost is not None
+    assert cost.seconds == pytest.approx(own.seconds - plain.seconds)
+    assert cost.saved == plain.peak(0).total - own.peak(0).total > 0
+    assert cost.resting == own.ranks.of(0).footprint().host
+    assert Explanation(plain).host is None
+
+
+def test_the_link_from_which_it_is_free_is_the_slowest_such_link() -> None:
+    own, plain = prediction(ON_DEVICE, bandwidth=1e15), prediction(None)
+    cost = Explanation(own).host
+    assert cost is not None
+    assert cost.rate is not None
+    limit = plain.seconds * (1 + FREE)
+    assert own.on(with_host_link(own.given, cost.rate / cost.now)).seconds <= limit
+    assert own.on(with_host_link(own.given, 0.98 * cost.rate / cost.now)).seconds > limit
+
+
+def test_where_the_memory_of_the_host_is_the_limit_no_link_is_fast_enough() -> None:
+    own = prediction(ON_HOST, bandwidth=1e9)
+    cost = Explanation(own).host
+    assert cost is not None
+    assert cost.rate is None
+    assert "No link is fast enough" in " ".join(" ".join(describe_explanation(Explanation(own))).split())
+
+
+def test_an_explanation_lists_the_lane_and_the_alternatives() -> None:
+    text = " ".join("\n".join(describe_explanation(Explanation(prediction(ON_DEVICE)))).split())
+    assert "from host memory optimizer state" in text
+    assert "to host memory optimizer state" in text
+    assert "host memory off" in text
+    assert "host memory update-on-host" in text
+    other = " ".join("\n".join(describe_explanation(Explanation(prediction(ON_HOST)))).split())
+    assert "in host memory steps on the host" in other
+    assert "to host memory gradients for the host" in other
+
+
+def test_it_is_no_choice_on_a_cluster_whose_host_is_not_known() -> None:
+    own = prediction(None)
+    unknown = own.given.model_copy(update={"node": own.given.node.model_copy(update={"host": None})})
+    assert CHOICES["host memory"].applies(own)
+    assert not Explanation(own.on(unknown)).alternatives("host memory")
+    with pytest.raises(ConfigError, match=r"has no \[node.host\]"):
+        _ = prediction(ON_DEVICE).on(unknown).seconds
+
+
+def test_devices_that_share_a_link_or_the_memory_take_turns() -> None:
+    mesh = MeshShape(intra=8)
+    alone = cluster(8, bandwidth=1e15).to_host(mesh)["host in"].rate
+    assert cluster(8, bandwidth=1e15, uplinks=2).to_host(mesh)["host in"].rate == alone / 4
+    assert cluster(8, bandwidth=8e9, reach=1.0).to_host(mesh)["host in"].rate == 1e9
+    assert cluster(8, bandwidth=8e9, reach=1.0).to_host(MeshShape(intra=2))["host in"].rate == 4e9
+
+
+# ---- the planner
+
+
+SMALL = Transformer.llama(layers=8, hidden=1024, heads=8, ffn=2816, vocabulary=8000)
+
+
+def search(memory: int, **space: Any) -> PlanSearch:
+    found = cluster(2)
+    device = found.device.model_copy(update={"memory": memory})
+    goal = Goal(global_batch=8, sequence=512)
+    given = {"precision": ("bf16",), "recompute": ("block",), "pipeline": (1,), "tensor": (1,), **space}
+    return PlanSearch(SMALL.workload, found.model_copy(update={"device": device}), goal, Space(**given), effort=60_000)
+
+
+def test_where_nothing_fits_state_rests_in_host_memory() -> None:
+    memory = 900_000_000
+    assert not search(memory).run().fitting
+    best = Answer.of(search(memory)).best
+    assert best.travel.host is not None
+    config = from_dict(settings(best) | {"model": {"layers": 8, "hidden": 1024, "heads": 8, "ffn": 2816}})
+    assert config.parallel.host is not None
+    assert config.parallel.host.value == best.travel.host
+
+
+def test_where_it_fits_it_rests_on_the_device() -> None:
+    best = Answer.of(search(80_000_000_000)).best
+    assert best.travel.host is None
+
+
+def test_a_given_kind_is_kept_and_a_node_with_too_little_memory_is_no_plan() -> None:
+    own = search(80_000_000_000, host=ON_HOST)
+    assert Answer.of(own).best.travel.host == ON_HOST
+    host = own.cluster.host.model_copy(update={"memory": 1_000_000})
+    node = own.cluster.node.model_copy(update={"host": host})
+    poor = replace(own, cluster=own.cluster.model_copy(update={"node": node}))
+    with pytest.raises(ConfigError, match="no plan"):
+        Answer.of(poor)
