@@ -17,6 +17,7 @@ from typing import Any
 import cluster_page
 import experts_page
 import explain_page
+import host_page
 import program_page
 import schedule_pages
 import tradeoffs
@@ -362,6 +363,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "prediction": prediction,
     **cluster_page.PARTS,
     **experts_page.PARTS,
+    **host_page.PARTS,
     **explain_page.PARTS,
     **program_page.PARTS,
     **schedule_pages.PARTS,
@@ -378,6 +380,7 @@ def wanted_files() -> dict[Path, str]:
     found[pictures / "plan.svg"] = overview_svg()
     found[pictures / "program.svg"] = program_page.picture()
     found[pictures / "experts.svg"] = experts_page.picture()
+    found[pictures / "host.svg"] = host_page.picture()
     used = set()
     for page in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]):
         text = page.read_text(encoding="utf-8")

@@ -18,6 +18,7 @@ from atoll.plans.host import HostMemory
 from atoll.plans.layouts import EFFECTIVE, Footprint
 from atoll.program import Hosted
 from atoll.program.host import IN, OUT
+from atoll.runtime.pipeline.step_end import LossScaler
 from atoll.runtime.sharding.hosted import HostedState
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_checkpoint_parity, assert_parity, train_case
@@ -276,3 +277,41 @@ def test_rates_of_a_schedule_are_those_of_the_steps_begin(host: HostMemory) -> N
         strict=True,
     ):
         assert all(torch.allclose(value, other[name], rtol=1e-12, atol=1e-15) for name, value in own.items())
+
+
+# ---- steps that are not taken
+
+
+def scaled(case: Case, scale: float) -> tuple[list[bool], dict[str, torch.Tensor]]:
+    """Whether each step was skipped, and the parameters after them. A scale that is too high overflows at first."""
+    engine = case.engine()
+    engine._end.scaler = LossScaler(scale=scale)
+    skipped = []
+    for step in range(case.steps):
+        result = engine.submit(case.share(engine, step))
+        skipped += [] if result is None else [result.skipped]
+    last = engine.settle()
+    skipped += [] if last is None else [last.skipped]
+    found = {}
+    for unit in engine.units:
+        unit.gather()
+        found |= {name: value.detach().float().clone() for name, value in unit.parameters.items()}
+        unit.free()
+    engine.close()
+    return skipped, found
+
+
+@pytest.mark.parametrize("post_validation", [False, True])
+@pytest.mark.parametrize("host", EVERY, ids=str)
+def test_an_overflow_of_fp16_leaves_the_state_at_home_as_it_was(host: HostMemory, post_validation: bool) -> None:
+    given = {"pipeline": 2, "intra": 2, "microbatches": 8, "schedule": "zb-h1", "precision": "fp16", "steps": 8}
+    case = Case(layout="NNG", post_validation=post_validation, clip=None, **given)
+    plain = run_ranks(scaled, case.ranks, case, scale=2.0**24)
+    hosted = run_ranks(scaled, case.ranks, replace(case, host=host), scale=2.0**24)
+    for (skipped, own), (its, other) in zip(hosted, plain, strict=True):
+        assert skipped == its
+        assert True in skipped
+        assert False in skipped
+        assert all(torch.allclose(value, other[name], rtol=1e-3, atol=1e-5) for name, value in own.items())
+        if not host.steps_there:
+            assert all(torch.equal(value, other[name]) for name, value in own.items())

@@ -78,7 +78,7 @@ class HostFacts:
     LOWERING = Fact(
         per=Per.UNIT, applies=_is_stepped_there, is_flight=True,
         left="the gradients of unit {unit} are in host memory, and nothing steps it there",
-        lane="offload", colour="OFFLOAD", bar="gradients of {unit}",
+        lane="offload", colour="OFFLOAD", bar="offload {unit}",
     )  # fmt: skip
     STEPPING = Fact(
         per=Per.UNIT, applies=_is_stepped_there, is_flight=True, lane="host", colour="STEP", bar="step {unit}",
@@ -147,7 +147,7 @@ class Hosted:
     ONLOAD_PARAM = Operation(
         lane=Lane.HOST, begins=True, is_aside=True, moves=True, carries="return", peers=Partners.NONE,
         needs=(Need(HostFacts.STEPPING, "unit {unit} comes from host memory before it is stepped", holds=False),),
-        gives=(Facts.RETURNING, Facts.CURRENT), bar=("onload", "ONLOAD", "parameters of {unit}"),
+        gives=(Facts.RETURNING, Facts.CURRENT), bar=("onload", "ONLOAD", "onload {unit}"),
     )  # fmt: skip
 
 
