@@ -8,7 +8,7 @@ import torch
 from program_page import fenced
 from torch import nn
 
-from atoll.plans.host import HostMemory, Update
+from atoll.plans.host import HostState, Update
 from atoll.plans.layouts import Layout
 from atoll.plans.plan import MeshShape, Plan
 from atoll.plans.schedules import build
@@ -26,7 +26,7 @@ def model() -> nn.Module:
 @cache
 def program(update: Update) -> Program:
     plan = Plan(
-        MeshShape(intra=2), Layout("NGG"), build("1f1b", ranks=1, microbatches=2), microbatch=1, host=HostMemory(update)
+        MeshShape(intra=2), Layout("NGG"), build("1f1b", ranks=1, microbatches=2), microbatch=1, host=HostState(update)
     )
     return describe_rank(model, plan, 0).program
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from atoll.plans.host import HostMemory
+from atoll.plans.host import HostState
 from atoll.plans.layouts import EFFECTIVE, NO_CODECS, Codec, Codecs
 from atoll.plans.outer import Outer
 from atoll.plans.plan import ORDERS
@@ -60,10 +60,10 @@ OTHERS: Mapping[str, Sequence[Any]] = MappingProxyType(
 """Factors that the sample also covers, drawn at random in the full matrix. data: groups, and ranks of a group."""
 
 HOSTS = (
-    HostMemory("update-on-device"),
-    HostMemory("update-on-device", fraction=0.5, budget=0),
-    HostMemory("update-on-host"),
-    HostMemory("update-on-host", fraction=0.5),
+    HostState("update-on-device"),
+    HostState("update-on-device", fraction=0.5, budget=0),
+    HostState("update-on-host"),
+    HostState("update-on-host", fraction=0.5),
 )
 """What rests in host memory."""
 

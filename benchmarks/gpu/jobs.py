@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from atoll.plans import schedules
-from atoll.plans.host import HostMemory
+from atoll.plans.host import HostState
 from atoll.plans.ir.residency import Residency
 from atoll.plans.layouts import Layout, Precision
 from atoll.plans.plan import MeshShape, Plan
@@ -120,7 +120,7 @@ class Job:
         recompute: str = "none",
         compiled: str = "none",
         residency: Residency | None = None,
-        host: HostMemory | None = None,
+        host: HostState | None = None,
     ) -> Plan:
         """Atoll's plan on one rank. residency: with `action` each block is gathered and freed, as on several ranks."""
         return Plan(
@@ -166,7 +166,7 @@ def atoll_engine(
     compiled: str = "none",
     fused: bool = True,
     residency: Residency | None = None,
-    host: HostMemory | None = None,
+    host: HostState | None = None,
     name: str = "",
 ) -> Make:
     """Atoll with a layout on one rank."""

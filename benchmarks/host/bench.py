@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from atoll.plans import schedules
-from atoll.plans.host import HostMemory
+from atoll.plans.host import HostState
 from atoll.plans.layouts import Layout, Precision
 from atoll.plans.plan import MeshShape, Plan
 from atoll.program import Hosted, Operation, Programs
@@ -34,7 +34,7 @@ from atoll.program.sim import Rates, Speed, play_programs
 from atoll.runtime.engine import Engine
 from atoll.runtime.models.adapter import SequentialAdapter
 from atoll.runtime.sharding import hosted
-from atoll.runtime.sharding.optimizer import ShardedOptimizer
+from atoll.runtime.sharding.host_steps import HostSteps
 from atoll.runtime.sharding.unit import Unit
 from atoll.testing import run_ranks
 from benchmarks.islands import tables
@@ -53,7 +53,7 @@ class Case:
     """
 
     name: str
-    host: HostMemory
+    host: HostState
     seconds: float
     pipeline: int = 1
     schedule: str = "1f1b"
@@ -65,8 +65,8 @@ class Case:
     steps: int = 12
 
 
-ON_DEVICE, ON_HOST = HostMemory("update-on-device"), HostMemory("update-on-host")
-TIGHT = HostMemory("update-on-device", budget=0)
+ON_DEVICE, ON_HOST = HostState("update-on-device"), HostState("update-on-host")
+TIGHT = HostState("update-on-device", budget=0)
 PIPELINE: dict[str, Any] = {"pipeline": 2, "schedule": "zb-h1"}
 
 CASES = (
@@ -120,7 +120,7 @@ def _row(case: Case, per_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def engine_of(case: Case, host: HostMemory | None) -> Engine:
+def engine_of(case: Case, host: HostState | None) -> Engine:
     """Return this rank's engine."""
     with torch.device("meta"):
         model = nn.Sequential(*(Block(case.width, case.slept) for _ in range(case.blocks)))
@@ -198,20 +198,20 @@ def _difference(engine: Engine, other: Engine) -> float:
 @contextmanager
 def paced(engine: Engine, rate: float) -> Iterator[None]:
     """Let each copy, and each step on the host, take at least its bytes' time."""
-    copy, step = hosted._copy, ShardedOptimizer._step_there
+    copy, step = hosted._copy, HostSteps._step_there
 
     def paced_copy(pairs: Any) -> None:
         begin = time.perf_counter()
         copy(pairs)
         _sleep_until(begin + sum(source.nbytes for _, source in pairs) / rate)
 
-    def paced_step(self: ShardedOptimizer, unit: Unit, *rest: Any, **options: Any) -> None:
+    def paced_step(self: HostSteps, unit: Unit, *rest: Any, **options: Any) -> None:
         begin = time.perf_counter()
         step(self, unit, *rest, **options)
         shape = engine.program.shape.units[unit.spec.index]
         _sleep_until(begin + _sent(shape, Hosted.STEP_ON_HOST) / rate)
 
-    with patch.object(hosted, "_copy", paced_copy), patch.object(ShardedOptimizer, "_step_there", paced_step):
+    with patch.object(hosted, "_copy", paced_copy), patch.object(HostSteps, "_step_there", paced_step):
         yield
 
 

@@ -384,7 +384,8 @@ class DeepSpeed:
         stage = int(self.stage) if self.stage.isdecimal() else 3
         zero: dict[str, Any] = {
             "stage": stage,
-            "reduce_bucket_size": block * (self.bucket or work.blocks + 1),
+            # DeepSpeed asserts that its buckets are even.
+            "reduce_bucket_size": block * (self.bucket or work.blocks + 1) // 2 * 2,
             "overlap_comm": self.overlap,
         }
         if stage < 3:

@@ -11,7 +11,7 @@ import pytest
 
 from atoll.base.errors import ScheduleError
 from atoll.plans import schedules
-from atoll.plans.host import HostMemory
+from atoll.plans.host import HostState
 from atoll.plans.layouts import Layout, Precision
 from atoll.plans.plan import MeshShape, Plan
 from atoll.prediction.cost import Prediction, Transformer, Use
@@ -26,7 +26,7 @@ MODEL = Transformer.llama(layers=LAYERS, hidden=64, heads=4, ffn=160, vocabulary
 
 
 @cache
-def prediction(host: HostMemory | None, *, layout: str = "GGG", post_validation: bool = False) -> Prediction:
+def prediction(host: HostState | None, *, layout: str = "GGG", post_validation: bool = False) -> Prediction:
     schedule = schedules.build("zb-h1", ranks=2, microbatches=4)
     plan = Plan(
         MeshShape(pipeline=2, intra=2),
@@ -40,12 +40,12 @@ def prediction(host: HostMemory | None, *, layout: str = "GGG", post_validation:
     return Prediction(MODEL.workload, plan, None, Use(samples=1, sequence=32, compute="bfloat16"))
 
 
-def program(host: HostMemory | None, rank: int = 0, **given: bool | str) -> Program:
+def program(host: HostState | None, rank: int = 0, **given: bool | str) -> Program:
     return prediction(host, **given).ranks.programs.ranks[rank]  # type: ignore[arg-type]
 
 
-ON_DEVICE, ON_HOST = HostMemory("update-on-device"), HostMemory("update-on-host")
-TIGHT = HostMemory("update-on-device", budget=0)
+ON_DEVICE, ON_HOST = HostState("update-on-device"), HostState("update-on-host")
+TIGHT = HostState("update-on-device", budget=0)
 
 
 def at(found: Program, do: Operation, unit: int | None = None) -> list[int]:
@@ -106,7 +106,7 @@ def test_the_host_steps_a_unit_before_its_first_use_in_the_next_program(post_val
 
 
 def test_a_fraction_leaves_the_other_units_as_they_are() -> None:
-    found = program(HostMemory("update-on-host", fraction=0.5))
+    found = program(HostState("update-on-host", fraction=0.5))
     there = {each.of for each in found.instructions if each.do is Hosted.STEP_ON_HOST}
     back = {each.of for each in found.instructions if each.do is Do.RETURN}
     assert there | back == set(found.shape.units)
@@ -138,7 +138,7 @@ def moved(instructions: Sequence[Instruction], which: int, to: int) -> tuple[Ins
     (ON_HOST, Hosted.STEP_ON_HOST, Hosted.OFFLOAD_GRAD, "is stepped on the host before its gradients are there"),
     (ON_HOST, Hosted.OFFLOAD_GRAD, Do.SYNCED, "are offloaded before they are there"),
 ])  # fmt: skip
-def test_what_comes_too_early_breaks_a_law(host: HostMemory, do: Operation, to: Operation, words: str) -> None:
+def test_what_comes_too_early_breaks_a_law(host: HostState, do: Operation, to: Operation, words: str) -> None:
     found = program(host)
     unit = next(iter(found.shape.units))
     (which,) = at(found, do, unit)
@@ -154,7 +154,7 @@ def test_what_comes_too_early_breaks_a_law(host: HostMemory, do: Operation, to: 
     (ON_HOST, Hosted.STEP_ON_HOST, "and nothing steps it there"),
     (ON_HOST, Hosted.ONLOAD_PARAM, "is read before its parameters come from host memory"),
 ])  # fmt: skip
-def test_what_is_left_out_breaks_a_law(host: HostMemory, do: Operation, words: str) -> None:
+def test_what_is_left_out_breaks_a_law(host: HostState, do: Operation, words: str) -> None:
     found = program(host)
     last = at(found, do)[-1]
     with pytest.raises(ScheduleError, match=words):
@@ -207,7 +207,7 @@ def test_traffic_is_that_of_the_state(layout: str) -> None:
 SECONDS = {(Hosted.STEP_UNIT, unit): 0.5 for unit in range(20)} | {(Do.F, block): 1.0 for block in range(20)}
 
 
-def seconds(host: HostMemory | None, **links: Speed) -> float:
+def seconds(host: HostState | None, **links: Speed) -> float:
     return play_programs(prediction(host).ranks.programs, Rates(SECONDS, links=links), steps=3).seconds
 
 

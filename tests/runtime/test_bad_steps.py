@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from atoll import Engine
 from atoll.base.errors import BadStepError, PlanError
 from atoll.base.faults import ROLLBACKS, SKIPS_IN_A_ROW, BadStepPolicy, Fault, NonFinite, Sighting
+from atoll.plans.host import HostState
 from atoll.runtime.pipeline.step_end import LossScaler, StepResult
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, History, results, whole_parameters, worst_difference
@@ -151,6 +152,8 @@ SKIPPED = {
     "IGG, zb-v": Case(layout="IGG", pipeline=2, intra=2, schedule="zb-v"),
     "recomputed": Case(layout="IIG", pipeline=2, intra=2, recompute="block"),
     "reduced once a step": Case(layout="GGG", pipeline=2, intra=2, reduction="step"),
+    "state comes to the device": Case(layout="NGG", pipeline=2, intra=2, host=HostState("update-on-device")),
+    "the host steps": Case(layout="GGG", pipeline=2, intra=2, host=HostState("update-on-host")),
 }
 
 

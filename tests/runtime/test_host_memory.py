@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from atoll.base.errors import PlanError
-from atoll.plans.host import HostMemory
+from atoll.plans.host import HostState
 from atoll.plans.layouts import EFFECTIVE, Footprint
 from atoll.program import Hosted
 from atoll.program.host import IN, OUT
@@ -24,9 +24,9 @@ from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_checkpoint_parity, assert_parity, train_case
 from atoll.testing.tiny import TinyConfig
 
-ON_DEVICE, ON_HOST = HostMemory("update-on-device"), HostMemory("update-on-host")
-TIGHT = HostMemory("update-on-device", budget=0)
-HALF = HostMemory("update-on-host", fraction=0.5)
+ON_DEVICE, ON_HOST = HostState("update-on-device"), HostState("update-on-host")
+TIGHT = HostState("update-on-device", budget=0)
+HALF = HostState("update-on-host", fraction=0.5)
 EVERY = (ON_DEVICE, TIGHT, ON_HOST, HALF)
 
 ODD, TIED = TinyConfig(layers=5, odd=True, dropout=0.2), TinyConfig(layers=5, tied=True, vocabulary=17, small=True)
@@ -51,14 +51,14 @@ def test_every_layout_equals_one_process(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("host", EVERY, ids=str)
-def test_without_a_pipeline(host: HostMemory) -> None:
+def test_without_a_pipeline(host: HostState) -> None:
     for layout, model in zip(("NNN", "IIG", "GGG"), MODELS, strict=False):
         assert_parity(Case(layout=layout, inter=2, intra=2, host=host, model=model))
 
 
 @pytest.mark.parametrize("clip", [0.05, 1e3])
 @pytest.mark.parametrize("host", EVERY, ids=str)
-def test_a_step_ahead_of_its_verdict(host: HostMemory, clip: float) -> None:
+def test_a_step_ahead_of_its_verdict(host: HostState, clip: float) -> None:
     """Taken unchanged, and clipped after all: what was stepped ahead is made again."""
     given = {**PIPELINE, "schedule": "zb-h1", "post_validation": True, "clip": clip, "host": host}
     assert_parity(Case(layout="GGG", model=ODD, **given))
@@ -83,7 +83,7 @@ def test_a_step_on_the_device_gives_the_same_bits(precision: str, post_validatio
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "RAdam"])
 @pytest.mark.parametrize("host", [ON_DEVICE, ON_HOST], ids=str)
-def test_any_elementwise_optimizer(host: HostMemory, optimizer: str) -> None:
+def test_any_elementwise_optimizer(host: HostState, optimizer: str) -> None:
     """Without states, with states that are made before the first step, and with counters that its rule reads."""
     assert_parity(Case(layout="NGG", intra=2, optimizer=optimizer, host=host, model=ODD))
 
@@ -101,12 +101,12 @@ def test_matrices_that_are_transformed_whole_are_refused() -> None:
 ])  # fmt: skip
 def test_values_that_no_plan_can_have(given: dict[str, Any], words: str) -> None:
     with pytest.raises(PlanError, match=words):
-        HostMemory(**given)
+        HostState(**given)
 
 
 @pytest.mark.parametrize(("fraction", "found"), [(1.0, 9), (0.5, 4), (1 / 3, 3), (0.25, 2), (0.05, 0)])
 def test_a_fraction_of_the_units_is_spread_over_the_model(fraction: float, found: int) -> None:
-    rests = sorted(HostMemory("update-on-host", fraction=fraction).rests(range(9)))
+    rests = sorted(HostState("update-on-host", fraction=fraction).rests(range(9)))
     assert len(rests) == found
     gaps = {later - earlier for earlier, later in pairwise(rests)}
     assert not gaps or max(gaps) - min(gaps) <= 1
@@ -116,7 +116,7 @@ def test_a_fraction_of_the_units_is_spread_over_the_model(fraction: float, found
 
 
 @pytest.mark.parametrize(("saves", "loads"), [(ON_DEVICE, None), (None, ON_HOST), (ON_HOST, TIGHT), (HALF, HALF)])
-def test_a_checkpoint_loads_in_any_place(saves: HostMemory | None, loads: HostMemory | None, tmp_path: Path) -> None:
+def test_a_checkpoint_loads_in_any_place(saves: HostState | None, loads: HostState | None, tmp_path: Path) -> None:
     first = Case(layout="IIG", inter=2, intra=2, host=saves, model=ODD)
     second = Case(layout="GGG", intra=2, pipeline=2, schedule="1f1b", host=loads, model=ODD)
     assert_checkpoint_parity(first, second, tmp_path / "checkpoint")
@@ -152,7 +152,7 @@ def held_and_moved(case: Case) -> tuple[Footprint, Footprint, dict[str, int], di
 @pytest.mark.parametrize("post_validation", [False, True])
 @pytest.mark.parametrize("host", EVERY, ids=str)
 @pytest.mark.parametrize(("layout", "precision"), [("GGG", "bf16"), ("NNG", "fp32"), ("NGI", "bf16")])
-def test_bytes_equal_what_is_said(layout: str, precision: str, host: HostMemory, post_validation: bool) -> None:
+def test_bytes_equal_what_is_said(layout: str, precision: str, host: HostState, post_validation: bool) -> None:
     given = {**PIPELINE, "inter": 2, "schedule": "zb-h1", "precision": precision, "clip": None, "model": ODD}
     case = Case(layout=layout, host=host, post_validation=post_validation, **{**given, "microbatches": 16})
     plain = replace(case, host=None)
@@ -198,7 +198,7 @@ def most_on_the_device(case: Case) -> tuple[int, int]:
 
 @pytest.mark.parametrize("budget", [None, 0])
 def test_the_budget_is_what_is_on_the_device(budget: int | None) -> None:
-    case = Case(layout="NGG", intra=2, host=HostMemory("update-on-device", budget=budget), model=ODD)
+    case = Case(layout="NGG", intra=2, host=HostState("update-on-device", budget=budget), model=ODD)
     for most, said in run_ranks(most_on_the_device, 2, case):
         assert most == said > 0
 
@@ -269,7 +269,7 @@ def after_a_scheduled_step(case: Case) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("host", EVERY, ids=str)
-def test_rates_of_a_schedule_are_those_of_the_steps_begin(host: HostMemory) -> None:
+def test_rates_of_a_schedule_are_those_of_the_steps_begin(host: HostState) -> None:
     case = Case(layout="NNG", intra=2, model=ODD)
     for own, other in zip(
         run_ranks(after_a_scheduled_step, 2, replace(case, host=host)),
@@ -303,7 +303,7 @@ def scaled(case: Case, scale: float) -> tuple[list[bool], dict[str, torch.Tensor
 
 @pytest.mark.parametrize("post_validation", [False, True])
 @pytest.mark.parametrize("host", EVERY, ids=str)
-def test_an_overflow_of_fp16_leaves_the_state_at_home_as_it_was(host: HostMemory, post_validation: bool) -> None:
+def test_an_overflow_of_fp16_leaves_the_state_at_home_as_it_was(host: HostState, post_validation: bool) -> None:
     given = {"pipeline": 2, "intra": 2, "microbatches": 8, "schedule": "zb-h1", "precision": "fp16", "steps": 8}
     case = Case(layout="NNG", post_validation=post_validation, clip=None, **given)
     plain = run_ranks(scaled, case.ranks, case, scale=2.0**24)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from atoll.plans.host import HostMemory
+from atoll.plans.host import HostState
 from atoll.testing.parity import Case
 from atoll.testing.pool import RankPool
 from atoll.testing.tiny import TinyConfig
@@ -19,7 +19,7 @@ from benchmarks.gpu.jobs import Job
 from benchmarks.gpu.stage import Run, attempt
 from benchmarks.gpu.stages.ranks import twice
 
-ON_DEVICE, ON_HOST = HostMemory("update-on-device"), HostMemory("update-on-host")
+ON_DEVICE, ON_HOST = HostState("update-on-device"), HostState("update-on-host")
 
 CASES = (
     Case("NNN", host=ON_DEVICE),

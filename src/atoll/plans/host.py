@@ -27,7 +27,7 @@ AHEAD = 3
 
 
 @dataclass(frozen=True, slots=True)
-class HostMemory:
+class HostState:
     """The host memory of a plan.
 
     optimizer: where the state is stepped.  fraction: the share of a rank's trained units whose state rests there.

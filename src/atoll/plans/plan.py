@@ -8,7 +8,7 @@ from enum import StrEnum
 from itertools import product
 
 from atoll.base.errors import PlanError
-from atoll.plans.host import HostMemory
+from atoll.plans.host import HostState
 from atoll.plans.ir import Schedule
 from atoll.plans.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, current
 from atoll.plans.layouts import (
@@ -237,7 +237,7 @@ class Plan:
     whole: Whole | None = None
     expert_layout: Layout | None = None
     imbalance: float = 1.0
-    host: HostMemory | None = None
+    host: HostState | None = None
 
     def __post_init__(self) -> None:
         if not self.imbalance >= 1.0:

@@ -35,6 +35,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from atoll.plans.ir import Action, Op
 from atoll.plans.layouts import SegmentShape, Sharding
+from atoll.plans.layouts.resting import lowered_bytes, onloaded_bytes, raised_bytes, stepped_bytes
 from atoll.program.instruction import Instruction
 from atoll.program.operation import Amount, Fact, Lane, Need, Operation, Over, Partners, Per, Phase, Scope, Workspace
 from atoll.program.shape import RankShape, UnitShape
@@ -151,22 +152,22 @@ class Hosted:
     )  # fmt: skip
 
 
-Travel = Mapping[tuple[Operation, Phase | None], tuple[tuple[str, int], ...]]
+_Travel = Mapping[tuple[Operation, Phase | None], tuple[tuple[str, int], ...]]
 
 
-def host_travel(segments: Sequence[SegmentShape], sharding: Sharding, travel: Travel) -> Travel:
+def host_travel(segments: Sequence[SegmentShape], sharding: Sharding, travel: _Travel) -> _Travel:
     """Return what the instructions above send for a unit, by direction of the link; STEP_ON_HOST by what it reads and
     writes. travel: what others send."""
     ways = {
-        Hosted.ONLOAD: (IN, sharding.onloaded_bytes),
-        Hosted.OFFLOAD: (OUT, sharding.onloaded_bytes),
-        Hosted.OFFLOAD_GRAD: (OUT, sharding.lowered_bytes),
-        Hosted.STEP_ON_HOST: (STEPS, sharding.stepped_bytes),
-        Hosted.ONLOAD_PARAM: (IN, sharding.raised_bytes),
+        Hosted.ONLOAD: (IN, onloaded_bytes),
+        Hosted.OFFLOAD: (OUT, onloaded_bytes),
+        Hosted.OFFLOAD_GRAD: (OUT, lowered_bytes),
+        Hosted.STEP_ON_HOST: (STEPS, stepped_bytes),
+        Hosted.ONLOAD_PARAM: (IN, raised_bytes),
     }
     found: dict[tuple[Operation, Phase | None], tuple[tuple[str, int], ...]] = {}
     for do, (axis, size) in ways.items():
-        if nbytes := sum(map(size, segments)):
+        if nbytes := sum(size(segment, sharding) for segment in segments):
             then = travel.get((Do.RETURN, None), ()) if do is Hosted.ONLOAD_PARAM else ()
             found[do, None] = ((axis, nbytes), *then)
     return found

@@ -22,6 +22,7 @@ from atoll.plans.layouts import (
     Sharding,
     StoredCopies,
 )
+from atoll.plans.layouts.resting import lowered_bytes, onloaded_bytes
 from atoll.plans.plan import Place, Plan, View
 from atoll.program.host import bytes_leaving, host_travel
 from atoll.program.memory import needed_in_a_step, reduced_at_once
@@ -202,7 +203,7 @@ def unit_shape(
         if any(phase in segment.phases for segment in trained)
     }
     exchanges = [sharding.exchange_bytes(segment) for segment in segments if segment.matrices]
-    on_host = sum(map(sharding.onloaded_bytes, segments))
+    on_host = sum(onloaded_bytes(segment, sharding) for segment in segments)
     stays = sharding.keeps_apart or sharding.layout.gradients is Level.N
     travel = _travel(segments, sharding)
     return UnitShape(
@@ -225,7 +226,7 @@ def unit_shape(
             for phase in flows
         },
         on_host=on_host,
-        is_stepped_on_host=any(map(sharding.lowered_bytes, segments)),
+        is_stepped_on_host=any(lowered_bytes(segment, sharding) for segment in segments),
         segments=tuple(segments),
         sharding=sharding,
     )

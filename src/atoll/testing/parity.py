@@ -17,7 +17,7 @@ from torch import nn
 
 from atoll.base.errors import CostWarning
 from atoll.plans import schedules
-from atoll.plans.host import HostMemory
+from atoll.plans.host import HostState
 from atoll.plans.ir.residency import Reduction, Residency
 from atoll.plans.layouts import NO_CODECS, Codec, Codecs, Layout, Precision
 from atoll.plans.outer import Outer
@@ -108,7 +108,7 @@ class Case:
     outer: Outer | None = None
     expert: int = 1
     expert_layout: str | None = None
-    host: HostMemory | None = None
+    host: HostState | None = None
     balance: Balance | None = None
     bad_steps: str = "stop"
     model: Recipe = field(default_factory=TinyConfig)

@@ -10,13 +10,13 @@ import pytest
 
 from atoll.base.errors import ConfigError
 from atoll.plans import schedules
-from atoll.plans.host import HostMemory
+from atoll.plans.host import HostState
 from atoll.plans.layouts import Layout, Precision
 from atoll.plans.plan import MeshShape, Plan
 from atoll.prediction.cost import Cluster, Prediction, Transformer, Use
 from atoll.prediction.explain.choices import CHOICES
 from atoll.prediction.explain.explanation import Explanation
-from atoll.prediction.explain.host import FREE, with_host_link
+from atoll.prediction.explain.host import NEGLIGIBLE, with_host_link
 from atoll.prediction.explain.text import describe_explanation
 from atoll.prediction.planner import Goal, PlanSearch, Space
 from atoll.prediction.planner.answer import Answer
@@ -33,7 +33,7 @@ def cluster(devices: int = 4, **host: Any) -> Cluster:
 
 
 @cache
-def prediction(host: HostMemory | None, **given: Any) -> Prediction:
+def prediction(host: HostState | None, **given: Any) -> Prediction:
     plan = Plan(
         MeshShape(intra=4),
         Layout("GGG"),
@@ -47,11 +47,11 @@ def prediction(host: HostMemory | None, **given: Any) -> Prediction:
     return Prediction(SEVEN.workload, plan, cluster(**given), use)
 
 
-ON_DEVICE, ON_HOST = HostMemory("update-on-device"), HostMemory("update-on-host")
+ON_DEVICE, ON_HOST = HostState("update-on-device"), HostState("update-on-host")
 
 
 @pytest.mark.parametrize("host", [ON_DEVICE, ON_HOST], ids=str)
-def test_cost_and_saving_are_those_of_two_predictions(host: HostMemory) -> None:
+def test_cost_and_saving_are_those_of_two_predictions(host: HostState) -> None:
     own, plain = prediction(host), prediction(None)
     cost = Explanation(own).host
     assert cost is not None
@@ -66,7 +66,7 @@ def test_the_link_from_which_it_is_free_is_the_slowest_such_link() -> None:
     cost = Explanation(own).host
     assert cost is not None
     assert cost.rate is not None
-    limit = plain.seconds * (1 + FREE)
+    limit = plain.seconds * (1 + NEGLIGIBLE)
     assert own.on(with_host_link(own.given, cost.rate / cost.now)).seconds <= limit
     assert own.on(with_host_link(own.given, 0.98 * cost.rate / cost.now)).seconds > limit
 

@@ -16,7 +16,7 @@ from atoll.plans.layouts import Layout, Precision
 from atoll.plans.plan import MeshShape, Plan
 from atoll.prediction.cost import Cluster, Prediction, Transformer, Use
 from atoll.runtime.measuring.device import _Bench
-from atoll.runtime.measuring.host_link import read_host, to_host
+from atoll.runtime.measuring.host_link import host_of, read_host
 from atoll.runtime.measuring.measure import cluster_to_toml, describe_cluster, measure_cluster, statistic, to_tables
 from atoll.runtime.measuring.stopwatch import Stopwatch, typical
 from atoll.testing import run_ranks
@@ -131,7 +131,7 @@ def test_samples_of_ranks_that_share_cores_count_with_their_waits(
 def test_the_host_of_a_device() -> None:
     """Here the device is the processor, whose copies are as fast as memory is."""
     found = read_host(Stopwatch(CPU, 0.01), lambda: None)
-    host = to_host(found, local_ranks=4, source="here")
+    host = host_of(found, local_ranks=4, source="here")
     assert (host.memory, host.rate, host.reach) == (machine_memory(), found.rate, 1.0)
     assert host.bandwidth == 4 * found.stepped
     assert 1e8 < found.rate < 1e12

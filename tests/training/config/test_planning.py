@@ -10,7 +10,7 @@ import pytest
 
 from atoll.base.errors import ConfigError
 from atoll.base.toml import value_to_toml
-from atoll.plans.host import HostMemory
+from atoll.plans.host import HostState
 from atoll.plans.ir import lower
 from atoll.plans.ir.text import from_text, to_csv
 from atoll.plans.layouts import Layout, Precision
@@ -206,11 +206,11 @@ def test_balance_without_experts_or_biases() -> None:
 
 
 @pytest.mark.parametrize(("written", "found"), [
-    ('"update-on-host"', HostMemory("update-on-host")),
-    ('{ optimizer = "update-on-device", fraction = 0.5, budget = 1000 }', HostMemory("update-on-device", 0.5, 1000)),
+    ('"update-on-host"', HostState("update-on-host")),
+    ('{ optimizer = "update-on-device", fraction = 0.5, budget = 1000 }', HostState("update-on-device", 0.5, 1000)),
     ("false", None),
 ])  # fmt: skip
-def test_host_memory_is_a_table_or_a_word(written: str, found: HostMemory | None, tmp_path: Path) -> None:
+def test_host_memory_is_a_table_or_a_word(written: str, found: HostState | None, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(f"[parallel]\nhost = {written}\n")
     assert load(path).to_plan().host == found

@@ -13,6 +13,7 @@ from atoll.plans.layouts.codec import NO_CODECS
 from atoll.plans.layouts.layout import Layout
 from atoll.plans.layouts.level import Level
 from atoll.plans.layouts.precision import ITEM_BYTES
+from atoll.plans.layouts.resting import host_bytes
 from atoll.plans.layouts.storage import SegmentShape, Sharding, StoredCopies
 
 
@@ -74,7 +75,7 @@ def _segment_footprint(segment: SegmentShape, sharding: Sharding, states: int) -
     held = sharding.nest.range(layout.optimizer, segment.map.padded)
     covered = sum(part.stop - part.start for part in segment.map.slices(held))
     gradients = len(segment.phases) * sharding.gradient_bytes(segment)
-    away = sharding.host_bytes(segment, states)
+    away = host_bytes(segment, sharding, states)
     kept = (0 if away else states * item * covered) + sharding.anchors * item * numel(Level.G)
     kept += len(sharding.owing(segment)) * item * numel(Level.I)
     # A post-validated step updates a second copy of the state of whole matrices.

@@ -196,52 +196,6 @@ class Sharding:
             return 0
         return segment.map.padded * ITEM_BYTES[self.precision.gradient]
 
-    def state_bytes(self, segment: SegmentShape, states: int | None = None) -> int:
-        """Return the bytes of master and states that rest in host memory, padding included; 0 if they do not. states:
-        as in `atoll.plans.layouts.footprint`."""
-        if not self.on_host or not segment.trainable:
-            return 0
-        held = self._held(segment)
-        kept = self.states_of(segment) if states is None else states
-        if not segment.map.slices(held):  # padding alone, of which the optimizer knows nothing
-            kept = 0
-        return (1 + kept) * ITEM_BYTES[self.precision.master] * len(held)
-
-    def _held(self, segment: SegmentShape) -> range:
-        return self.nest.range(self.layout.optimizer, segment.map.padded)
-
-    def host_bytes(self, segment: SegmentShape, states: int | None = None) -> int:
-        """Return all bytes in host memory: master and states, a second time for a post-validated step, which leaves
-        those before it as they were; and, for a step that is made there, gradients and parameters on their ways."""
-        found = (2 if self.keeps_apart else 1) * self.state_bytes(segment, states)
-        if not found or not self.steps_on_host:
-            return found
-        casts = segment.compute != self.precision.master
-        return found + self.lowered_bytes(segment) + (self.raised_bytes(segment) if casts else 0)
-
-    def onloaded_bytes(self, segment: SegmentShape) -> int:
-        """Return the bytes of state that come to the device to be stepped there, and go back."""
-        return 0 if self.steps_on_host else self.state_bytes(segment)
-
-    def lowered_bytes(self, segment: SegmentShape) -> int:
-        """Return the bytes of gradients that go to host memory to be stepped there."""
-        is_stepped = self.steps_on_host and self.state_bytes(segment) > 0
-        return ITEM_BYTES[self.precision.gradient] * len(self._held(segment)) if is_stepped else 0
-
-    def raised_bytes(self, segment: SegmentShape) -> int:
-        """Return the bytes of parameters that come back to the device."""
-        if not self.steps_on_host or not self.state_bytes(segment):
-            return 0
-        finer = max(self.layout.parameters, self.layout.optimizer)
-        return ITEM_BYTES[segment.compute] * len(self.nest.range(finer, segment.map.padded))
-
-    def stepped_bytes(self, segment: SegmentShape) -> int:
-        """Return the bytes that a step in host memory reads and writes: gradient, master and states."""
-        if not self.lowered_bytes(segment):
-            return 0
-        item = ITEM_BYTES[self.precision.master]
-        return self.lowered_bytes(segment) + 2 * (1 + self.states_of(segment)) * item * len(self._held(segment))
-
     # ---- matrices that the optimizer transforms whole
 
     def states_of(self, segment: SegmentShape) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.base.errors import PlanError
 from atoll.plans import schedules
-from atoll.plans.host import UPDATES, HostMemory
+from atoll.plans.host import UPDATES, HostState
 from atoll.plans.layouts import EFFECTIVE, GATHER_PARAMETER, SYNC_PARAMETER, Axis, Codec, Layout, Level, Precision
 from atoll.plans.plan import AXES, ORDERS, RECOMPUTE, MeshShape, Plan
 from atoll.plans.schedules import CATALOGUE
@@ -209,10 +209,10 @@ def _outer_codec() -> Choice:
     return Choice("outer codec", "parallel.outer.codec", now, others, make, plain="none", is_exact=False)
 
 
-def _host(plan: Plan, value: str) -> HostMemory:
+def _host(plan: Plan, value: str) -> HostState:
     """Return host memory with the options of the present one."""
     given: dict[str, Any] = {"optimizer": value}
-    return HostMemory(**given) if plan.host is None else replace(plan.host, **given)
+    return HostState(**given) if plan.host is None else replace(plan.host, **given)
 
 
 def _field(field: str, of: Callable[[str], Any] = str) -> Callable[[Plan, str], Plan]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from atoll.prediction.cost import Cluster, Prediction
 from atoll.prediction.explain.alternative import predicted
 
-FREE = 0.01
+NEGLIGIBLE = 0.01
 """Share of a step up to which host memory counts as free."""
 
 _DOUBLINGS = 12
@@ -20,8 +20,8 @@ class HostCost:
 
     saved: bytes of the fullest rank's peak.  seconds: that are added to a step.  resting: bytes in host memory of the
     rank that has most there.
-    rate: bytes a second of a device's link, in one direction, from which at most `FREE` of a step is added; None if no
-    link is fast enough, because the memory of the host, or its processors, are what a step waits for.
+    rate: bytes a second of a device's link, in one direction, from which at most `NEGLIGIBLE` of a step is added; None
+    if no link is fast enough, because the memory of the host, or its processors, are what a step waits for.
     now: bytes a second of the cluster's link.
     """
 
@@ -36,7 +36,7 @@ def host_cost(prediction: Prediction) -> HostCost:
     """Compare a plan with the same one without host memory."""
     ranks = range(prediction.plan.mesh.pipeline)
     plain = predicted(prediction, replace(prediction.plan, host=None))
-    limit = plain.seconds * (1.0 + FREE)
+    limit = plain.seconds * (1.0 + NEGLIGIBLE)
 
     def is_free(times: float) -> bool:
         return prediction.on(with_host_link(prediction.given, times)).seconds <= limit

@@ -11,6 +11,7 @@ from atoll.base.errors import ConfigError
 from atoll.prediction.cost import Cluster, Prediction
 from atoll.prediction.planner import text
 from atoll.prediction.planner.candidate import Candidate, choices, experts_of
+from atoll.prediction.planner.hosted import with_host
 from atoll.prediction.planner.search import Found, PlanSearch
 from atoll.prediction.planner.simpler import simplest_first
 from atoll.prediction.planner.space import world_of
@@ -62,7 +63,7 @@ class Answer:
     @staticmethod
     def of(search: PlanSearch) -> Answer:
         """Search for a plan. Raises ConfigError if the goal and the cluster do not match, and if no plan fits."""
-        every = search.with_host(search.with_made(search.run()))
+        every = with_host(search, search.with_made(search.run()))
         found = Answer(search, search.with_expert_layouts(every))
         _ = found.best
         return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from atoll.plans.host import HostMemory
+from atoll.plans.host import HostState
 from atoll.plans.ir.text import to_text
 from atoll.prediction.planner.space import Frame, Order, Travel
 
@@ -85,9 +85,9 @@ def settings(candidate: Candidate) -> dict[str, dict[str, Any]]:
     return {"parallel": known, "train": {"microbatch": frame.microbatch, "precision": frame.precision}}
 
 
-def _given(host: HostMemory) -> dict[str, Any]:
+def _given(host: HostState) -> dict[str, Any]:
     """Return the keys of `parallel.host` that are not the default's."""
-    plain = HostMemory(host.optimizer)
+    plain = HostState(host.optimizer)
     found = {field.name: getattr(host, field.name) for field in fields(host)}
     return {name: value for name, value in found.items() if name == "optimizer" or value != getattr(plain, name)}
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count
@@ -27,7 +27,6 @@ from typing import NamedTuple
 
 from atoll.base.errors import UserError
 from atoll.plans import schedules
-from atoll.plans.host import UPDATES, HostMemory
 from atoll.plans.ir import Schedule
 from atoll.plans.layouts import ITEM_BYTES, Layout, Precision, Whole
 from atoll.plans.outer import Outer
@@ -40,9 +39,6 @@ from atoll.prediction.planner.space import Frame, Goal, Order, Space, Travel
 
 BUDGET = 1_600_000
 """Budget of a search, in simulated instructions."""
-
-OF_HOST = 8
-"""Factor by which the effort is smaller for plans with host memory, once others fit."""
 
 _AT_MOST = 4
 """Factor of the budget while no plan fits."""
@@ -64,7 +60,7 @@ CAUSES = 2
 _ROUNDS = 3
 """Maximum number of times that an order is searched with less memory, until its prediction fits."""
 
-_WORTH = 0.01
+WORTH = 0.01
 """Minimum share of the seconds that a searched order must gain. It is written into the config in full."""
 
 A_CELL = 1.0
@@ -165,7 +161,7 @@ class PlanSearch:
     def with_made(self, found: Found) -> Found:
         """Add searched orders for the fastest pipeline plans, if schedules are not fixed.
 
-        Only for meshes on which an order can gain `_WORTH` according to the bounds, and only if it does.
+        Only for meshes on which an order can gain `WORTH` according to the bounds, and only if it does.
         """
         if self.space.schedules is not None or not found.fitting:
             return found
@@ -173,38 +169,20 @@ class PlanSearch:
         bases: dict[Frame, Candidate] = {}
         for each in found.fitting:
             least = self._least_of(each.frame)
-            is_open = least is not None and least.seconds < best * (1.0 - _WORTH) and each.seconds < best * CLOSE
+            is_open = least is not None and least.seconds < best * (1.0 - WORTH) and each.seconds < best * CLOSE
             if each.frame.mesh.pipeline > 1 and not each.frame.vocabulary_parallel and is_open:
                 bases.setdefault(each.frame, each)
         made = filter(None, map(self._made, list(bases.values())[:MADE]))
-        better = [each for each in made if each.seconds < best * (1.0 - _WORTH)]
+        better = [each for each in made if each.seconds < best * (1.0 - WORTH)]
         fitting = sorted((*better, *found.fitting), key=lambda each: each.seconds)
         return found._replace(fitting=tuple(fitting), predicted=found.predicted + min(MADE, len(bases)))
 
-    def with_host(self, found: Found) -> Found:
-        """Add plans whose optimizer state rests in host memory, if that is not fixed and the cluster's is known: the
-        fastest ones if nothing fits, otherwise with a part of the effort those that gain `_WORTH`.
-
-        They have a search of their own: more recompute, more ranks of a pipeline and finer layouts are what saves
-        memory otherwise, and none of them may be needed.
-        """
-        if self.space.host is not None or self.cluster.node.host is None or self.whole is not None:
-            return found
-        best = found.fitting[0].seconds if found.fitting else math.inf
-        effort = self.effort // OF_HOST if found.fitting else self.effort
-        for update in UPDATES:
-            host = HostMemory(update)
-            other = replace(self, space=replace(self.space, host=host), effort=effort)
-            own = other._search(fastest=True, below=best * (1.0 - _WORTH))
-            if own.fitting:
-                fitting = sorted((*own.fitting, *found.fitting), key=lambda each: each.seconds)
-                best = fitting[0].seconds
-                found = found._replace(fitting=tuple(fitting), bound=min(found.bound, own.bound))
-            found = found._replace(predicted=found.predicted + own.predicted)
-        return found
+    def faster_than(self, seconds: float) -> Found:
+        """Return the plans that fit and take less, as far as the effort goes."""
+        return self._search(fastest=True, below=seconds)
 
     def with_expert_layouts(self, found: Found) -> Found:
-        """Add the fastest plan with other layouts of its experts, if their layout is not fixed and one gains `_WORTH`.
+        """Add the fastest plan with other layouts of its experts, if their layout is not fixed and one gains `WORTH`.
 
         The search keeps one layout for all parameters: two would square the number of plans.
         """
@@ -213,7 +191,7 @@ class PlanSearch:
         base, better, tried = found.fitting[0], [], 0
         for layout in self.space.expert_layouts(base.frame.mesh, besides=base.travel.layout):
             node = _Node(Least(0.0, 0.0, 0.0), base.frame, base.order, (base.travel._replace(expert_layout=layout),))
-            candidate, _ = self._played(node, base.seconds * (1.0 - _WORTH))
+            candidate, _ = self._played(node, base.seconds * (1.0 - WORTH))
             tried += 1
             if candidate is not None and candidate.peak is not None and candidate.peak <= self.limit:
                 better.append(candidate)

@@ -9,7 +9,7 @@ from itertools import product
 from typing import NamedTuple, TypeVar
 
 from atoll.base.errors import ConfigError
-from atoll.plans.host import HostMemory
+from atoll.plans.host import HostState
 from atoll.plans.ir import Schedule
 from atoll.plans.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, current
 from atoll.plans.layouts import EFFECTIVE, NO_CODECS, Codecs, Layout, Level, Precision
@@ -114,7 +114,7 @@ class Travel(NamedTuple):
     prefetch: int | None
     post_validation: bool
     expert_layout: Layout | None = None
-    host: HostMemory | None = None
+    host: HostState | None = None
 
     def layout_of(self, view: View) -> Layout:
         """The layout of a view's units."""
@@ -155,7 +155,7 @@ class Space:
     sequence_parallel: tuple[bool, ...] = (False, True)
     vocabulary_parallel: tuple[bool, ...] = (False, True)
     codecs: Codecs = NO_CODECS
-    host: HostMemory | None = None
+    host: HostState | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "residency", tuple(map(current, self.residency)))

@@ -15,7 +15,7 @@ from atoll.prediction.cost import Host
 from atoll.runtime.measuring.stopwatch import Stopwatch
 from atoll.runtime.sharding.hosted import pin, unpin
 
-ELEMENTS = 2**24
+COPIED = 2**24
 """Of a copy, in fp32: long enough that a link reaches its rate."""
 
 UPDATED = 2**22
@@ -38,10 +38,10 @@ class HostReading:
 
 def read_host(stopwatch: Stopwatch, together: Callable[[], None]) -> HostReading:
     """Measure the link of this rank's device; before each quantity the ranks wait for one another with `together`."""
-    device, memory = stopwatch.device, torch.zeros(ELEMENTS)
+    device, memory = stopwatch.device, torch.zeros(COPIED)
     if device.type == "cuda":
         pin(memory)
-    there = torch.empty(ELEMENTS, device=device)
+    there = torch.empty(COPIED, device=device)
     together()
     first = stopwatch.seconds(lambda: there[:1].copy_(memory[:1], non_blocking=True))
     together()
@@ -59,7 +59,7 @@ def read_host(stopwatch: Stopwatch, together: Callable[[], None]) -> HostReading
     return HostReading(rate, first, STEP_BYTES * UPDATED / stepped, float(machine_memory()))
 
 
-def to_host(reading: HostReading, *, local_ranks: int, source: str) -> Host:
+def host_of(reading: HostReading, *, local_ranks: int, source: str) -> Host:
     """Return the host memory of a node. local_ranks: ranks that measured at the same time."""
     return Host(
         memory=int(reading.memory),

@@ -18,7 +18,7 @@ from atoll.plans.plan import MeshShape
 from atoll.prediction.cost import Cluster, Host, Link, Node
 from atoll.runtime.launch import cores
 from atoll.runtime.measuring.device import DTYPES, Reading, describe_device, read_device, to_device
-from atoll.runtime.measuring.host_link import HostReading, read_host, to_host
+from atoll.runtime.measuring.host_link import HostReading, host_of, read_host
 from atoll.runtime.measuring.links import read_links
 from atoll.runtime.measuring.stopwatch import Stopwatch, typical
 from atoll.runtime.transport import Transport, connect, world_rank
@@ -59,7 +59,7 @@ def measure_cluster(
     host = None
     if device.type == "cuda":  # the memory of a CPU is the device's own
         found = _mean_of_host(read_host(stopwatch, transport.barrier), transport)
-        host = to_host(found, local_ranks=local, source=source)
+        host = host_of(found, local_ranks=local, source=source)
     transport.close()
     return Cluster(
         device=to_device(reading, device, local_ranks=local, source=source),

@@ -48,6 +48,7 @@ from atoll.base.faults import Fault, Rollback
 from atoll.program import Do, Ending, Hosted, Operation
 from atoll.runtime.pipeline.routing import Routers
 from atoll.runtime.pipeline.sums import SUMS_HEAD, RankSums, StepSums
+from atoll.runtime.sharding.host_steps import StepTerms
 from atoll.runtime.sharding.optimizer import ShardedOptimizer
 from atoll.runtime.sharding.unit import Unit, UnitSpec
 from atoll.runtime.transport import Later, Transport
@@ -197,8 +198,8 @@ class StepEnd:
         # stepped.
         self.was_right = True
         self._was_taken = False
-        # What `step_unit` steps with, from STEP on: parameters that have gradients, their factor, options of groups.
-        self._stepping: tuple[frozenset[str], float, list[dict[str, Any]]] = frozenset(), 1.0, []
+        # Of the last step that was taken, from STEP on, for units whose state rests in host memory.
+        self._terms = StepTerms()
         self.busy = 0.0
 
     # ---- between programs
@@ -358,24 +359,27 @@ class StepEnd:
             # them step it again. It starts where AHEAD did: stepping ahead leaves masters and states as they were.
             for unit in reversed(self._units):
                 if any((name in now.ahead) != (name in now.touched) for name, _ in unit.trained()):
-                    if self.optimizer.is_stepped_on_host(unit):
-                        unit.end_step()
-                        self.optimizer.step_on_host(
-                            unit, now.touched, 1.0, self.optimizer.torch.param_groups, is_ahead=True
-                        )
-                        continue
-                    if self.optimizer.is_hosted(unit):
-                        self.optimizer.onload(unit)
-                        self.optimizer.step_unit_ahead(unit, now.touched)
-                        unit.sync_parameters(is_ahead=True)
-                        self.optimizer.offload(unit)
-                        self.optimizer.drop(unit)
+                    if self.optimizer.hosted.has(unit):
+                        self._correct_hosted(unit)
                         continue
                     if self.optimizer.has_matrices(unit):
                         self.optimizer.collect_ahead(unit, now.touched)
                         self.optimizer.transform(unit)
                         self.optimizer.update_ahead(unit)
                     self.optimizer.step_ahead(unit, now.touched)
+
+    def _correct_hosted(self, unit: Unit) -> None:
+        """The same of a unit whose state rests in host memory."""
+        hosted, touched = self.optimizer.hosted, self._now.touched
+        if hosted.steps_there(unit):
+            unit.end_step()
+            hosted.begin_ahead(unit, touched)
+            return
+        hosted.onload(unit)
+        hosted.step_ahead(unit, touched)
+        unit.sync_parameters(is_ahead=True)
+        hosted.offload(unit)
+        hosted.drop(unit)
 
     def conclude(self) -> None:
         """Take the step finally, or refuse it."""
@@ -419,7 +423,8 @@ class StepEnd:
         for unit in self._units:
             unit.wait_for_parameters()
         if is_finite:
-            self.optimizer.step(step.touched, sums.factor(self.clip), step.options)
+            self._terms = StepTerms(step.touched, sums.factor(self.clip), step.options)
+            self.optimizer.step(self._terms)
             if self._is_post_validated:  # otherwise the program has COLLECT, TRANSFORM and UPDATE after STEP
                 self.optimizer.commit()
             else:
@@ -429,10 +434,9 @@ class StepEnd:
             self.optimizer.forget()
             self.routers.undo()
         self._was_taken = is_finite
-        self._stepping = step.touched, sums.factor(self.clip), step.options
         # Post-validated, the next backward is about to write to these buffers.
         for unit in self._units:
-            if not is_finite or self._is_post_validated or not self.optimizer.waits_for_step_unit(unit):
+            if not is_finite or self._is_post_validated or not self.optimizer.hosted.waits_for_step(unit):
                 unit.clear_gradients()
             if not is_finite:
                 unit.clear_residuals()
@@ -443,18 +447,18 @@ class StepEnd:
         self._result = replace(result, seconds=time.monotonic() - step.begin)
 
     def step_unit(self, unit: Unit) -> None:
-        """Step a unit whose state rests in host memory, behind STEP."""
-        self.optimizer.step_unit(unit, *self._stepping)
+        """Step a unit whose state has come from host memory, behind STEP."""
+        self.optimizer.hosted.step(unit, self._terms)
         unit.clear_gradients()
 
-    def step_on_host(self, unit: Unit) -> None:
+    def begin_on_host(self, unit: Unit) -> None:
         """Begin to step a unit by the host's processors, behind STEP."""
-        self.optimizer.step_on_host(unit, *self._stepping)
+        self.optimizer.hosted.begin(unit, self._terms)
 
     def land(self) -> None:
         """Wait for the state that the step before sent back to host memory."""
         for unit in self._units:
-            self.optimizer.drop(unit)
+            self.optimizer.hosted.drop(unit)
 
     @property
     def ahead(self) -> frozenset[str] | None:

@@ -28,7 +28,7 @@ def _unscale(end: StepEnd, unit: Unit) -> None:
 def _step_ahead(end: StepEnd, unit: Unit) -> None:
     if end.ahead is None:
         return
-    if end.optimizer.is_hosted(unit):  # STEP_UNIT has stepped it
+    if end.optimizer.hosted.has(unit):  # STEP_UNIT has stepped it
         unit.sync_parameters(is_ahead=True)
     else:
         end.optimizer.step_ahead(unit, end.ahead)
@@ -57,16 +57,16 @@ def _step_unit(end: StepEnd, unit: Unit) -> None:
     if end.is_taken:
         end.step_unit(unit)
     elif end.ahead is not None:
-        end.optimizer.step_unit_ahead(unit, end.ahead)
+        end.optimizer.hosted.step_ahead(unit, end.ahead)
     else:
-        end.optimizer.drop(unit)
+        end.optimizer.hosted.drop(unit)
 
 
 def _step_on_host(end: StepEnd, unit: Unit) -> None:
     if end.is_taken:
-        end.step_on_host(unit)
+        end.begin_on_host(unit)
     elif end.ahead is not None:
-        end.optimizer.step_on_host(unit, end.ahead, 1.0, end.optimizer.torch.param_groups, is_ahead=True)
+        end.optimizer.hosted.begin_ahead(unit, end.ahead)
 
 
 def _sync_parameters(end: StepEnd, unit: Unit) -> None:
@@ -83,14 +83,14 @@ OF_UNIT: Mapping[Operation, Callable[[StepEnd, Unit], None]] = {
     Do.TRANSFORM: _transform,
     Do.UPDATE: _update,
     Do.RETURN: _sync_parameters,
-    Hosted.ONLOAD: lambda end, unit: end.optimizer.onload(unit),
-    Hosted.ONLOADED: lambda end, unit: end.optimizer.arrive(unit),
+    Hosted.ONLOAD: lambda end, unit: end.optimizer.hosted.onload(unit),
+    Hosted.ONLOADED: lambda end, unit: end.optimizer.hosted.arrive(unit),
     Hosted.STEP_UNIT: _step_unit,
-    Hosted.OFFLOAD: lambda end, unit: end.optimizer.offload(unit),
-    Hosted.OFFLOAD_GRAD: lambda end, unit: end.optimizer.lower(unit),
+    Hosted.OFFLOAD: lambda end, unit: end.optimizer.hosted.offload(unit),
+    Hosted.OFFLOAD_GRAD: lambda end, unit: end.optimizer.hosted.lower(unit),
     Hosted.STEP_ON_HOST: _step_on_host,
     Hosted.STEPPED: lambda end, unit: unit.end_step(),
     Hosted.ONLOAD_PARAM: lambda end, unit: unit.bring_up(),
-    Hosted.OFFLOADED: lambda end, unit: end.optimizer.drop(unit),
+    Hosted.OFFLOADED: lambda end, unit: end.optimizer.hosted.drop(unit),
 }
 """The calls that execute the instructions of the step's end on a unit."""

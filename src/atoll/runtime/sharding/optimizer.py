@@ -6,22 +6,20 @@ exchange unit by unit, as the step's program says.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
 
 from atoll.base._torch import scaled_gradients, takes_scale
 from atoll.base.errors import CheckpointError, PlanError
-from atoll.plans.layouts import Box, Matrix, Slice
-from atoll.runtime.sharding.hosted import MASTER, HostedState
+from atoll.plans.layouts import Matrix
+from atoll.runtime.sharding.host_steps import HostSteps, StepTerms
 from atoll.runtime.sharding.matrices import MatrixExchange, MatrixUpdate, Options
+from atoll.runtime.sharding.slices import ParameterSlice, is_state_of, slices_of
 from atoll.runtime.sharding.unit import Unit
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -30,31 +28,6 @@ GroupOptions = Callable[[str, tuple[int, ...]], Mapping[str, Any]]
 WHOLE_MATRIX = ("Muon", "Adafactor", "LBFGS", "Shampoo", "SOAP")
 """Optimizers, by class name, whose update of one element depends on the rest of its matrix, and that know nothing of
 slices."""
-
-
-class ParameterSlice(nn.Parameter):
-    """Elements `start`..`stop` of the flattened parameter `parameter_name`, a 1-D view of the rank's master shard.
-
-    Under tensor parallelism they count in `within`, the rank's part of the parameter.
-
-    What `of` makes is an `nn.Parameter` with these attributes, not an instance of this class: torch's optimizers take
-    their fast path for that very type only.
-    """
-
-    parameter_name: str
-    global_shape: tuple[int, ...]
-    start: int
-    stop: int
-    within: Box
-    is_on_host: bool
-
-    @staticmethod
-    def of(view: torch.Tensor, name: str, within: Box, start: int, stop: int) -> ParameterSlice:
-        """Wrap a view of the master shard."""
-        made = cast(ParameterSlice, nn.Parameter(view))
-        made.parameter_name, made.global_shape, made.start, made.stop = name, within.shape, start, stop
-        made.within = within
-        return made
 
 
 def decay_matrices(weight_decay: float) -> GroupOptions:
@@ -81,41 +54,6 @@ def fused_by_default(options: Collection[str], groups: Iterable[Mapping[str, Any
     every = [parameter for group in groups for parameter in group["params"]]
     takes = all(parameter.is_cuda or getattr(parameter, "is_on_host", False) for parameter in every)
     return {"fused": True} if every and takes and not chosen else {}
-
-
-def _is_of(own: torch.Tensor, value: object) -> bool:
-    """Return True if a state has an element for each of a slice's. A counter has no dimension, also where the slice has
-    one element."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == own.numel()
-
-
-def _hosted(unit: Unit) -> list[HostedState]:
-    return [segment.shards.hosted for segment in unit.segments if segment.shards.hosted is not None]
-
-
-def slices_of(units: Iterable[Unit]) -> dict[str, ParameterSlice]:
-    """Return views of the masters by parameter: those of which this rank's shards have elements."""
-    found: dict[str, ParameterSlice] = {}
-    for unit in units:
-        for segment in unit.segments:
-            flat, master = segment.flat, segment.shards.master
-            if master is None:
-                continue
-            hosted = segment.shards.hosted
-            if hosted is not None and not hosted.steps_there:
-                master = _away(master, flat.around.device)
-            for part in flat.map.slices(flat.range(flat.layout.optimizer)):
-                view = master.narrow(0, part.offset, part.stop - part.start)
-                found[part.name] = ParameterSlice.of(
-                    view, part.name, flat.boxes[part.name], start=part.start, stop=part.stop
-                )
-                found[part.name].is_on_host = hosted is not None and hosted.steps_there
-    return found
-
-
-def _away(master: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return what the optimizer sees of a master that rests in host memory: NaN, on the device where it is stepped."""
-    return torch.full((), math.nan, dtype=master.dtype, device=device).expand(master.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,16 +146,15 @@ class ShardedOptimizer:
         # The only tensors that the torch optimizer knows: views of the masters, as long-lived as these. A rank has no
         # slice of a parameter of which its shard has no element. Between steps none of them has a gradient.
         self.slices = slices_of(units)
-        # Parameter -> where its master and states rest, if that is host memory, and its slice there.
-        self._homes = {part.name: (hosted, part) for unit in units for hosted in _hosted(unit) for part in hosted.parts}
         grouping = Grouping.of(named_shapes, self.slices, options=options, matrices=matrices)
         # Steps the slices, and stores their states. Lives as long as the engine; schedules change its groups' options.
         self.torch = grouping.make(factory)
-        # Of each group, as its index says. Slices that the host steps are in none of the optimizer's own groups: it
-        # steps others while a thread steps them.
-        self._members = [list(group["params"]) for group in self.torch.param_groups]
+        # Slices that the host steps are in none of the optimizer's own groups: it steps others while a thread steps
+        # them.
+        members = [list(group["params"]) for group in self.torch.param_groups]
         for group in self.torch.param_groups:
             group["params"] = [own for own in group["params"] if not own.is_on_host]
+        self.hosted = HostSteps(units, self, members)
         # The parts of the update that torch's optimizer does not make; None for an elementwise optimizer.
         self._update = factory if isinstance(factory, MatrixUpdate) else None
         # Parameter -> index of its group, whose options schedules change: they are looked up in each step.
@@ -242,41 +179,36 @@ class ShardedOptimizer:
         self._ahead: dict[int, tuple[frozenset[str], list[torch.Tensor]]] = {}
         # Of the step whose matrices are on their way: `transform` and `update` are instructions of their own and are
         # given a unit only.
-        self._touched: frozenset[str] = frozenset()
-        self._chosen: Sequence[Options] = ()
-        self._scale = 1.0  # of the gradients of that step
-        # Unit -> states at home from `step_unit_ahead` to `offload`, by parameter; None if there were none.
-        self._before: dict[int, dict[str, dict[str, Any] | None]] = {}
-        # Unit -> the parameters that a unit at home was stepped ahead with, and the states after it: as `_ahead`.
-        self._ahead_at_home: dict[int, tuple[frozenset[str], dict[str, dict[str, Any] | None]]] = {}
+        self._terms = StepTerms()
 
     def remember_options(self, options: list[dict[str, Any]]) -> None:
         """Record each group's current options: a step that is taken later uses these."""
         options[:] = [{k: v for k, v in group.items() if k != "params"} for group in self.torch.param_groups]
 
-    def step(self, touched: Collection[str], scale: float, options: Sequence[Options]) -> None:
-        """Update the slices whose parameters got a gradient anywhere, from gradients times `scale`.
+    def step(self, terms: StepTerms) -> None:
+        """Update the slices whose parameters got a gradient anywhere, but for units whose state rests in host memory.
 
         Of matrices only the elementwise part before their transform: `collect`, `transform` and `update` of each unit
         follow. Those that have been stepped ahead with the same gradients are updated here.
         """
+        touched, scale, options = terms.touched, terms.scale, terms.options
         # A fused kernel multiplies while it reads: a pass over all gradients less. Nobody reads them after it. With
         # matrices `_direct` does, and their slices are in no group that the kernel steps.
         is_fused = scale != 1.0 and self._update is None and takes_scale(self.torch)
         for unit in self._units:
-            if self.is_hosted(unit):  # `step_unit` steps it
+            if self.hosted.has(unit):
                 continue
             if scale != 1.0 and not is_fused:
                 unit.scale_gradients(scale)
-            self._present(unit, touched)
+            self.present(unit, touched)
         # A post-validated step is applied within the next one. A schedule may have set the next learning rate by then,
         # so the options are those of the step's begin.
         with (
-            self._using(options),
+            self.using(options),
             scaled_gradients(self.torch, scale, device=self._device) if is_fused else nullcontext(),
         ):
             self.torch.step()
-        self._touched, self._chosen, self._scale = frozenset(touched), options, scale
+        self._terms = terms
         if scale != 1.0:  # what was transformed ahead were other gradients
             self._ahead.clear()
         # The elementwise part of all units at once, while the slices have their gradients. From here on the exchanges
@@ -286,241 +218,6 @@ class ShardedOptimizer:
                 self._directed[unit.spec.index] = self._direct(unit, is_ahead=False)
         for own in self.slices.values():
             own.grad = None  # may be a view of a segment's `final`, whose memory is about to be freed
-
-    # ---- state that rests in host memory: [Note: who sees which] in hosted.py
-
-    def is_hosted(self, unit: Unit) -> bool:
-        """Return True if a unit's state rests in host memory."""
-        return any(segment.shards.hosted is not None for segment in unit.segments)
-
-    def is_stepped_on_host(self, unit: Unit) -> bool:
-        """Return True if the host's processors step a unit."""
-        return any(hosted.steps_there for hosted in _hosted(unit))
-
-    def waits_for_step_unit(self, unit: Unit) -> bool:
-        """Return True if STEP_UNIT reads a unit's gradients, behind STEP."""
-        return self.is_hosted(unit) and not self.is_stepped_on_host(unit)
-
-    def lower(self, unit: Unit) -> None:
-        """Begin to copy a unit's gradients to host memory."""
-        for segment in unit.segments:
-            hosted, final = segment.shards.hosted, segment.gradients.final
-            if hosted is not None and final is not None:
-                hosted.lower(final)
-
-    def step_on_host(
-        self,
-        unit: Unit,
-        touched: Collection[str],
-        scale: float,
-        options: Sequence[Options],
-        *,
-        is_ahead: bool = False,
-    ) -> None:
-        """Begin to step a unit by the host's processors, once its gradients are in host memory; arguments as of `step`.
-
-        is_ahead: before the verdict, so that what is at home stays as it is.
-        """
-        # Another thread may not change the optimizer's groups, and a schedule may change them meanwhile.
-        own = self._apart(unit, options)
-        step = partial(self._step_there, unit, own, frozenset(touched), scale, is_ahead=is_ahead)
-        job = unit.around.lanes["host"].start(step, unit=unit.spec.index)
-        for hosted in _hosted(unit):
-            hosted.begin_step(job, is_ahead=is_ahead)
-
-    def _apart(self, unit: Unit, options: Sequence[Options]) -> torch.optim.Optimizer:
-        """Return the optimizer with the slices of one unit alone and options of its own; the states are the same."""
-        names = set(self._names_at_home(unit))
-        made: torch.optim.Optimizer = object.__new__(type(self.torch))
-        made.__dict__.update(self.torch.__dict__)
-        made.param_groups = [
-            {**group, **chosen, "params": [own for own in members if own.parameter_name in names]}
-            for group, chosen, members in zip(self.torch.param_groups, options, self._members, strict=True)
-        ]
-        return made
-
-    def _step_there(
-        self, unit: Unit, own: torch.optim.Optimizer, touched: frozenset[str], scale: float, *, is_ahead: bool
-    ) -> None:
-        before: dict[str, dict[str, Any] | None] = {}
-        if is_ahead:
-            before = {name: self._shallow_state(name) for name in self._names_at_home(unit)}
-        every = []
-        for hosted in _hosted(unit):
-            gradient = hosted.arrived()
-            if is_ahead:
-                hosted.copy_ahead()
-            every += [(hosted, part, gradient) for part in hosted.parts]
-        is_fused = scale != 1.0 and takes_scale(own)
-        for hosted, part, gradient in every:
-            piece = self.slices[part.name]
-            if is_ahead:
-                self._show(piece, hosted, part, is_ahead=True)
-            view = gradient.narrow(0, part.offset, part.stop - part.start).to(piece.dtype)
-            if scale != 1.0 and not is_fused:
-                view = view * scale
-            piece.grad = view if part.name in touched else None
-        with scaled_gradients(own, scale, device=torch.device("cpu")) if is_fused else nullcontext():
-            type(own).step(
-                own
-            )  # a schedule may have replaced the method of the optimizer itself by one that steps that
-        after: dict[str, dict[str, Any] | None] = {}
-        for hosted, part, _ in every:
-            piece = self.slices[part.name]
-            piece.grad = None
-            self._settle_there(piece, hosted, part, is_ahead=is_ahead)
-            if is_ahead:
-                after[part.name] = self.torch.state.pop(piece, None)
-                if (kept := before[part.name]) is not None:
-                    self.torch.state[piece] = kept
-                self._show(piece, hosted, part, is_ahead=False)
-        for hosted in _hosted(unit):
-            hosted.cast(is_ahead=is_ahead)
-        if is_ahead:
-            self._ahead_at_home[unit.spec.index] = touched, after
-
-    def _show(self, piece: ParameterSlice, hosted: HostedState, part: Slice, *, is_ahead: bool) -> None:
-        """Let the optimizer see a slice, and states that it has, in the buffers of a step ahead, or at home."""
-        master = hosted.there(MASTER, part, is_ahead=is_ahead)
-        assert master is not None, "the master is always a buffer"
-        piece.data = master
-        state = self.torch.state.get(piece, {})
-        for key, value in state.items():
-            there = hosted.there(key, part, is_ahead=is_ahead)
-            if there is not None and _is_of(piece, value):
-                state[key] = there
-
-    def _settle_there(self, piece: ParameterSlice, hosted: HostedState, part: Slice, *, is_ahead: bool) -> None:
-        """Bring states that the optimizer has made in a step to the flat buffers."""
-        state = self.torch.state.get(piece, {})
-        for key, value in state.items():
-            if _is_of(piece, value):
-                there = hosted.at_home(key, part, value.dtype, is_ahead=is_ahead)
-                if there.data_ptr() != value.data_ptr():
-                    state[key] = there.copy_(value)
-
-    def onload(self, unit: Unit) -> None:
-        """Begin to copy a unit's state to the device."""
-        for hosted in _hosted(unit):
-            hosted.onload()
-
-    def arrive(self, unit: Unit) -> None:
-        """Wait until a unit's state is on the device."""
-        for hosted in _hosted(unit):
-            hosted.arrive()
-
-    def step_unit(self, unit: Unit, touched: Collection[str], scale: float, options: Sequence[Options]) -> None:
-        """Step a unit whose state has been onloaded; arguments as of `step`."""
-        is_fused = scale != 1.0 and takes_scale(self.torch)
-        if scale != 1.0 and not is_fused:
-            unit.scale_gradients(scale)
-        self._bring(unit)
-        self._present(unit, touched)
-        with (
-            self._using(options),
-            scaled_gradients(self.torch, scale, device=self._device) if is_fused else nullcontext(),
-        ):
-            self.torch.step()
-        self._forget_gradients(unit)
-
-    def step_unit_ahead(self, unit: Unit, touched: Collection[str]) -> None:
-        """The same ahead of `step`: what is at home stays as it is."""
-        self._before[unit.spec.index] = {name: self._shallow_state(name) for name in self._names_at_home(unit)}
-        self._ahead_at_home[unit.spec.index] = frozenset(touched), {}
-        self._bring(unit)
-        self._present(unit, touched)
-        self.torch.step()
-        self._forget_gradients(unit)
-
-    def offload(self, unit: Unit) -> None:
-        """Begin to copy a unit's state back, if it has been stepped."""
-        before = self._before.pop(unit.spec.index, None)
-        for hosted in _hosted(unit):
-            if not hosted.is_here:
-                continue
-            for part in hosted.parts:
-                own = self.slices[part.name]
-                state = self.torch.state.get(own, {})
-                for key, value in state.items():
-                    if _is_of(own, value):
-                        state[key] = hosted.makes(key, part, value, is_ahead=before is not None)
-                if before is not None:
-                    self._ahead_at_home[unit.spec.index][1][part.name] = self.torch.state.pop(own, None)
-                    if (kept := before[part.name]) is not None:
-                        self.torch.state[own] = kept
-                own.data = _away(own.data, own.device)
-            hosted.offload(is_ahead=before is not None)
-
-    def _names_at_home(self, unit: Unit) -> Iterator[str]:
-        return (part.name for hosted in _hosted(unit) for part in hosted.parts)
-
-    def _shallow_state(self, name: str) -> dict[str, Any] | None:
-        """Return a parameter's state with copies of what a step changes and is not at home, such as counters."""
-        own = self.slices[name]
-        if own not in self.torch.state:
-            return None
-        return {
-            key: value.clone() if isinstance(value, torch.Tensor) and not _is_of(own, value) else value
-            for key, value in self.torch.state[own].items()
-        }
-
-    def _commit_at_home(self, unit: Unit) -> None:
-        """Keep the step ahead of a unit whose state rests in host memory, or make it again if its gradients were
-        other ones."""
-        own = frozenset(self._names_at_home(unit))
-        unit.end_step()  # what it was stepped ahead with
-        touched, states = self._ahead_at_home.pop(unit.spec.index, (None, {}))
-        if touched is not None and self._scale == 1.0 and touched & own == self._touched & own:
-            for name, state in states.items():
-                if state is not None:
-                    self.torch.state[self.slices[name]] = state
-            for hosted in _hosted(unit):
-                hosted.take()
-                for part in hosted.parts if hosted.steps_there else ():
-                    self._show(self.slices[part.name], hosted, part, is_ahead=False)
-            return
-        if self.is_stepped_on_host(unit):
-            self.step_on_host(unit, self._touched, self._scale, self._chosen)
-            unit.end_step()
-            return
-        self.onload(unit)
-        self.step_unit(unit, self._touched, self._scale, self._chosen)
-        self.offload(unit)
-        self.drop(unit)
-
-    def drop(self, unit: Unit) -> None:
-        """Free a unit's state on the device: the step was not taken."""
-        for hosted in _hosted(unit):
-            hosted.leave()
-
-    def empty_state(self, name: str, key: str) -> torch.Tensor:
-        """Return zeros for a state of a parameter, where it rests."""
-        own = self.slices[name]
-        if name not in self._homes:
-            return torch.zeros_like(own.detach())
-        hosted, part = self._homes[name]
-        return hosted.at_home(key, part, own.dtype).zero_()
-
-    def settle(self) -> None:
-        """Wait until all state that rests in host memory is there."""
-        for hosted in chain.from_iterable(map(_hosted, self._units)):
-            hosted.land()
-
-    def _bring(self, unit: Unit) -> None:
-        """Let the optimizer see a unit's state on the device."""
-        for hosted in _hosted(unit):
-            hosted.arrive()
-            hosted.is_here = True
-            for part in hosted.parts:
-                own = self.slices[part.name]
-                master = hosted.here(MASTER, part)
-                assert master is not None, "the master is always a buffer"
-                own.data = master
-                state = self.torch.state.get(own, {})
-                for key, value in state.items():
-                    here = hosted.here(key, part)
-                    if here is not None and _is_of(own, value):
-                        state[key] = here
 
     def step_ahead(self, unit: Unit, touched: Collection[str]) -> None:
         """Apply a unit's step to its parameter shards and leave masters and states as they were.
@@ -535,9 +232,9 @@ class ShardedOptimizer:
         names = [name for name, _ in unit.trained() if name in self.slices and name not in self._matrices]
         states = {name: self._copy_state(name) for name in names}
         # Only this unit's slices have gradients, and torch's optimizers skip parameters without one.
-        self._present(unit, touched)
+        self.present(unit, touched)
         self.torch.step()
-        self._forget_gradients(unit)
+        self.forget_gradients(unit)
         if unit.spec.index in self._ahead:
             self._apply(unit, *self._ahead[unit.spec.index])
         # Between the update and its undoing. What the sync sends has been copied from the masters when this returns:
@@ -552,9 +249,7 @@ class ShardedOptimizer:
         """Discard what was computed of a step that is not applied."""
         self._directed.clear()
         self._ahead.clear()
-        self._ahead_at_home.clear()
-        for hosted in chain.from_iterable(map(_hosted, self._units)):
-            hosted.forget()
+        self.hosted.forget()
 
     # ---- matrices that are transformed whole
 
@@ -569,31 +264,29 @@ class ShardedOptimizer:
     def collect_ahead(self, unit: Unit, touched: Collection[str]) -> None:
         """The same ahead of `step`, from the unit's gradients; states stay as they are."""
         # Nothing changes the groups before this step's program has ended: these are its options.
-        self._touched, self._chosen = frozenset(touched), self.torch.param_groups
-        self._present(unit, touched)
+        self._terms = StepTerms(frozenset(touched), options=self.torch.param_groups)
+        self.present(unit, touched)
         self._collect(unit, self._direct(unit, is_ahead=True), is_ahead=True)
-        self._forget_gradients(unit)
+        self.forget_gradients(unit)
 
     def transform(self, unit: Unit) -> None:
         """Transform the matrices of a unit that this rank owns, and begin to bring slices of the results back."""
         with torch.no_grad():
             for exchange in self._exchanges[unit.spec.index]:
-                exchange.transform(self._chosen, self._touched)
+                exchange.transform(self._terms.options, self._terms.touched)
 
     def update(self, unit: Unit) -> None:
         """Wait for the results, and update the masters."""
-        self._apply(unit, self._touched, self._results(unit))
+        self._apply(unit, self._terms.touched, self._results(unit))
 
     def update_ahead(self, unit: Unit) -> None:
         """Wait for the results, and keep them for `step_ahead` and `commit`."""
-        self._ahead[unit.spec.index] = self._touched, self._results(unit)
+        self._ahead[unit.spec.index] = self._terms.touched, self._results(unit)
 
     def commit(self) -> None:
         """Behind `step`, update all matrices that were stepped ahead, and units whose state rests in host memory: from
         the results of that, if their gradients were the same."""
-        for unit in self._units:
-            if self.is_hosted(unit):
-                self._commit_at_home(unit)
+        self.hosted.commit(self._terms)
         ahead, self._ahead = self._ahead, {}
         for unit in self._units:
             if unit.spec.index not in self._directed:
@@ -602,7 +295,7 @@ class ShardedOptimizer:
             touched, results = ahead.get(unit.spec.index, (None, []))
             # `step` has directed the same gradients with the same states, so the slices have the same bits. All holders
             # come to the same answer: the flags have been added up over them. So nobody waits for a message alone.
-            if touched is not None and touched & own == self._touched & own:
+            if touched is not None and touched & own == self._terms.touched & own:
                 del self._directed[unit.spec.index]
                 self._apply(unit, touched, results)
                 for exchange in self._exchanges[unit.spec.index]:
@@ -636,7 +329,7 @@ class ShardedOptimizer:
                 state = self.torch.state[own]
                 if is_ahead:  # the dictionary is another one, too: keys that `direct` adds are not kept
                     state = {key: value.clone() for key, value in state.items()}
-                directed = self._update.direct(own.grad, state, self._chosen[self._group_of[part.name]])
+                directed = self._update.direct(own.grad, state, self._terms.options[self._group_of[part.name]])
                 slices.narrow(0, part.offset, part.stop - part.start).copy_(directed)
             found.append(slices)
         return found
@@ -651,19 +344,20 @@ class ShardedOptimizer:
                 # A matrix without a gradient is not decayed either, as in one process. Its result was made of zeros.
                 matrix = segment.flat.matrices[piece.matrix]
                 if matrix.name in touched:
-                    own, options = (piece.offset, piece.numel), self._chosen[self._group_of[matrix.name]]
+                    own, options = (piece.offset, piece.numel), self._terms.options[self._group_of[matrix.name]]
                     shape = matrix.rows, matrix.columns
                     values, transformed = segment.shards.master.narrow(0, *own), result.narrow(0, *own)
                     self._update.update(values, transformed, options, shape=shape)
 
     # ----
 
-    def _forget_gradients(self, unit: Unit) -> None:
+    def forget_gradients(self, unit: Unit) -> None:
+        """Take their gradients from a unit's slices."""
         for name, _ in unit.trained():
             if name in self.slices:
                 self.slices[name].grad = None
 
-    def _present(self, unit: Unit, touched: Collection[str]) -> None:
+    def present(self, unit: Unit, touched: Collection[str]) -> None:
         """Give a unit's slices their gradients."""
         for segment in unit.segments:
             final, master = segment.gradients.final, segment.shards.master
@@ -677,7 +371,7 @@ class ShardedOptimizer:
                 self.slices[part.name].grad = gradient if part.name in touched else None
 
     @contextmanager
-    def _using(self, options: Sequence[Options]) -> Iterator[None]:
+    def using(self, options: Sequence[Options]) -> Iterator[None]:
         """Context in which the groups have other options; the current ones are restored, also after an error."""
         now: list[dict[str, Any]] = []
         self.remember_options(now)
@@ -724,7 +418,7 @@ class ShardedOptimizer:
 
     def states(self) -> dict[str, dict[str, Any]]:
         """Optimizer state by parameter name and key."""
-        self.settle()
+        self.hosted.settle()
         return {name: self.torch.state[piece] for name, piece in self.slices.items() if piece in self.torch.state}
 
     def kept(self) -> Iterator[tuple[Matrix, str, torch.Tensor]]:
@@ -736,8 +430,8 @@ class ShardedOptimizer:
         """Return the state tensors of slices and of whole matrices on the device, without step counters."""
         found = []
         for name, state in self.states().items():
-            if name not in self._homes:
-                found += [value for value in state.values() if _is_of(self.slices[name], value)]
+            if name not in self.hosted.homes:
+                found += [value for value in state.values() if is_state_of(self.slices[name], value)]
         for exchange in chain.from_iterable(self._exchanges.values()):
             found += exchange.tensors()
         return found

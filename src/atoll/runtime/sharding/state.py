@@ -313,7 +313,7 @@ def _optimizer_pieces(optimizer: ShardedOptimizer, prefix: tuple[str, ...] = ())
 
 def _prepare_states(optimizer: ShardedOptimizer, stored: Mapping[str, Mapping[str, tuple[int, ...]]]) -> None:
     """Give the optimizer empty states of the kinds that the checkpoint has."""
-    optimizer.settle()
+    optimizer.hosted.settle()
     # Kernels that count steps themselves have the counters beside the parameters, all others on the CPU.
     counting = {
         id(own)
@@ -325,7 +325,8 @@ def _prepare_states(optimizer: ShardedOptimizer, stored: Mapping[str, Mapping[st
         optimizer.torch.state[own] = {}
         for key, shape in stored.get(name, {}).items():
             if shape == own.global_shape and math.prod(shape) > 0 and shape:
-                optimizer.torch.state[own][key] = optimizer.empty_state(name, key)
+                at_home = optimizer.hosted.empty_state(name, key)
+                optimizer.torch.state[own][key] = torch.zeros_like(own.detach()) if at_home is None else at_home
             else:
                 device = own.device if id(own) in counting else torch.device("cpu")
                 optimizer.torch.state[own][key] = torch.zeros(shape, dtype=torch.float32, device=device)

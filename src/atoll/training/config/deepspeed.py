@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from atoll.base.errors import LayoutError
-from atoll.plans.host import HostMemory
+from atoll.plans.host import HostState
 from atoll.plans.layouts import NO_CODECS, Codecs, Layout
 
 WHERE = "parallel.zero_optimization"
@@ -87,7 +87,7 @@ def translate(block: Any) -> Translation:
 
 
 def zero_block(
-    layout: Layout, intra: int, codecs: Codecs = NO_CODECS, host: HostMemory | None = None
+    layout: Layout, intra: int, codecs: Codecs = NO_CODECS, host: HostState | None = None
 ) -> dict[str, Any] | None:
     """Return the block that `translate` reads as a layout with groups of `intra` ranks, or None if DeepSpeed cannot
     express it. Codecs that it cannot express are left out, as are steps on the device of state in host memory."""

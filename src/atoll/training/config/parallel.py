@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from atoll.base.errors import LayoutError, PlanError
-from atoll.plans.host import HostMemory
+from atoll.plans.host import HostState
 from atoll.plans.ir.residency import current
 from atoll.plans.layouts import ROUNDINGS, Codec, Codecs, Layout
 from atoll.plans.outer import Outer
@@ -81,9 +81,9 @@ class HostSection(Section):
     """bytes of that state which may be on the device at once; if not given, what the three largest units need"""
 
     @property
-    def value(self) -> HostMemory:
+    def value(self) -> HostState:
         """The host memory of the plan."""
-        return HostMemory(self.optimizer, self.fraction, self.budget)
+        return HostState(self.optimizer, self.fraction, self.budget)
 
 
 class OuterOptimizer(Section):

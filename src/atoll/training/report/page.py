@@ -43,6 +43,7 @@ PART_STYLES = {
     "gathers": Style("#d55e00", "|"),
     "reductions": Style("#cc79a7", "-"),
     "sums": Style("#8a8a8a", "."),
+    "host": Style("#c9a227", "x"),
 }
 """Styles by part of `atoll.prediction.cost.Breakdown`. Each wait has its own hatch."""
 

@@ -21,8 +21,8 @@ from atoll.training.settings.rules import (
     over_replicas,
     positive,
     says,
+    state_to_host,
     to,
-    to_host,
     to_or,
     unless,
 )
@@ -167,7 +167,7 @@ _RULES: Mapping[str, Rule] = {
     "training.dtype": unless("float32", "parameters are stored in fp32"),
     "training.mixed_precision_param": to_or("bf16", "train.precision", bfloat16="bf16", float32="fp32"),
     "training.mixed_precision_reduce": unless("float32", "gradients are reduced in fp32"),
-    "training.enable_cpu_offload": to_host(leaves=ON_DEVICE),
+    "training.enable_cpu_offload": state_to_host(leaves=ON_DEVICE),
     "parallelism.pipeline_parallel_schedule": to(
         "parallel.schedule", **{theirs.lower(): ours for ours, theirs in SCHEDULES.items()}
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import groupby
 
-from atoll.plans.host import HostMemory
+from atoll.plans.host import HostState
 from atoll.prediction.cost.mixture import MixtureConfig
 from atoll.training.config.train import RouterSection
 from atoll.training.settings.subject import Settings, Subject
@@ -120,7 +120,7 @@ def _experts(subject: Subject, limits: list[str]) -> list[str]:
     ]
 
 
-def _host(host: HostMemory | None) -> list[str]:
+def _host(host: HostState | None) -> list[str]:
     """Return the flags of state that the host's processors step."""
     if host is None or not host.steps_there:
         return []

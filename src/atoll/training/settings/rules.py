@@ -197,7 +197,7 @@ def _data_ranks(into: Conversion) -> int:
     return into.get("parallel.ranks", 0) // (into.get("parallel.pipeline", 1) * into.get("parallel.tensor", 1))
 
 
-def to_host(*, leaves: str = "") -> Rule:
+def state_to_host(*, leaves: str = "") -> Rule:
     """Return a rule for state that rests in host memory and is stepped there. leaves: what is not converted of it."""
 
     def rule(into: Conversion, path: str, value: Any) -> None:

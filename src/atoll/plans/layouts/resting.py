@@ -1,0 +1,59 @@
+"""Bytes of a segment's optimizer state that rests in host memory: there, on the way, and for its step."""
+
+from __future__ import annotations
+
+from atoll.plans.layouts.precision import ITEM_BYTES
+from atoll.plans.layouts.storage import SegmentShape, Sharding
+
+
+def state_bytes(segment: SegmentShape, sharding: Sharding, states: int | None = None) -> int:
+    """Return the bytes of master and states that rest in host memory, padding included; 0 if they do not. states: as in
+    `atoll.plans.layouts.footprint`."""
+    if not sharding.on_host or not segment.trainable:
+        return 0
+    held = _held(segment, sharding)
+    kept = sharding.states_of(segment) if states is None else states
+    if not segment.map.slices(held):  # padding alone, of which the optimizer knows nothing
+        kept = 0
+    return (1 + kept) * ITEM_BYTES[sharding.precision.master] * len(held)
+
+
+def host_bytes(segment: SegmentShape, sharding: Sharding, states: int | None = None) -> int:
+    """Return all bytes in host memory: master and states, a second time for a post-validated step, which leaves those
+    before it as they were; and, for a step that is made there, gradients and parameters on their ways."""
+    found = (2 if sharding.keeps_apart else 1) * state_bytes(segment, sharding, states)
+    if not found or not sharding.steps_on_host:
+        return found
+    casts = segment.compute != sharding.precision.master
+    return found + lowered_bytes(segment, sharding) + (raised_bytes(segment, sharding) if casts else 0)
+
+
+def onloaded_bytes(segment: SegmentShape, sharding: Sharding) -> int:
+    """Return the bytes of state that come to the device to be stepped there, and go back."""
+    return 0 if sharding.steps_on_host else state_bytes(segment, sharding)
+
+
+def lowered_bytes(segment: SegmentShape, sharding: Sharding) -> int:
+    """Return the bytes of gradients that go to host memory to be stepped there."""
+    is_stepped = sharding.steps_on_host and state_bytes(segment, sharding) > 0
+    return ITEM_BYTES[sharding.precision.gradient] * len(_held(segment, sharding)) if is_stepped else 0
+
+
+def raised_bytes(segment: SegmentShape, sharding: Sharding) -> int:
+    """Return the bytes of parameters that come back to the device."""
+    if not sharding.steps_on_host or not state_bytes(segment, sharding):
+        return 0
+    finer = max(sharding.layout.parameters, sharding.layout.optimizer)
+    return ITEM_BYTES[segment.compute] * len(sharding.nest.range(finer, segment.map.padded))
+
+
+def stepped_bytes(segment: SegmentShape, sharding: Sharding) -> int:
+    """Return the bytes that a step in host memory reads and writes: gradient, master and states."""
+    if not lowered_bytes(segment, sharding):
+        return 0
+    item, held = ITEM_BYTES[sharding.precision.master], _held(segment, sharding)
+    return lowered_bytes(segment, sharding) + 2 * (1 + sharding.states_of(segment)) * item * len(held)
+
+
+def _held(segment: SegmentShape, sharding: Sharding) -> range:
+    return sharding.nest.range(sharding.layout.optimizer, segment.map.padded)

@@ -1,0 +1,34 @@
+"""Plans whose optimizer state rests in host memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from atoll.plans.host import UPDATES, HostState
+from atoll.prediction.planner.search import WORTH, Found, PlanSearch
+
+EASIER_WITH_HOST = 8
+"""Factor by which the effort is smaller once plans without host memory fit."""
+
+
+def with_host(search: PlanSearch, found: Found) -> Found:
+    """Add plans with host memory, if that is not fixed and the cluster's is known: the fastest ones if nothing fits,
+    otherwise with a part of the effort those that gain `WORTH`.
+
+    They have a search of their own: more recompute, more ranks of a pipeline and finer layouts are what saves memory
+    otherwise, and none of them may be needed.
+    """
+    if search.space.host is not None or search.cluster.node.host is None or search.whole is not None:
+        return found
+    best = found.fitting[0].seconds if found.fitting else math.inf
+    effort = search.effort // EASIER_WITH_HOST if found.fitting else search.effort
+    for update in UPDATES:
+        other = replace(search, space=replace(search.space, host=HostState(update)), effort=effort)
+        own = other.faster_than(best * (1.0 - WORTH))
+        if own.fitting:
+            fitting = sorted((*own.fitting, *found.fitting), key=lambda each: each.seconds)
+            best = fitting[0].seconds
+            found = found._replace(fitting=tuple(fitting), bound=min(found.bound, own.bound))
+        found = found._replace(predicted=found.predicted + own.predicted)
+    return found
