@@ -132,13 +132,7 @@ def assemble(
     experts = DividedExperts.of(adapter, plan, transport, tensor=mesh, balance=options.balance)
     choose_implementation(model, dtype_of(plan.precision.compute), device)
     _open_links(outline, transport)
-    is_alone, waits_on_host = plan.nest(place).ranks == 1, transport.waits_on_host
-    lanes = lanes_of(device, alone=is_alone, waits_on_host=waits_on_host)
-    hosted: dict[LaneKind, JobLane] = {}
-    if plan.host is not None:
-        hosted = host_lanes(device)
-    timed = hosted if is_alone else {**lanes, **hosted}
-    lanes |= hosted
+    lanes, timed = _lanes(plan, transport, device)
     around = Surroundings(
         plan.sharding(place), transport, device, lanes=lanes, weights=stored, seed=options.seed, moment=options.moment
     )
@@ -167,11 +161,11 @@ def assemble(
         transport=transport,
         loss=adapter.loss if options.loss is None else _OwnLoss(options.loss, device),
         seed=options.seed,
-        lanes=tuple(timed.values()),
+        lanes=timed,
     )
     outer = None
     if plan.outer is not None:
-        lane = lanes["outer"] = lane_of("outer", device, waits_on_host=waits_on_host)
+        lane = lanes["outer"] = lane_of("outer", device, waits_on_host=transport.waits_on_host)
         count = len(sharded.specs)
         outer = OuterSteps(sharded.units, plan.outer, transport, lane=lane, count=count, seed=options.seed)
     return Rank(
@@ -190,6 +184,16 @@ def assemble(
         notes=notes,
         advice=wasteful,
     )
+
+
+def _lanes(
+    plan: Plan, transport: Transport, device: torch.device
+) -> tuple[dict[LaneKind, JobLane], tuple[JobLane, ...]]:
+    """Return the lanes of a rank by kind, and those whose transfers are recorded."""
+    is_alone = plan.nest(transport.place).ranks == 1
+    own = lanes_of(device, alone=is_alone, waits_on_host=transport.waits_on_host)
+    hosted = {} if plan.host is None else host_lanes(device)
+    return {**own, **hosted}, tuple((hosted if is_alone else {**own, **hosted}).values())
 
 
 def check_host(rank: Rank, program: Program) -> None:
