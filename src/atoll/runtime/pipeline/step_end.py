@@ -199,7 +199,7 @@ class StepEnd:
         self.was_right = True
         self._was_taken = False
         # Of the last step that was taken, from STEP on, for units whose state rests in host memory.
-        self._terms = StepTerms()
+        self.terms = StepTerms()
         self.busy = 0.0
 
     # ---- between programs
@@ -423,8 +423,8 @@ class StepEnd:
         for unit in self._units:
             unit.wait_for_parameters()
         if is_finite:
-            self._terms = StepTerms(step.touched, sums.factor(self.clip), step.options)
-            self.optimizer.step(self._terms)
+            self.terms = StepTerms(step.touched, sums.factor(self.clip), step.options)
+            self.optimizer.step(self.terms)
             if self._is_post_validated:  # otherwise the program has COLLECT, TRANSFORM and UPDATE after STEP
                 self.optimizer.commit()
             else:
@@ -446,20 +446,6 @@ class StepEnd:
             self.scaler.update(is_finite=is_finite)
         self._result = replace(result, seconds=time.monotonic() - step.begin)
 
-    def step_unit(self, unit: Unit) -> None:
-        """Step a unit whose state has come from host memory, behind STEP."""
-        self.optimizer.hosted.step(unit, self._terms)
-        unit.clear_gradients()
-
-    def begin_on_host(self, unit: Unit) -> None:
-        """Begin to step a unit by the host's processors, behind STEP."""
-        self.optimizer.hosted.begin(unit, self._terms)
-
-    def land(self) -> None:
-        """Wait for the state that the step before sent back to host memory."""
-        for unit in self._units:
-            self.optimizer.hosted.drop(unit)
-
     @property
     def ahead(self) -> frozenset[str] | None:
         """The parameters with which the running step is stepped ahead of its verdict; None if it is not."""
@@ -479,6 +465,6 @@ OF_ALL: Mapping[Operation, Callable[[StepEnd], None]] = {
     Do.TOTAL: StepEnd.total,
     Do.VERDICT: StepEnd.wait,
     Do.STEP: StepEnd.conclude,
-    Hosted.LANDED: StepEnd.land,
+    Hosted.LANDED: lambda end: end.optimizer.hosted.leave(),
 }
 """The calls that execute the instructions of the step's end on all units; `unit_end` has those on one."""

@@ -55,7 +55,8 @@ def _update(end: StepEnd, unit: Unit) -> None:
 
 def _step_unit(end: StepEnd, unit: Unit) -> None:
     if end.is_taken:
-        end.step_unit(unit)
+        end.optimizer.hosted.step(unit, end.terms)
+        unit.clear_gradients()
     elif end.ahead is not None:
         end.optimizer.hosted.step_ahead(unit, end.ahead)
     else:
@@ -64,7 +65,7 @@ def _step_unit(end: StepEnd, unit: Unit) -> None:
 
 def _step_on_host(end: StepEnd, unit: Unit) -> None:
     if end.is_taken:
-        end.begin_on_host(unit)
+        end.optimizer.hosted.begin(unit, end.terms)
     elif end.ahead is not None:
         end.optimizer.hosted.begin_ahead(unit, end.ahead)
 

@@ -131,6 +131,11 @@ class HostSteps:
         for hosted in hosted_of(unit):
             hosted.leave()
 
+    def leave(self) -> None:
+        """The same of all units."""
+        for unit in self._units:
+            self.drop(unit)
+
     def _bring(self, unit: Unit) -> None:
         """Let the optimizer see a unit's state on the device."""
         for hosted in hosted_of(unit):
