@@ -7,7 +7,7 @@ step's begin, since the computation steps other units, and a schedule may set th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 _States = dict[str, dict[str, Any] | None]
 """States by parameter; None where there are none."""
+
+_Optimizer = MutableMapping[torch.Tensor, dict[str, Any]]
+"""The states of torch's optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,7 @@ class HostSteps:
     def step_ahead(self, unit: Unit, touched: Collection[str]) -> None:
         """The same ahead of the verdict: what is at home stays as it is."""
         own = self._optimizer
-        self._before[unit.spec.index] = {name: self._shallow(name) for name in _names(unit)}
+        self._before[unit.spec.index] = self._kept(unit)
         self._ahead[unit.spec.index] = frozenset(touched), {}
         self._bring(unit)
         own.present(unit, touched)
@@ -122,7 +125,9 @@ class HostSteps:
                     if is_state_of(own, value):
                         state[key] = hosted.makes(key, part, value, is_ahead=before is not None)
                 if before is not None:
-                    self._ahead[unit.spec.index][1][part.name] = self._replace(own, before[part.name])
+                    self._ahead[unit.spec.index][1][part.name] = _replace(
+                        self._optimizer.torch.state, own, before[part.name]
+                    )
                 own.data = away(own.data, own.device)
             hosted.offload(is_ahead=before is not None)
 
@@ -161,21 +166,18 @@ class HostSteps:
             if hosted is not None and final is not None:
                 hosted.lower(final)
 
-    def begin(self, unit: Unit, terms: StepTerms) -> None:
-        """Begin to step a unit, once its gradients are in host memory."""
-        self._begin(unit, terms, is_ahead=False)
-
-    def begin_ahead(self, unit: Unit, touched: Collection[str]) -> None:
-        """The same ahead of the verdict: what is at home stays as it is."""
-        terms = StepTerms(frozenset(touched), options=self._optimizer.torch.param_groups)
-        self._begin(unit, terms, is_ahead=True)
-
-    def _begin(self, unit: Unit, terms: StepTerms, *, is_ahead: bool) -> None:
+    def begin(self, unit: Unit, terms: StepTerms, *, is_ahead: bool = False) -> None:
+        """Begin to step a unit, once its gradients are in host memory. is_ahead: as `begin_ahead`."""
         apart = self._apart(unit, terms.options)
         step = partial(self._step_there, unit, apart, terms, is_ahead=is_ahead)
         job = unit.around.lanes["host"].start(step, unit=unit.spec.index)
         for hosted in hosted_of(unit):
             hosted.begin_step(job, is_ahead=is_ahead)
+
+    def begin_ahead(self, unit: Unit, touched: Collection[str]) -> None:
+        """The same ahead of the verdict: what is at home stays as it is."""
+        terms = StepTerms(frozenset(touched), options=self._optimizer.torch.param_groups)
+        self.begin(unit, terms, is_ahead=True)
 
     def _apart(self, unit: Unit, options: Sequence[Options]) -> torch.optim.Optimizer:
         """Return the optimizer with the slices of one unit alone and options of its own; the states are the same."""
@@ -190,7 +192,7 @@ class HostSteps:
 
     def _step_there(self, unit: Unit, apart: torch.optim.Optimizer, terms: StepTerms, *, is_ahead: bool) -> None:
         """Step a unit. Runs on the lane's thread, which alone touches the unit's slices and states until it ends."""
-        before = {name: self._shallow(name) for name in _names(unit)} if is_ahead else {}
+        before = self._kept(unit) if is_ahead else {}
         every: list[tuple[HostedState, Slice, torch.Tensor]] = []
         for hosted in hosted_of(unit):
             gradient = hosted.arrived()
@@ -216,7 +218,7 @@ class HostSteps:
             own.grad = None
             self._settle_made(own, hosted, part, is_ahead=is_ahead)
             if is_ahead:
-                after[part.name] = self._replace(own, before[part.name])
+                after[part.name] = _replace(self._optimizer.torch.state, own, before[part.name])
                 self._show(own, hosted, part, is_ahead=False)
         for hosted in hosted_of(unit):
             hosted.cast(is_ahead=is_ahead)
@@ -264,7 +266,7 @@ class HostSteps:
 
     def _take(self, unit: Unit, states: _States) -> None:
         for name, state in states.items():
-            self._replace(self._optimizer.slices[name], state)
+            _replace(self._optimizer.torch.state, self._optimizer.slices[name], state)
         for hosted in hosted_of(unit):
             hosted.take()
             for part in hosted.parts if hosted.steps_there else ():
@@ -283,6 +285,11 @@ class HostSteps:
         for hosted in chain.from_iterable(map(hosted_of, self._units)):
             hosted.land()
 
+    def _kept(self, unit: Unit) -> _States:
+        """Return the states of a unit as they are before a step ahead."""
+        own = self._optimizer
+        return {name: _shallow(own.torch.state, own.slices[name]) for name in _names(unit)}
+
     def empty_state(self, name: str, key: str) -> torch.Tensor | None:
         """Return zeros for a state of a parameter, in host memory; None if its state does not rest there."""
         if name not in self.homes:
@@ -290,23 +297,23 @@ class HostSteps:
         hosted, part = self.homes[name]
         return hosted.at_home(key, part, self._optimizer.slices[name].dtype).zero_()
 
-    def _shallow(self, name: str) -> dict[str, Any] | None:
-        """Return a parameter's state with copies of what a step changes and is not at home, such as counters."""
-        own, states = self._optimizer.slices[name], self._optimizer.torch.state
-        if own not in states:
-            return None
-        return {
-            key: value.clone() if isinstance(value, torch.Tensor) and not is_state_of(own, value) else value
-            for key, value in states[own].items()
-        }
 
-    def _replace(self, own: ParameterSlice, state: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Give a slice another state, or none. Return the one that it had."""
-        states = self._optimizer.torch.state
-        had: dict[str, Any] | None = states.pop(own, None)
-        if state is not None:
-            states[own] = state
-        return had
+def _shallow(states: _Optimizer, own: ParameterSlice) -> dict[str, Any] | None:
+    """Return a slice's state with copies of what a step changes and is not at home, such as counters."""
+    if own not in states:
+        return None
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) and not is_state_of(own, value) else value
+        for key, value in states[own].items()
+    }
+
+
+def _replace(states: _Optimizer, own: ParameterSlice, state: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Give a slice another state, or none. Return the one that it had."""
+    had = states.pop(own, None)
+    if state is not None:
+        states[own] = state
+    return had
 
 
 def _names(unit: Unit) -> Iterator[str]:

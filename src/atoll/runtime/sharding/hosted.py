@@ -70,6 +70,8 @@ class HostedState:
     def __init__(self, flat: FlatGroup, dtype: torch.dtype) -> None:
         self._flat = flat
         self._held = flat.range(flat.layout.optimizer)
+        self.parts = tuple(flat.map.slices(self._held))  # the slices of parameters in each buffer
+        self.steps_there = flat.sharding.steps_on_host  # whether the host's processors make the step
         # Never replaced: pieces of a checkpoint and the optimizer's states are views. A state's is made when the
         # optimizer has made the state, or a checkpoint has it.
         self._home: dict[str, torch.Tensor] = {MASTER: self._at_home(dtype)}
@@ -120,11 +122,6 @@ class HostedState:
         self.land()
         return self._home[MASTER]
 
-    @property
-    def parts(self) -> tuple[Slice, ...]:
-        """The slices of parameters in each buffer."""
-        return tuple(self._flat.map.slices(self._held))
-
     def at_home(self, key: str, part: Slice, dtype: torch.dtype, *, is_ahead: bool = False) -> torch.Tensor:
         """Return a parameter's state in host memory, zero if there has been none. is_ahead: of a step ahead."""
         buffers, name = self._ahead if is_ahead else self._home, _STATE + key
@@ -151,7 +148,7 @@ class HostedState:
         self.leave()
         device = self._flat.around.device
         self._here = {key: torch.empty_like(held, device=device) for key, held in self._home.items()}
-        self._start("onload", [(here, self._home[key]) for key, here in self._here.items()])
+        self._job = self._copying("onload", [(here, self._home[key]) for key, here in self._here.items()])
 
     def arrive(self) -> None:
         """Wait until everything is here."""
@@ -177,7 +174,7 @@ class HostedState:
             if key not in to:
                 to[key] = self._at_home(here.dtype)
         pairs = [*((to[key], here) for key, here in self._here.items()), *self._made]
-        self._returning = self._start("offload", pairs)
+        self._job = self._returning = self._copying("offload", pairs)
 
     def take(self) -> None:
         """Keep the step ahead: it is at home from now on."""
@@ -208,11 +205,6 @@ class HostedState:
             self._returning = None
 
     # ---- a step on the host
-
-    @property
-    def steps_there(self) -> bool:
-        """True if the host's processors make the step."""
-        return self._flat.sharding.steps_on_host
 
     def lower(self, gradient: torch.Tensor) -> None:
         """Begin to copy the gradients to host memory."""
@@ -275,10 +267,6 @@ class HostedState:
         if self._raised is not None:
             return master, self._raised
         return master, flat.part(master, flat.layout.optimizer, max(flat.layout.parameters, flat.layout.optimizer))
-
-    def _start(self, kind: lanes.LaneKind, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> lanes.Job:
-        self._job = self._copying(kind, pairs)
-        return self._job
 
     def _copying(self, kind: lanes.LaneKind, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> lanes.Job:
         """Begin to copy the second of each pair to the first."""
