@@ -16,6 +16,7 @@ from atoll.base.errors import RunError
 from atoll.plans.layouts import Layout, Nest, Precision, Sharding
 from atoll.plans.plan import MeshShape
 from atoll.runtime.lanes import STEP_LANES, Inline
+from atoll.runtime.sharding.host_steps import StepTerms
 from atoll.runtime.sharding.optimizer import ShardedOptimizer
 from atoll.runtime.sharding.segment import Segment
 from atoll.runtime.sharding.surroundings import Surroundings
@@ -96,7 +97,7 @@ def test_options_are_restored_after_a_step_that_fails() -> None:
         [unit], lambda groups: Failing(groups, lr=0.5), named_shapes=[("weight", (3,))], options=None
     )
     with pytest.raises(RuntimeError, match="no kernel"):
-        optimizer.step({"weight"}, 1.0, [{"lr": 2.0}])
+        optimizer.step(StepTerms(frozenset({"weight"}), 1.0, [{"lr": 2.0}]))
     assert isinstance(optimizer.torch, Failing)
     assert optimizer.torch.rate == 2.0
     assert optimizer.torch.param_groups[0]["lr"] == 0.5

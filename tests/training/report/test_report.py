@@ -231,7 +231,7 @@ def test_every_part_has_a_style_of_its_own() -> None:
     assert all(len(found) == 1 for found in styles.values())
     assert len({found[0] for found in styles.values()}) == len(PARTS)
     hatched = {part for part, found in styles.items() if "gradient(" in found[0]}
-    assert hatched == {"bubble", "messages", "gathers", "reductions", "sums"}
+    assert hatched == {"bubble", "messages", "gathers", "reductions", "host", "sums"}
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_an_empty_sheet_is_a_page() -> None:
 
 
 def test_waits_differ_from_what_computes_by_more_than_colour() -> None:
-    waits = {"bubble", "messages", "gathers", "reductions", "sums"}
+    waits = {"bubble", "messages", "gathers", "reductions", "host", "sums"}
     assert {part for part, style in PART_STYLES.items() if style.hatch} == waits
     assert len({PART_STYLES[part].hatch for part in waits}) == len(waits)
     solid = [style.colour for part, style in PART_STYLES.items() if part not in waits]
