@@ -12,6 +12,7 @@ from torch import nn
 from atoll.base.errors import PlanError
 from atoll.plans.schedules import CATALOGUE
 from atoll.runtime.assemble.describe import describe_rank
+from atoll.runtime.sharding.matrices import MatrixUpdate
 from atoll.testing.parity import assert_parity
 from tests.matrix import (
     MIXED,
@@ -69,5 +70,7 @@ def test_what_the_sample_leaves_out_is_refused(refusal: Refusal) -> None:
                 model: nn.Module = recipe.build()
             return model
 
+        optimizer = case.optimizer_of_engine()
+        matrices = optimizer.whole if isinstance(optimizer, MatrixUpdate) else None
         with pytest.raises(PlanError, match=refusal.words):
-            describe_rank(build, case.plan, 0)
+            describe_rank(build, replace(case.plan, whole=matrices), 0)
