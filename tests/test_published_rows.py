@@ -308,6 +308,51 @@ def test_simumax_of_experts_is_predicted_within_ten_percent() -> None:
     assert memory.peak_bytes(found, 0) == pytest.approx(104.3 * 2**30, rel=0.05)
 
 
+# ---- Megatron-Bridge
+
+
+def gpt_oss(gpu: str, gpus: int, tokens: int, **plan: Any) -> dict[str, Any]:
+    plan = {"fsdp": 0, "tp": 1, "pp": 1, "cp": 1, "vpp": None, "dp": 64, "microbatch": 4, "global_batch": 1280, **plan}
+    result = {"tokens_per_s_per_gpu": tokens}
+    model = {"name": "GPT OSS 120B", "seq": 4096}
+    return row("megatron-bridge", model, {"gpu": gpu, "gpus": gpus}, {"precision": "BF16", **plan}, result)
+
+
+def test_gpt_oss_of_megatron_bridge_is_planned_by_its_scripts() -> None:
+    found = rows.parse(gpt_oss("DGX-GB300", 64, 19200, ep=64))
+    assert found.model.parameters == pytest.approx(116.83e9, rel=1e-3)
+    assert (found.mesh, found.microbatches) == (MeshShape(intra=64, expert=64), 5)
+    assert (str(found.layout), found.schedule, found.use.recompute) == ("NNG", "1f1b", "none")
+    assert found.step_seconds == pytest.approx(1280 * 4096 / 64 / 19200)
+    assert found.assumed == ("layout", "recompute", "network")
+
+
+def test_experts_of_megatron_bridge_over_nodes_make_larger_groups() -> None:
+    inside = rows.parse(gpt_oss("DGX-B300", 64, 15232, ep=8))
+    across = rows.parse(gpt_oss("DGX-B300", 64, 8359, ep=64))
+    assert (inside.mesh, across.mesh) == (MeshShape(inter=8, intra=8, expert=8), MeshShape(intra=64, expert=64))
+    # 5.38 s and 9.80 s were measured: exchanges that leave the node are what costs.
+    assert plans.step_of(across).predicted > 1.3 * plans.step_of(inside).predicted
+
+
+def test_one_factor_predicts_gpt_oss_on_another_generation() -> None:
+    """A GB300 of a rack, and four stages of H100: 4.27 s and 13.67 s."""
+    rack, h100 = (
+        plans.step_of(rows.parse(each))
+        for each in (
+            gpt_oss("DGX-GB300", 64, 19200, ep=64),
+            gpt_oss("DGX-H100", 64, 5993, pp=4, dp=16, ep=8, microbatch=1),
+        )
+    )
+    factor = rack.seconds / rack.predicted
+    assert h100.predicted * factor == pytest.approx(h100.seconds, rel=0.2)
+
+
+def test_megatron_bridge_in_eight_bits_has_no_plan() -> None:
+    with pytest.raises(UnclearError, match="only GPT OSS 120B in BF16"):
+        rows.parse(gpt_oss("DGX-GB300", 64, 33166, ep=16, precision="MXFP8"))
+
+
 # ---- Sea AI Lab
 
 

@@ -54,6 +54,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "read": {"rows": len(found), "with a step": len(read), "one node": len(single)},
         "digests": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
         "sources": {name: _summary(steps) for name, steps in tables_of.items() if steps},
+        "mixtures": {name: _summary(mixtures(steps)) for name, steps in tables_of.items() if mixtures(steps)},
         "tables": _summary(within_tables(tables_of.get("bigscience", []), found)),
         "draws": [{"errors": _summary(steps), "constants": constants} for steps, constants in draws],
         "rows": {name: [_row(step) for step in steps] for name, steps in tables_of.items()},
@@ -80,6 +81,15 @@ def fitted_to_twenty(several: Sequence[Published], seed: int) -> tuple[list[Step
     fitted: Cluster = calibrate(steps).cluster
     constants = constants_of(fitted)
     return predicted((row for at, row in enumerate(several) if at not in drawn), constants), constants
+
+
+def mixtures(steps: Sequence[Step]) -> list[Step]:
+    """Steps of mixtures of experts, with one factor, which the first of them gives and which takes its own error away.
+
+    No constant was fitted to any of them. Rows that repeat another row's configuration in another release stay.
+    """
+    own = [step for step in steps if step.row.model.mixture is not None]
+    return judge.by_first(own) if len(own) > 1 else []
 
 
 def within_tables(steps: Sequence[Step], found: Sequence[Mapping[str, Any]]) -> list[Step]:
@@ -112,6 +122,9 @@ def _row(step: Step) -> dict[str, Any]:
 def report(result: Mapping[str, Any]) -> str:
     """The page."""
     lines = [_line(name, found) for name, found in result["sources"].items()]
+    lines += [
+        _line(f"{name}, mixtures of experts, scaled by the first", found) for name, found in result["mixtures"].items()
+    ]
     if result["tables"]:
         lines.append(_line("bigscience, within a table", result["tables"]))
     lines += [
@@ -128,7 +141,8 @@ def report(result: Mapping[str, Any]) -> str:
         f"{read['one node']} more are vTrain's steps on one node. Constants of kernels and links were fitted to up to "
         "120 steps of a row's own kind if there are eight or more (`fit.py`, `constants.json`); otherwise they are "
         "Atoll's own. In a line, the rows may be among those of the fit. In the draws they are not: their constants "
-        "were fitted to twenty rows, and a line is about the others.",
+        "were fitted to twenty rows, and a line is about the others. No constant was fitted to a mixture of experts: "
+        "their predictions are multiplied by one factor a source, which the first row gives and no line counts.",
         "*mean*, *median*, *worst*: absolute relative errors of a step. *bias*: their signed mean. *regret*: by how "
         "much the plan with the fastest prediction is slower than the fastest measured plan, for the same model, "
         "samples and devices: median and worst. *order*: pairs of such plans, more than 3 % apart, that are "

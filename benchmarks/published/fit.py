@@ -50,7 +50,7 @@ SYSTEMS = {
 """The program and the cluster behind each source that presets are fitted to. Others have too few steps on any device,
 or are not of training at speed: megatron-ci's tests run small models with deterministic kernels."""
 
-PRESETS = HERE.parents[1] / "src" / "atoll" / "cost" / "presets.toml"
+PRESETS = HERE.parents[1] / "src" / "atoll" / "prediction" / "cost" / "presets.toml"
 """The presets that come with Atoll."""
 
 EFFICIENCY = "device.efficiency."

@@ -78,6 +78,13 @@ def ordered(steps: Iterable[Step]) -> tuple[int, int]:
     return pairs, right
 
 
+def by_first(steps: Sequence[Step]) -> list[Step]:
+    """All but the first, with predictions multiplied by what is measured over what is predicted of it."""
+    first, *others = steps
+    factor = first.measured / first.predicted
+    return [step._replace(predicted=step.predicted * factor) for step in others]
+
+
 def scaled(steps: Sequence[Step]) -> list[Step]:
     """With predictions multiplied by one factor, which takes their median error away: for steps measured under settings
     of the machine that nobody has printed."""

@@ -264,7 +264,10 @@ class Fields:
         """Tensor-parallel ranks are innermost, then the data-parallel ones, in groups that nodes of `devices` have."""
         intra, expert = gcd(self.data, max(1, devices // self.tensor)), self.expert
         if intra % expert:
-            raise UnclearError(f"ep = {expert} ranks divide experts, and a node has {intra} data-parallel ones")
+            # Experts over several nodes: groups are as large.
+            intra = expert
+        if self.data % intra:
+            raise UnclearError(f"ep = {expert} ranks divide experts, of {self.data} data-parallel ones")
         return MeshShape(self.pipeline, self.data // intra, intra, self.tensor, expert=expert)
 
     # ---- wholes

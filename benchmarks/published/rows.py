@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from atoll.plans.plan import MeshShape
+from benchmarks.published.megatron_bridge import megatron_bridge
 from benchmarks.published.megatron_ci import megatron_ci
 from benchmarks.published.record import GIB, MIB, Fields, Published, Row, filled, shorter_ends
 from benchmarks.published.sizes import (
@@ -388,6 +389,7 @@ READERS: Mapping[str, Callable[[Fields], Published]] = MappingProxyType(
         "korthikanti": _korthikanti,
         "llama3": _llama3,
         "llm-foundry": _llm_foundry,
+        "megatron-bridge": megatron_bridge,
         "megatron-ci": megatron_ci,
         "mt-nlg": _mt_nlg,
         "sc21": _sc21,
@@ -403,7 +405,6 @@ READERS: Mapping[str, Callable[[Fields], Published]] = MappingProxyType(
 UNREAD: Mapping[str, str] = MappingProxyType(
     {
         "megascale": "neither recompute nor precision is said",
-        "megatron-bridge": "neither layout nor recompute is said, and most rows are of eight bits or less",
         "paro": "ratios of two plans, neither of whose steps is printed",
         "pipeoffload": "neither layers nor microbatches are said",
     }

@@ -171,6 +171,9 @@ DEVICES: Mapping[str, tuple[Mapping[str, Any], str]] = MappingProxyType(
         "H200": ({"preset": "h200"}, "nvlink4"),
         "B200": ({"preset": "b200"}, "nvlink5"),
         "GB200": ({"preset": "gb200"}, "nvlink5"),
+        # The data sheets of HGX B300 and GB300 NVL72 have the bf16 rates of B200 and GB200, and 288 GB.
+        "B300": ({"preset": "b200", "memory": 288 * 10**9}, "nvlink5"),
+        "GB300": ({"preset": "gb200", "memory": 288 * 10**9}, "nvlink5"),
     }
 )
 """Maps the name of a device in a row to its `[device]` table and to the link preset inside its node."""
