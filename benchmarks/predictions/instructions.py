@@ -4,7 +4,7 @@ compute."""
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -80,7 +80,8 @@ class Count:
 
     Everything but activations is counted from the tensors that the engine keeps, each storage once. Activations are
     what the allocator has given out besides, above `base`, so that nothing is left out. The gradients of other ranks
-    that a reduction receives are made and freed by its lane, and are counted from what it is asked to move.
+    that a reduction receives are made and freed by its lane, whenever the other ranks send theirs: REDUCE is waited for
+    at once, so that they are seen, and they count until its REDUCED, in the slowest case.
 
     held: the bytes at the instruction within which the total was largest.  most: the largest of each component.
     """
@@ -90,23 +91,40 @@ class Count:
         self.allocations = Allocations()
         self.held, self.most = Held(), Held()
         self.at: tuple[Operation, int] | None = None
-        self._arriving = 0
+        self._arriving: deque[int] = deque()
 
     def __call__(self, do: Operation, of: int, call: Callable[[], Any]) -> Any:
         """See `Watch`."""
         self.allocations.forget()
         given = call()
+        if do is Do.REDUCE:
+            self._finish(of)
         inside, after = self.allocations.most(), self.allocations.out()
         assert inside is not None, "the ranks were started with the allocator's library"
         assert after is not None, "the ranks were started with the allocator's library"
+        if do is Do.REDUCE:
+            self._arriving.append(inside - after)
+            inside = after
+        elif do is Do.REDUCED:
+            self._arriving.popleft()
         parts = self._parts()
         own = Held(**{component: sum(sizes.values()) for component, sizes in parts.items()})
+        # A lane reduces one after the other, so one has room for all.
+        own = own._replace(buffers=own.buffers + max(self._arriving, default=0))
         known = sum(size for sizes in parts.values() for (_, is_shared), size in sizes.items() if not is_shared)
         held = own._replace(activations=after - self.base - known, passing=inside - after)
         if held.total > self.held.total:
             self.held, self.at = held, (do, of)
         self.most = Held(*map(max, self.most, held))
         return given
+
+    def _finish(self, of: int) -> None:
+        """Wait until the reductions of a unit have ended."""
+        for unit in self.engine.units:
+            if unit.spec.index == of:
+                for segment in unit.segments:
+                    for job, _ in segment.gradients.reducing:
+                        job.finish()
 
     def _parts(self) -> Mapping[str, Mapping[Key, int]]:
         """Bytes of the components that are tensors of the engine, by where they are."""

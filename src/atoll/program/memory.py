@@ -190,6 +190,7 @@ def _sums(instructions: Iterable[Instruction], shape: RankShape, names: tuple[st
     """Yield the bytes of components after each instruction, with those that it allocates and frees itself."""
     parts = [0] * len(names)
     held: dict[tuple[Workspace, Key], int] = {}
+    turns: dict[Workspace, list[int]] = {}
     known: dict[tuple[Operation, int, Phase | None, int], tuple[list[_Change], ...]] = {}
     for step in instructions:
         do, action, of, phase = step
@@ -198,9 +199,15 @@ def _sums(instructions: Iterable[Instruction], shape: RankShape, names: tuple[st
             found = known[do, of, phase, action.stage] = _changes(step, shape, names)
         frees, takes, within = found
         for part, buffer, size in frees:
-            parts[part] -= _freed(held, buffer, size)
+            if buffer[0].shared is Sharing.TOGETHER:
+                parts[part] -= _left(turns[buffer[0]], size or 0)
+            else:
+                parts[part] -= _freed(held, buffer, size)
         for part, buffer, size in takes:
-            parts[part] += _taken(held, buffer, size or 0)
+            if buffer[0].shared is Sharing.TOGETHER:
+                parts[part] += _joined(turns.setdefault(buffer[0], []), size or 0)
+            else:
+                parts[part] += _taken(held, buffer, size or 0)
         if within:
             most = list(parts)
             for part, _, size in within:
@@ -213,10 +220,6 @@ def _sums(instructions: Iterable[Instruction], shape: RankShape, names: tuple[st
 def _freed(held: dict[tuple[Workspace, Key], int], buffer: tuple[Workspace, Key], size: int | None) -> int:
     """Free a buffer, or a part of it, and return the bytes."""
     own = held.pop(buffer, 0)
-    if buffer[0].shared is Sharing.TOGETHER:
-        if own > 1:
-            held[buffer] = own - 1
-        return size or 0 if own == 1 else 0
     if size is None:
         return own
     if own > size:
@@ -225,14 +228,25 @@ def _freed(held: dict[tuple[Workspace, Key], int], buffer: tuple[Workspace, Key]
 
 
 def _taken(held: dict[tuple[Workspace, Key], int], buffer: tuple[Workspace, Key], size: int) -> int:
-    """Allocate a buffer and return the bytes that this adds. held: of one that is held together, by how many."""
+    """Allocate a buffer and return the bytes that this adds."""
     own = held.get(buffer, 0)
-    if buffer[0].shared is Sharing.TOGETHER:
-        held[buffer] = own + 1
-        return 0 if own else size
     more = size if buffer[0].shared is Sharing.EACH else max(0, size - own)
     held[buffer] = own + more
     return more
+
+
+def _joined(turns: list[int], size: int) -> int:
+    """Add one that uses a buffer in turns with others, and return the bytes by which it grows."""
+    before = max(turns, default=0)
+    turns.append(size)
+    return max(0, size - before)
+
+
+def _left(turns: list[int], size: int) -> int:
+    """Remove one, and return the bytes by which the buffer shrinks."""
+    before = max(turns)
+    turns.remove(size)
+    return before - max(turns, default=0)
 
 
 def _changes(step: Instruction, shape: RankShape, names: tuple[str, ...]) -> tuple[list[_Change], ...]:
@@ -365,6 +379,11 @@ def needed_in_a_step(shape: RankShape, peaks: Peaks | None = None) -> WorkingMem
         matrices=0 if peaks is None else peaks.matrices,
         state=0 if peaks is None else peaks.state,
     )
+
+
+def arriving_bytes(segments: Sequence[SegmentShape], sharding: Sharding, *, reads_in_place: bool) -> int:
+    """Return what a unit's reduction and sync receive from other ranks, beside the gradients themselves."""
+    return _block([(segment, sharding) for segment in segments], reads_in_place=reads_in_place).arriving
 
 
 class _Block(NamedTuple):

@@ -152,7 +152,7 @@ class Need:
 
 class Sharing(StrEnum):
     """How instructions share a buffer: one each, one that the first allocates and a later instruction frees, or one
-    that they hold together until the last of them frees it."""
+    that they use in turns, as large as the largest of them needs it."""
 
     EACH = "each"
     ONCE = "once"

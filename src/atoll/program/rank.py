@@ -25,7 +25,7 @@ from atoll.plans.layouts import (
 from atoll.plans.layouts.resting import lowered_bytes, onloaded_bytes
 from atoll.plans.plan import Place, Plan, View
 from atoll.program.host import bytes_leaving, host_travel
-from atoll.program.memory import needed_in_a_step, reduced_at_once
+from atoll.program.memory import arriving_bytes, needed_in_a_step, reduced_at_once
 from atoll.program.operation import PHASES, Operation, Phase
 from atoll.program.shape import BlockShape, RankShape, StageShape, UnitShape
 from atoll.program.table import Do
@@ -153,7 +153,7 @@ class ModelShape:
             reads_in_place=reads_in_place,
         )
         need = needed_in_a_step(shape)
-        shape = replace(shape, limit=need.ahead, arriving=need.arriving)
+        shape = replace(shape, limit=need.ahead)
         if plan.host is None:
             return shape
         room = plan.host.room([unit.on_host for unit in units.values()])
@@ -219,6 +219,7 @@ def unit_shape(
         matrices=sum(len(segment.matrices) for segment in segments),
         exchanged=sum(held for held, _ in exchanges),
         transformed=max((besides for _, besides in exchanges), default=0),
+        arriving=arriving_bytes(segments, sharding, reads_in_place=reads_in_place),
         sharded={}
         if stays
         else {

@@ -34,6 +34,7 @@ class UnitShape:
     copies: pipeline ranks that have it.
     matrices: those of it that the optimizer transforms whole.  exchanged: bytes from their COLLECT to their UPDATE.
     transformed: bytes that come and go within TRANSFORM.
+    arriving: bytes that are received while its gradients are reduced and synced.
     sharded: bytes of the sharded gradients of each phase, from the first of a step on; none if they are always there.
     on_host: bytes of its master and states that rest in host memory, and come to the device for a step.
     is_stepped_on_host: whether they are stepped there instead.
@@ -52,6 +53,7 @@ class UnitShape:
     matrices: int = 0
     exchanged: int = 0
     transformed: int = 0
+    arriving: int = 0
     sharded: Mapping[Phase, int] = field(default_factory=dict)
     on_host: int = 0
     is_stepped_on_host: bool = False
@@ -138,7 +140,7 @@ class RankShape:
     rank, ranks: its place in the pipeline, and how many there are.
     is_scaled: whether gradients come multiplied by a loss scale.
     sharding: the layout of all units but experts.  prefetch: as in `Plan`.  reads_in_place: whether the ranks of a
-    group read each other's memory.  arriving: bytes that are received while gradients are reduced and synced.
+    group read each other's memory.
     room: bytes of state from host memory that may be on the device at once.  leaving: those that may still be on their
     way back when the next program begins.
     besides: bytes that instructions of a stage, or of a slice, take (above 0) and free (below) besides what their rows
@@ -156,7 +158,6 @@ class RankShape:
     sharding: Sharding | None = field(default=None, compare=False)
     prefetch: int | None = None
     reads_in_place: bool = False
-    arriving: int = 0
     room: int = 0
     leaving: int = 0
     besides: Mapping[tuple[Operation, int], Mapping[str, int]] = field(default_factory=dict, compare=False)

@@ -27,7 +27,7 @@ from atoll.program.operation import (
 )
 
 if TYPE_CHECKING:
-    from atoll.program.shape import RankShape, UnitShape
+    from atoll.program.shape import UnitShape
 
 # ---- the core's facts
 
@@ -82,7 +82,7 @@ class Workspaces:
     REDUCING = Workspace("gradients", Per.PHASE, Sharing.EACH)
     MATRICES = Workspace("matrices", Per.UNIT, Sharing.EACH)
     SHARDED = Workspace("sharded", Per.PHASE)
-    ARRIVING = Workspace("arriving", Per.STEP, Sharing.TOGETHER)
+    ARRIVING = Workspace("arriving", Per.UNIT, Sharing.TOGETHER)
     KEPT = Workspace("activations", Per.BLOCK, Sharing.EACH)
     KEPT_FOR_LOSS = Workspace("activations", Per.STAGE, Sharing.EACH)
     ANSWERED = Workspace("activations", Per.WEIGHT, Sharing.EACH)
@@ -119,8 +119,8 @@ def _accumulated(unit: UnitShape, phase: Phase | None) -> int:
     return 0 if _flow(unit, phase) else _sharded(unit, phase)
 
 
-def _arriving(shape: RankShape, _: Phase | None) -> int:
-    return shape.arriving
+def _arriving(unit: UnitShape, _: Phase | None) -> int:
+    return unit.arriving
 
 
 def _exchanged(unit: UnitShape, _: Phase | None) -> int:

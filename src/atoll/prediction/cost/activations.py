@@ -15,6 +15,7 @@ from atoll.program.shape import WeightShape
 
 if TYPE_CHECKING:
     from atoll.prediction.cost.ranks import Ranks
+    from atoll.prediction.cost.work import Work
 
 
 def with_activations(shape: RankShape, ranks: Ranks) -> RankShape:
@@ -59,7 +60,7 @@ def _block(block: BlockShape, ranks: Ranks, run: range, received: Mapping[str, i
         pending = work.kept_for_weights
         passing = own + again - sum(each.nbytes for each in (*work.saved, *work.again) if each.until == "W")
     else:
-        pending, passing = 0, own + again + sum(each.nbytes for each in work.pending)
+        pending, passing = 0, own + again + sum(each.nbytes for each in work.pending) + _stacked(ranks, work)
     return replace(
         block,
         kept=work.kept + sent - there,
@@ -68,6 +69,14 @@ def _block(block: BlockShape, ranks: Ranks, run: range, received: Mapping[str, i
         in_forward=work.peak,
         in_backward=passing,
     )
+
+
+def _stacked(ranks: Ranks, work: Work) -> int:
+    """Return the bytes of the gradients of undivided experts, which autograd makes of whole stacks before they are
+    added to the unit's. Divided ones are computed expert by expert, where they are stored."""
+    if ranks.plan.divides_experts:
+        return 0
+    return (work.experts.parameters - work.experts.frozen) * ranks.use.item
 
 
 def _is_sent(ranks: Ranks, block: int) -> bool:

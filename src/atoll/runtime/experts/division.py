@@ -229,7 +229,7 @@ class Division:
         rows = (hidden_states.detach() != 0).any(-1).nonzero().squeeze(-1)
         index = rows // (hidden_states.shape[0] // self._experts)
         out = self.compute(hidden_states[rows], index[:, None], None)
-        return torch.zeros_like(hidden_states).index_copy(0, rows, out)
+        return torch.zeros_like(hidden_states).index_put((rows,), out)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None) -> Tensor:
         """Compute the experts of all tokens: [T, H], with k experts for each, [T, k], and their weights, if they have
@@ -269,7 +269,8 @@ class Division:
         if self._tensors == 1:
             every = weighed.index_select(0, torch.argsort(pairs))
         else:
-            every = weighed.new_zeros(tokens * k, weighed.shape[1]).index_copy(0, pairs, weighed)
+            # Unlike index_copy and index_add, which save the rows for their backward.
+            every = weighed.new_zeros(tokens * k, weighed.shape[1]).index_put((pairs,), weighed)
         total = every.view(tokens, k, -1).sum(1)
         return _summed(total, self._tensor).to(hidden_states.dtype)
 

@@ -66,7 +66,10 @@ class Experts(nn.Module):
         weights = zip(runs, self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True)
         each = torch.cat([F.linear(self._apply_gate(F.linear(run, up)), down) for run, up, down in weights])
         weighted = each * top_k_weights.flatten()[order, None]
-        return torch.zeros_like(hidden_states).index_add(0, token, weighted.to(hidden_states.dtype))
+        # Back in the order of the tokens, and summed. An index_add would save the weighted rows for its backward, and
+        # add them in no fixed order on a GPU.
+        back = weighted.to(hidden_states.dtype).index_select(0, order.argsort())
+        return back.view(*top_k_index.shape, -1).sum(1)
 
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

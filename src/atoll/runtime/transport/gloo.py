@@ -41,6 +41,9 @@ from atoll.runtime.transport.host_memory import HostMemory
 # Nothing that a rank waits for is behind a wait of its peer, except the receive of a block that is not in shared
 # memory: it is posted when the peer has heard so, in a message that both have posted before any wait.
 
+_PIECE = 1 << 18
+"""Elements that a reduction adds up at a time: 1 MiB of fp32."""
+
 
 class GlooTransport(Transport):
     """Tagged messages over the world group.
@@ -177,11 +180,15 @@ class GlooTransport(Transport):
         # reads `own`, where the sum may be made, and nothing is written to the other blocks.
         with self._swap(blocks, peers, tag, into=lambda at: torch.empty_like(own)) as parts:
             # Ranks are added in the same order everywhere, for the same bits. If the sum is made in `own`, a rank
-            # beyond the first two keeps its part until its turn.
-            parts[peers.index] = own.clone() if out is None and peers.index > 1 else own
-            torch.add(parts[0], parts[1], out=target)
-            for at in range(2, len(peers.ranks)):
-                target.add_(parts[at])
+            # beyond the first two keeps its part until its turn: a piece at a time, which stays in the cache besides.
+            parts[peers.index] = own
+            split = (parts[at].split(_PIECE) for at in range(len(parts)))
+            for made, *pieces in zip(target.split(_PIECE), *split, strict=True):
+                if out is None and peers.index > 1:
+                    pieces[peers.index] = pieces[peers.index].clone()
+                torch.add(pieces[0], pieces[1], out=made)
+                for piece in pieces[2:]:
+                    made.add_(piece)
         self.count(peers.axis, own.nbytes * len(peers.others))
 
     def all_to_all(self, sent: torch.Tensor, received: torch.Tensor, peers: Peers, tag: Tag) -> None:
