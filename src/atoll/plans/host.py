@@ -1,4 +1,4 @@
-"""What rests in host memory instead of the device's.
+"""What rests in host memory instead of the device's: the optimizer's state, frozen parameters, or both.
 
 The optimizer's state of a unit that rests there is its master and the tensors that the optimizer keeps of each
 parameter. The parameters of the forward rest on the device, apart from the master.
@@ -6,6 +6,10 @@ parameter. The parameters of the forward rest on the device, apart from the mast
     update-on-device   unit by unit, at the end of a step: the state is copied to the device, stepped, and copied back
     update-on-host     gradients are copied to host memory, where the processors step while the next step begins; the
                        parameters come back for their first use
+
+Of frozen parameters, such as the base of low-rank adapters, each rank has its shard in host memory, or all of them at
+level N. A gather begins with the copy to the device, and nothing else is different: the copy is freed after its use,
+and prefetched as if it came from another rank.
 """
 
 from __future__ import annotations
@@ -22,6 +26,9 @@ Update = Literal["update-on-device", "update-on-host"]
 
 UPDATES: tuple[Update, ...] = get_args(Update)
 
+FROZEN: Literal["frozen"] = "frozen"
+"""The parameters that may rest in host memory: those that are not trained."""
+
 AHEAD = 3
 """Units whose state is on the device at once, if there is no budget: one arrives, one is stepped and one leaves."""
 
@@ -30,33 +37,58 @@ AHEAD = 3
 class HostState:
     """The host memory of a plan.
 
-    optimizer: where the state is stepped.  fraction: the share of a rank's trained units whose state rests there.
-    budget: bytes of it that may be on the device at once to be stepped; if not given, what the three largest units
-    need. The largest unit always may.
+    optimizer: where the state is stepped; None if it rests on the device.  fraction: the share of a rank's trained
+    units whose state rests in host memory.  budget: bytes of it that may be on the device at once to be stepped; if not
+    given, what the three largest units need. The largest unit always may.
+    parameters: "frozen" if those that are not trained rest in host memory.
 
     Raises PlanError for values that no plan can have.
     """
 
-    optimizer: Update
+    optimizer: Update | None = None
     fraction: float = 1.0
     budget: int | None = None
+    parameters: Literal["frozen"] | None = None
 
     def __post_init__(self) -> None:
-        if self.optimizer not in UPDATES:
+        if self.optimizer is None and self.parameters is None:
+            raise PlanError("host: nothing rests in host memory; give optimizer or parameters, or leave host out")
+        if self.optimizer not in (None, *UPDATES):
             raise PlanError(f"host: optimizer = {self.optimizer!r}; known: {', '.join(UPDATES)}")
+        if self.parameters not in (None, FROZEN):
+            raise PlanError(f"host: parameters = {self.parameters!r}; known: {FROZEN}")
         if not 0 < self.fraction <= 1:
             raise PlanError(f"host: fraction = {self.fraction}; a share above 0, up to 1; leave host out for none")
         if self.budget is not None and self.budget < 0:
             raise PlanError(f"host: budget = {self.budget} bytes; 0 or more, or leave it out")
 
     @property
+    def words(self) -> str:
+        """What rests there, in words."""
+        frozen = "frozen parameters" if self.parameters else None
+        return " and ".join(each for each in (self.optimizer, frozen) if each)
+
+    @property
     def steps_there(self) -> bool:
         """True if the processors of the host make the step."""
         return self.optimizer == "update-on-host"
 
+    def check(self, *, has_frozen: bool) -> None:
+        """Raise PlanError if frozen parameters rest in host memory, and the model has none."""
+        if self.parameters == FROZEN and not has_frozen:
+            raise PlanError(
+                "host: parameters = 'frozen', and all parameters of the model are trained; leave parameters out, or "
+                "train adapters ([lora]) or a part of the model"
+            )
+
     def placed(self, sharding: Sharding, *, is_on_host: bool) -> Sharding:
         """Return the sharding of a unit whose state rests in host memory, or does not."""
-        return replace(sharding, on_host=is_on_host, steps_on_host=is_on_host and self.steps_there)
+        return replace(
+            sharding,
+            on_host=is_on_host,
+            steps_on_host=is_on_host and self.steps_there,
+            frozen_on_host=self.parameters == FROZEN,
+        )
 
     def rests(self, units: Iterable[int]) -> frozenset[int]:
         """Return those of a rank's trained units whose state rests in host memory, spread evenly over the model.
@@ -64,7 +96,7 @@ class HostState:
         A unit that is stepped on the device gives the copies of the next one time.
         """
         found, owed = set(), 0.0
-        for unit in units:
+        for unit in units if self.optimizer else ():
             owed += self.fraction
             if owed > 1 - 1e-9:  # fractions such as 1 / 3 are not exact
                 found.add(unit)

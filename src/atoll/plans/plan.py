@@ -242,7 +242,7 @@ class Plan:
     def __post_init__(self) -> None:
         if not self.imbalance >= 1.0:
             raise PlanError(f"imbalance = {self.imbalance}; a multiple of an even share, 1.0 or more")
-        if self.host is not None and self.whole is not None:
+        if self.host is not None and self.host.optimizer and self.whole is not None:
             raise PlanError(
                 f"host memory with {self.whole.name}: the state of matrices that are transformed whole stays with the "
                 "rank that owns each; use an elementwise optimizer such as AdamW, or leave host out"

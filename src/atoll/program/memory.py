@@ -413,8 +413,10 @@ def _block(segments: Sequence[tuple[SegmentShape, Sharding]], *, reads_in_place:
         found = _of_view(own, sharding, is_shared=reads_in_place and sharding.nest.intra > 1)
         links = [move.axis for move in sharding.real(GATHER_PARAMETER[sharding.layout.parameters])]
         crossed = [axis for axis in links if axis is not Axis.INTRA or not reads_in_place]
+        # From host memory it crosses one link more.
+        crossed_first = any(map(sharding.rests_on_host, own))
         has_to_travel = found.whole > 0 and (sharding.nest.intra < 2 or not reads_in_place or found.staged > 0)
-        ahead = max(1, len(crossed)) * (found.staged or found.whole) if has_to_travel else 0
+        ahead = max(1, len(crossed) + crossed_first) * (found.staged or found.whole) if has_to_travel else 0
         sums = _Block(*(one + other for one, other in zip(sums, found._replace(ahead=ahead), strict=True)))
     return sums
 

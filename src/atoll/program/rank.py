@@ -22,9 +22,9 @@ from atoll.plans.layouts import (
     Sharding,
     StoredCopies,
 )
-from atoll.plans.layouts.resting import lowered_bytes, onloaded_bytes
+from atoll.plans.layouts.resting import frozen_bytes, lowered_bytes, onloaded_bytes
 from atoll.plans.plan import Place, Plan, View
-from atoll.program.host import bytes_leaving, host_travel
+from atoll.program.host import IN, bytes_leaving, host_travel
 from atoll.program.memory import arriving_bytes, needed_in_a_step, reduced_at_once
 from atoll.program.operation import PHASES, Operation, Phase
 from atoll.program.shape import BlockShape, RankShape, StageShape, UnitShape
@@ -254,6 +254,8 @@ def _travel_of(segment: SegmentShape, sharding: Sharding) -> _Travel:
     layout, precision = sharding.layout, sharding.precision
     p, g, os = layout.parameters, layout.gradients, layout.optimizer
     found: _Travel = {(Do.GATHER, None): sharding.sent(segment, "parameter", GATHER_PARAMETER[p], segment.compute)}
+    if sharding.frozen_on_host:
+        found[Do.GATHER, None] = ((IN, frozen_bytes(segment, sharding)), *found[Do.GATHER, None])
     for phase in segment.phases:
         found[Do.REDUCE, phase] = sharding.sent(segment, "gradient", REDUCE_GRADIENT[g], precision.reduce)
     if segment.phases:

@@ -1,4 +1,4 @@
-"""Bytes of a segment's optimizer state that rests in host memory: there, on the way, and for its step."""
+"""Bytes of a segment that rest in host memory: there, on the way, and for a step."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ def host_bytes(segment: SegmentShape, sharding: Sharding, states: int | None = N
         return found
     casts = segment.compute != sharding.precision.master
     return found + lowered_bytes(segment, sharding) + (raised_bytes(segment, sharding) if casts else 0)
+
+
+def frozen_bytes(segment: SegmentShape, sharding: Sharding) -> int:
+    """Return the bytes of parameters that rest in host memory, which every gather copies to the device."""
+    held = sharding.nest.range(sharding.layout.parameters, segment.map.padded)
+    return ITEM_BYTES[segment.compute] * len(held) if sharding.rests_on_host(segment) else 0
 
 
 def onloaded_bytes(segment: SegmentShape, sharding: Sharding) -> int:

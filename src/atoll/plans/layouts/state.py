@@ -22,7 +22,7 @@ class Footprint:
     """Bytes of one rank's model state. Only tensors count, not step counters.
 
     optimizer: masters, states, residuals of codecs, and what outer steps store.
-    host: masters and states that rest in host memory; `total` is the device's.
+    host: masters and states, and frozen parameters, that rest in host memory; `total` is the device's.
     Sharded gradients are freed at the end of a step; everything else is kept between steps.
     """
 
@@ -70,7 +70,7 @@ def _segment_footprint(segment: SegmentShape, sharding: Sharding, states: int) -
     stored = sharding.stored(segment)
     parameters = 0 if stored is StoredCopies.CAST else ITEM_BYTES[segment.compute] * numel(layout.parameters)
     if stored is StoredCopies.ALONE:
-        return Footprint(parameters, 0, 0)
+        return Footprint(0, 0, 0, parameters) if sharding.rests_on_host(segment) else Footprint(parameters, 0, 0)
     item = ITEM_BYTES[precision.master]
     held = sharding.nest.range(layout.optimizer, segment.map.padded)
     covered = sum(part.stop - part.start for part in segment.map.slices(held))
@@ -91,7 +91,9 @@ def saved_bytes(segments: Sequence[SegmentShape], sharding: Sharding) -> int:
     """Return the bytes of a checkpoint that a rank writes, and copies to host memory when it saves in the background:
     masters and the optimizer's state, divided by all ranks that hold them, and what is saved besides."""
     sliced = None if sharding.whole is None else sharding.whole.sliced
-    everywhere = replace(sharding, layout=Layout("GGG"), codecs=NO_CODECS, whole=sliced, on_host=False)
+    everywhere = replace(
+        sharding, layout=Layout("GGG"), codecs=NO_CODECS, whole=sliced, on_host=False, frozen_on_host=False
+    )
     found = footprint(segments, everywhere)
     return found.parameters + found.optimizer + saved_besides(segments, sharding)
 

@@ -78,7 +78,7 @@ class Sharding:
     codecs: of moves between groups.  anchors: tensors that outer steps store for every trained parameter, at level G.
     tp: the place in the tensor-parallel group.  along: the axes of the mesh that INTER and INTRA go along.
     on_host: whether master and states rest in host memory (`atoll.plans.host`).  steps_on_host: whether its processors
-    step them.
+    step them.  frozen_on_host: whether parameters that are not trained rest there.
     """
 
     layout: Layout
@@ -93,6 +93,7 @@ class Sharding:
     along: Mapping[Axis, str] = field(default_factory=lambda: {axis: axis.value for axis in Axis}, compare=False)
     on_host: bool = False
     steps_on_host: bool = False
+    frozen_on_host: bool = False
 
     def codec(self, of: Literal["gradient", "parameter"], move: Move) -> Codec | None:
         """The codec of a move of gradients or parameters; None where elements are sent as they are."""
@@ -130,10 +131,14 @@ class Sharding:
         p = self.layout.parameters
         return StoredCopies.CAST if p is self.layout.optimizer and p is not Level.N else StoredCopies.APART
 
+    def rests_on_host(self, segment: SegmentShape) -> bool:
+        """Return True if the parameters rest in host memory, and a gather begins with their copy to the device."""
+        return self.frozen_on_host and not segment.trainable
+
     def rests_whole(self, segment: SegmentShape) -> bool:
         """Return True if the parameters are stored whole in the dtype of the forward, so that nothing is gathered or
         cast."""
-        return self.layout.parameters is Level.N
+        return self.layout.parameters is Level.N and not self.rests_on_host(segment)
 
     @property
     def accumulates(self) -> bool:
@@ -141,8 +146,8 @@ class Sharding:
         return not self.real(REDUCE_GRADIENT[self.layout.gradients])
 
     def stays_alone(self, segment: SegmentShape) -> bool:
-        """Return True if none of its tensors is ever sent, in a step or after it."""
-        return self.nest.ranks == 1 and self.rests_whole(segment)
+        """Return True if none of its tensors is ever sent to another rank, in a step or after it."""
+        return self.nest.ranks == 1 and self.layout.parameters is Level.N
 
     def real(self, moves: Sequence[Move]) -> tuple[Move, ...]:
         """Return the moves along axes with more than one rank."""
@@ -169,7 +174,8 @@ class Sharding:
     def copied_bytes(self, segment: SegmentShape) -> int:
         """Return the bytes that a gather reads and writes on the device: 0 if it sends anything, or if nothing is
         gathered. A master in another dtype is cast."""
-        if self.rests_whole(segment) or self.real(GATHER_PARAMETER[self.layout.parameters]):
+        is_sent = self.real(GATHER_PARAMETER[self.layout.parameters]) or self.rests_on_host(segment)
+        if self.rests_whole(segment) or is_sent:
             return 0
         source = self.precision.master if self.stored(segment) is StoredCopies.CAST else segment.compute
         return segment.map.padded * (ITEM_BYTES[source] + ITEM_BYTES[segment.compute])

@@ -64,6 +64,8 @@ class Ranks:
     def works(self) -> tuple[Work, ...]:
         """The work of each block. Blocks before the first trained one have no backward, and keep nothing for one."""
         whole, first = self._whole_works, self.first_trained
+        if self.plan.host is not None:
+            self.plan.host.check(has_frozen=any(work.frozen for work in whole))
         frozen = (
             replace(work, backward=(), weights=(), expert_weights=(), saved=(), pending=(), again=())
             for work in whole[:first]

@@ -209,6 +209,11 @@ class Workload:
         return sum(work.parameters for work in self._works) - self.shared
 
     @property
+    def frozen(self) -> int:
+        """Number of elements that are not trained."""
+        return sum(work.frozen for work in self._works)
+
+    @property
     def experts(self) -> int:
         """Number of experts of a layer; 0 if there are none, or if they are not known."""
         return 0 if self.mixture is None else self.mixture.experts

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from atoll.base.errors import PlanError
 from atoll.plans import schedules
-from atoll.plans.host import UPDATES, HostState
+from atoll.plans.host import FROZEN, UPDATES, HostState
 from atoll.plans.layouts import EFFECTIVE, GATHER_PARAMETER, SYNC_PARAMETER, Axis, Codec, Layout, Level, Precision
 from atoll.plans.plan import AXES, ORDERS, RECOMPUTE, MeshShape, Plan
 from atoll.plans.schedules import CATALOGUE
@@ -46,6 +46,10 @@ def _has_experts(prediction: Prediction) -> bool:
 
 def _knows_host(prediction: Prediction) -> bool:
     return prediction.cluster is not None and prediction.cluster.node.host is not None
+
+
+def _has_frozen(prediction: Prediction) -> bool:
+    return _knows_host(prediction) and any(work.frozen for work in prediction.ranks.works)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +213,23 @@ def _outer_codec() -> Choice:
     return Choice("outer codec", "parallel.outer.codec", now, others, make, plain="none", is_exact=False)
 
 
-def _host(plan: Plan, value: str) -> HostState:
-    """Return host memory with the options of the present one."""
-    given: dict[str, Any] = {"optimizer": value}
-    return HostState(**given) if plan.host is None else replace(plan.host, **given)
+def _host(key: str) -> Callable[[Plan, str], Plan]:
+    """Return what makes a plan with another value of a key of host memory, which is None for `NO`, and the options of
+    the present one."""
+
+    def make(plan: Plan, value: str) -> Plan:
+        given: dict[str, Any] = (
+            {} if plan.host is None else {f.name: getattr(plan.host, f.name) for f in fields(plan.host)}
+        )
+        given[key] = None if value == NO else value
+        is_left = any(given.get(other) for other in ("optimizer", "parameters"))
+        return replace(plan, host=HostState(**given) if is_left else None)
+
+    return make
+
+
+def _of_host(plan: Plan, key: str) -> str:
+    return NO if plan.host is None else getattr(plan.host, key) or NO
 
 
 def _field(field: str, of: Callable[[str], Any] = str) -> Callable[[Plan, str], Plan]:
@@ -323,12 +340,21 @@ _CHOICES = (
     ),
     Choice(
         "host memory",
-        "parallel.host",
-        now=lambda plan: NO if plan.host is None else plan.host.optimizer,
+        "parallel.host.optimizer",
+        now=lambda plan: _of_host(plan, "optimizer"),
         others=lambda plan: _if(plan.whole is None, NO, *UPDATES),
-        make=lambda plan, value: replace(plan, host=None if value == NO else _host(plan, value)),
+        make=_host("optimizer"),
         plain=NO,
         applies=_knows_host,
+    ),
+    Choice(
+        "frozen parameters in host memory",
+        "parallel.host.parameters",
+        now=lambda plan: _of_host(plan, "parameters"),
+        others=lambda plan: iter((NO, FROZEN)),
+        make=_host("parameters"),
+        plain=NO,
+        applies=_has_frozen,
     ),
     Choice(
         "residency",

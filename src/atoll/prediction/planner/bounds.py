@@ -261,7 +261,9 @@ class Skeleton:
             for view, of_view in own.items():
                 sharding = plan.sharding(Place(mesh, pp=rank, inter=0, intra=0, tp=0), view)
                 if travel.host is not None:
-                    sharding = travel.host.placed(sharding, is_on_host=travel.host.fraction == 1)
+                    sharding = travel.host.placed(
+                        sharding, is_on_host=travel.host.optimizer is not None and travel.host.fraction == 1
+                    )
                 segments = [
                     SegmentShape(FlatMap.build([("parameters", (numel,))], sharding.nest.ranks), phases, compute)
                     for phases, numel in of_view.items()

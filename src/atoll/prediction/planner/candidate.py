@@ -38,7 +38,7 @@ def choices(candidate: Candidate) -> dict[str, str]:
         "schedule": _in_words(order),
         "layout": travel.layout.name,
         **({} if experts == WHOLE else {"experts": experts}),
-        **({} if travel.host is None else {"host memory": travel.host.optimizer}),
+        **({} if travel.host is None else {"host memory": travel.host.words}),
         "residency": travel.residency,
         "reduction": travel.reduction,
         "unit": str(travel.unit),
@@ -87,9 +87,9 @@ def settings(candidate: Candidate) -> dict[str, dict[str, Any]]:
 
 def _given(host: HostState) -> dict[str, Any]:
     """Return the keys of `parallel.host` that are not the default's."""
-    plain = HostState(host.optimizer)
-    found = {field.name: getattr(host, field.name) for field in fields(host)}
-    return {name: value for name, value in found.items() if name == "optimizer" or value != getattr(plain, name)}
+    return {
+        field.name: getattr(host, field.name) for field in fields(host) if getattr(host, field.name) != field.default
+    }
 
 
 def _in_words(order: Order) -> str:

@@ -458,9 +458,11 @@ class PlanSearch:
             # The master and the optimizer's states; frozen parameters alone.
             each = (1 + prediction.plan.least_states) * ITEM_BYTES[precision.master]
             item = ITEM_BYTES[precision.compute]
-            if self.space.host is not None and self.space.host.fraction == 1:
+            host = self.space.host
+            if host is not None and host.optimizer and host.fraction == 1:
                 each = item
-            state = each * trained[0] + item * dense.frozen, each * trained[1] + item * experts.frozen
+            frozen = 0 if host is not None and host.parameters else item
+            state = each * trained[0] + frozen * dense.frozen, each * trained[1] + frozen * experts.frozen
             seconds = sum(sum(prediction.durations.parts(work)) for work in works)
             own = sorted(sum(prediction.durations.parts(work)) for work in layers)
             self._totals[use] = _Total(seconds, tuple(own), sum(work.kept for work in layers), state, trained)

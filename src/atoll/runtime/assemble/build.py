@@ -100,6 +100,9 @@ class _Model:
         named = [(block.name, block.module) for block in blocks]
         specs = unit_specs(named, groups, apart, experts=experts.names)
         trained = [at for at, block in enumerate(blocks) if any(p.requires_grad for _, p in block.named_parameters())]
+        if outline.plan.host is not None:
+            every = (parameter for block in blocks for _, parameter in block.named_parameters())
+            outline.plan.host.check(has_frozen=any(not parameter.requires_grad for parameter in every))
         shape = ModelShape(
             outline.plan,
             runs,
@@ -131,9 +134,9 @@ class _Model:
         """Return the surroundings of a unit's segments."""
         sharding = self.outline.plan.sharding(around.transport.place, spec.view)
         is_on_host = spec.index in self.on_host
-        if spec.view is View.DENSE and not is_on_host:
-            return around
         host = self.outline.plan.host
+        if spec.view is View.DENSE and not is_on_host and (host is None or host.parameters is None):
+            return around
         if host is not None:
             sharding = host.placed(sharding, is_on_host=is_on_host)
         return replace(around, sharding=sharding)

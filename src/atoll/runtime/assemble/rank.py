@@ -190,7 +190,8 @@ def _lanes(
     plan: Plan, transport: Transport, device: torch.device
 ) -> tuple[dict[LaneKind, JobLane], tuple[JobLane, ...]]:
     """Return the lanes of a rank by kind, and those whose transfers are recorded."""
-    is_alone = plan.nest(transport.place).ranks == 1
+    # Alone, a gather has no peer to wait for, but perhaps host memory.
+    is_alone = plan.nest(transport.place).ranks == 1 and not (plan.host is not None and plan.host.parameters)
     own = lanes_of(device, alone=is_alone, waits_on_host=transport.waits_on_host)
     hosted = {} if plan.host is None else host_lanes(device)
     return {**own, **hosted}, tuple((hosted if is_alone else {**own, **hosted}).values())

@@ -101,16 +101,7 @@ class HostedState:
         self._returning: lanes.Job | None = None
 
     def _at_home(self, dtype: torch.dtype, numel: int | None = None) -> torch.Tensor:
-        device = self._flat.around.device
-        count = len(self._held) if numel is None else numel
-        # Zeros: nothing writes the gaps between parameters, and comparisons of replicas read them.
-        if device.type != "cuda":
-            return torch.zeros(count, dtype=dtype, device="meta" if device.type == "meta" else "cpu")
-        made = torch.zeros(count, dtype=dtype)
-        pin(made)
-        # Unpinned with this object, whose buffers live until then.
-        weakref.finalize(self, unpin, made)
-        return made
+        return host_zeros(self, len(self._held) if numel is None else numel, dtype, self._flat.around.device)
 
     # ---- what is where
 
@@ -279,6 +270,17 @@ class HostedState:
         waits for it: one that is made again after a verdict needs no gradients of these values."""
         self._raising = self._copying("onload", [(own, raised)])
         return self._raising
+
+
+def host_zeros(owner: object, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Allocate zeros in host memory, pinned where the device is a GPU, and unpinned with their owner, which keeps them
+    until then. Zeros: nothing writes the gaps between parameters, and comparisons of replicas read them."""
+    if device.type != "cuda":
+        return torch.zeros(count, dtype=dtype, device="meta" if device.type == "meta" else "cpu")
+    made = torch.zeros(count, dtype=dtype)
+    pin(made)
+    weakref.finalize(owner, unpin, made)
+    return made
 
 
 def pin(tensor: torch.Tensor) -> None:

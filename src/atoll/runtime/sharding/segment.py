@@ -12,7 +12,7 @@ each with its own jobs:
     same dtype for compute and master   one storage at the coarser level of p and os; p and master are views of it
     other dtype, p and os at one level  the master alone; p is cast from it when gathered
     other dtype, other levels           p and master
-    frozen                              p alone
+    frozen                              p alone, perhaps in host memory
     state in host memory                p on the device, master and states in hosted.py
     post-validated steps                p and master, whatever their dtypes and levels: p is a step ahead of it
 
@@ -145,12 +145,15 @@ class Segment:
         shards, gradients = self.shards, self.gradients
         own: dict[str, list[torch.Tensor | None]] = {
             # Where the shard is the copy it is listed twice: who adds up counts storages.
-            "parameters": [shards.parameter, shards.previous, self.unsharded.buffer],
+            "parameters": [None if shards.rests_on_host else shards.parameter, shards.previous, self.unsharded.buffer],
             "gradients": [*gradients.shards.values(), *gradients.unsharded.values()],
             "optimizer": [
                 *gradients.residuals.values(),
                 None if shards.are_one or shards.hosted is not None else shards.master,
             ],
-            "host": [] if shards.hosted is None else [*shards.hosted.tensors],
+            "host": [
+                *([] if shards.hosted is None else shards.hosted.tensors),
+                shards.parameter if shards.rests_on_host else None,
+            ],
         }
         return {component: [t for t in tensors if t is not None] for component, tensors in own.items()}

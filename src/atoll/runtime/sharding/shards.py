@@ -30,7 +30,7 @@ from atoll.runtime import lanes
 from atoll.runtime.sharding import coding
 from atoll.runtime.sharding.collectives import Collectives, Purpose
 from atoll.runtime.sharding.flat_group import FlatGroup
-from atoll.runtime.sharding.hosted import HostedState
+from atoll.runtime.sharding.hosted import HostedState, host_zeros
 from atoll.runtime.sharding.tensors import dtype_of
 
 
@@ -85,7 +85,12 @@ class ParameterShards:
         is_read = is_last_part or (p is Level.N and os is not p)
         match sharding.stored(flat.shape):
             case StoredCopies.ALONE:
-                self.parameter = flat.zeros(p, flat.compute, is_read=is_last_part)
+                device = flat.around.device
+                # The host's processors are the device: others of the group may read in place what rests in its memory.
+                if sharding.rests_on_host(flat.shape) and not (is_last_part and device.type == "cpu"):
+                    self.parameter = host_zeros(self, len(flat.range(p)), flat.compute, device)
+                else:
+                    self.parameter = flat.zeros(p, flat.compute, is_read=is_last_part)
             case StoredCopies.SHARED:
                 coarse = min(p, os)
                 # One of the two views is the whole storage: the optimizer writes p in place, and a sync only sends it.
@@ -118,6 +123,11 @@ class ParameterShards:
         """The master; None if the parameters are frozen. One that rests in host memory is there, except while the
         optimizer steps it."""
         return self._master if self.hosted is None else self.hosted.master
+
+    @property
+    def rests_on_host(self) -> bool:
+        """True if the parameters rest in host memory, and a gather begins with their copy to the device."""
+        return self._flat.sharding.rests_on_host(self._flat.shape)
 
     @property
     def gathered_from(self) -> torch.Tensor:

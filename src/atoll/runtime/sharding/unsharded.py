@@ -37,6 +37,7 @@ import torch
 
 from atoll.base._torch import local_part
 from atoll.plans.layouts import GATHER_PARAMETER, Level, Move
+from atoll.program.host import IN
 from atoll.runtime import lanes
 from atoll.runtime.sharding import coding
 from atoll.runtime.sharding.collectives import Collectives, Purpose
@@ -177,6 +178,8 @@ class UnshardedParameters:
     def _all_gather(self) -> None:
         """Run the part of a gather that sends messages: all of it, or the first of two moves."""
         own = self._shards.gathered_from
+        if self._shards.rests_on_host:
+            self._flat.around.transport.count(IN, own.nbytes)
         if self._stages:
             around = self._flat.around
             readers = around.peers(self._moves[1].axis)
@@ -193,8 +196,9 @@ class UnshardedParameters:
         # Until the next update, blocks in shared permanent memory are then read without one.
         again, self._is_known = self._is_known, True
         flat = self._flat
-        if not moves:
-            flat.part(self.buffer, Level.N, flat.layout.parameters).copy_(own)
+        if not moves or (own is self._shards.parameter and self._shards.rests_on_host):
+            # From pinned memory a lane's stream copies, in order with the moves: the host does not wait.
+            own = flat.part(self.buffer, Level.N, flat.layout.parameters).copy_(own, non_blocking=True)
         for at, move in enumerate(moves):
             buffer = flat.part(self.buffer, Level.N, move.coarse)
             self._move(buffer, move, own=own if at == 0 else None, again=again)

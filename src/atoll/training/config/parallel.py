@@ -72,18 +72,21 @@ class CodecSection(Section):
 class HostSection(Section):
     """[parallel.host]: what rests in host memory instead of the device's; see docs/host.md."""
 
-    optimizer: Literal["update-on-device", "update-on-host"]
+    optimizer: Literal["update-on-device", "update-on-host"] | None = None
     """where masters and states that rest in host memory are stepped: "update-on-device" copies them to the device and
     back, unit by unit; "update-on-host" copies gradients to host memory, and updated parameters back"""
     fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """share of a rank's trained units whose masters and states rest there"""
     budget: Annotated[int, Field(ge=0)] | None = None
     """bytes of that state which may be on the device at once; if not given, what the three largest units need"""
+    parameters: Literal["frozen"] | None = None
+    """"frozen": parameters that are not trained, such as the base of adapters, rest there, and every gather begins with
+    their copy to the device"""
 
     @property
     def value(self) -> HostState:
         """The host memory of the plan."""
-        return HostState(self.optimizer, self.fraction, self.budget)
+        return HostState(self.optimizer, self.fraction, self.budget, self.parameters)
 
 
 class OuterOptimizer(Section):
