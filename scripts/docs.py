@@ -82,7 +82,8 @@ DEFAULTS: Mapping[str, str] = {
     "parallel.outer": "none: all groups take each step together",
     "parallel.outer.every": "must be given",
     "parallel.host": "none: all state rests on the device",
-    "parallel.host.optimizer": "must be given",
+    "parallel.host.optimizer": "none: the state rests on the device",
+    "parallel.host.parameters": "none: they rest on the device",
 }
 """Defaults that depend on something else."""
 

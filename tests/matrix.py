@@ -64,6 +64,8 @@ HOSTS = (
     HostState("update-on-device", fraction=0.5, budget=0),
     HostState("update-on-host"),
     HostState("update-on-host", fraction=0.5),
+    HostState(parameters="frozen"),
+    HostState("update-on-device", parameters="frozen"),
 )
 """What rests in host memory."""
 
@@ -118,7 +120,18 @@ class Refusal:
 REFUSALS = (
     Refusal("data", lambda data: len(data) == 3, "model", lambda model: model != EXPERTS, "the model has none"),
     Refusal("expert_layout", lambda layout: layout is not None, "model", lambda model: model != EXPERTS, "has none"),
-    Refusal("host", lambda host: host is not None, "optimizer", lambda name: name == "Muon", "host memory with Muon"),
+    Refusal(
+        *("host", lambda host: host is not None and host.optimizer),
+        *("optimizer", lambda name: name == "Muon", "host memory with Muon"),
+    ),
+    Refusal(
+        *("host", lambda host: host is not None and host.parameters),
+        *(
+            "model",
+            lambda model: model not in ("frozen", "one stage trained"),
+            "all parameters of the model are trained",
+        ),
+    ),
     Refusal("outer", lambda outer: outer is not None, "data", lambda data: data[0] == 1, "inter = 1 has one"),
 )
 """What cannot be together, with the reason."""

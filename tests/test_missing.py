@@ -204,7 +204,7 @@ def source(name: str) -> Try:
 HEADS = {"hidden": 64, "heads": 8, "kv_heads": 2}
 OFFLOAD = configured(
     parallel={"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
-    words="parameters do not rest in host memory",
+    words="trained parameters do not rest in host memory",
 )
 ON_DISK = configured(
     parallel={"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},

@@ -92,8 +92,11 @@ def _plan(prediction: Prediction) -> Iterator[str]:
     recompute = "" if plan.recompute == "none" else f", recompute {plan.recompute}"
     yield f"layout {plan.layout.name}, {plan.schedule.name} with {batch}, {plan.precision.compute}{recompute}"
     if plan.host is not None:
-        share = "" if plan.host.fraction == 1 else f", of a share of {plan.host.fraction:g} of the units"
-        yield f"optimizer state in host memory, {plan.host.optimizer}{share}"
+        if plan.host.optimizer is not None:
+            share = "" if plan.host.fraction == 1 else f", of a share of {plan.host.fraction:g} of the units"
+            yield f"optimizer state in host memory, {plan.host.optimizer}{share}"
+        if plan.host.parameters is not None:
+            yield "frozen parameters in host memory, which every gather copies to the device"
     if plan.outer is not None:
         yield f"{plan.mesh.inter} islands with outer steps {plan.outer}"
     if plan.matrices is not None:

@@ -85,7 +85,10 @@ def test_a_stage_beside_a_strategy_is_noted() -> None:
         ({"stage": 2, "offload_optimizer": {"device": "nvme"}}, r"device = 'nvme': state rests in host memory at most"),
         ({"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0}}, r"ratio = 0: must be a share above 0"),
         ({"stage": 2, "offload_optimizer": {"device": "cpu", "rate": 1}}, r"offload_optimizer.rate: unknown word"),
-        ({"stage": 3, "offload_param": {"device": "cpu"}}, r"offload_param: parameters do not rest in host memory"),
+        (
+            {"stage": 3, "offload_param": {"device": "cpu"}},
+            r"offload_param: trained parameters do not rest in host memory",
+        ),
         (
             {"stage": 2, "zero_quantized_weights": True},
             r"zero_quantized_weights needs stage = 3, the block has stage = 2",

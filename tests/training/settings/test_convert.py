@@ -120,7 +120,8 @@ def test_accelerate() -> None:
     assert (config.parallel.recompute, config.train.precision) == ("block", "bf16")
     assert found.tables["parallel"]["host"] == {"optimizer": "update-on-host"}
     assert found.left == [
-        "fsdp_config.fsdp_offload_params = True: the optimizer's state is converted; parameters stay on the device"
+        "fsdp_config.fsdp_offload_params = True: the optimizer's state is converted; parameters stay on the device, "
+        "but for frozen ones with parallel.host.parameters"
     ]
 
 

@@ -214,7 +214,7 @@ def check_host(rank: Rank, program: Program) -> None:
             f"rank {rank.transport.place.rank}: parallel.host keeps {format_bytes(needed)} of it in host memory, of "
             f"which {format_bytes(needed - held)} are still to come, and the machine, or the limit of its control "
             f"group, has {format_bytes(share)} left for each of its {ranks} ranks; use a smaller fraction, a finer "
-            "layout of the optimizer's state, or more nodes"
+            "layout of what rests there, or more nodes"
         )
     rank.agreement.agree(problem)
 

@@ -189,7 +189,8 @@ def _problem(text: str) -> Translation:
 
 def _refused(block: Mapping[str, Any]) -> list[str]:
     problems = [
-        f"{WHERE}.{word}: parameters do not rest in host memory; remove it, and shard them more finely (IGG, GGG)"
+        f"{WHERE}.{word}: trained parameters do not rest in host memory; remove it, and shard them more finely (IGG, "
+        "GGG). Frozen ones, such as the base of adapters, rest there with parallel.host.parameters = 'frozen'"
         for word in PARAMETER_WORDS
         if _rests(block.get(word))
     ]

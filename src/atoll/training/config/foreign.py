@@ -52,7 +52,7 @@ _ANSWERS: Mapping[str, str] = {
     "fsdp_reshard_after_forward": f'{_LAYOUT}: true is "GGG", false "NGG"',
     "fsdp_version data_parallel_sharding_strategy": _LAYOUT,
     "offload_optimizer offload_optimizer_device enable_cpu_offload": _HOST,
-    "fsdp_offload_params offload_param": f"{_HOST}; parameters stay on the device",
+    "fsdp_offload_params offload_param": f"{_HOST}; frozen parameters rest there with parallel.host.parameters",
     "fsdp_auto_wrap_policy": "a block of the model is one unit; parallel.unit joins several",
     "zero_stage": f'{_LAYOUT}: stage 1 is "NNG", 2 "NGG", 3 "GGG"; or parallel.zero_optimization = {{ stage = 2 }}',
     "use_distributed_optimizer": f'{_LAYOUT}: "NNG" shards the optimizer state alone',

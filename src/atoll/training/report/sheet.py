@@ -284,7 +284,7 @@ def _figures(prediction: Prediction) -> dict[str, tuple[str, str]]:
         found["bubble, mean over ranks"] = f"{_bubble(prediction):.1%}", ""
     found["peak memory"] = format_bytes(peak), ""
     if prediction.plan.host is not None:
-        found["state in host memory"] = format_bytes(max(map(prediction.on_host, ranks))), ""
+        found["in host memory"] = format_bytes(max(map(prediction.on_host, ranks))), ""
     if prediction.cluster is not None:
         found["fits"] = "yes" if prediction.fits else "no", ""
     return found

@@ -9,6 +9,7 @@ from atoll.training.config.foreign import WORDS
 from atoll.training.settings.from_deepspeed import zero
 from atoll.training.settings.rules import (
     ON_DEVICE,
+    TRAINED,
     Conversion,
     Given,
     Rule,
@@ -81,7 +82,7 @@ _RULES: Mapping[str, Rule] = {
     "deepspeed_config.gradient_clipping": to("train.clip"),
     "deepspeed_config.gradient_accumulation_steps": says(WORDS["gradient_accumulation_steps"]),
     "deepspeed_config.offload_optimizer_device": state_to_host(),
-    "deepspeed_config.offload_param_device": if_set("parameters stay on the device"),
+    "deepspeed_config.offload_param_device": if_set(TRAINED),
     "deepspeed_config.deepspeed_config_file": says("convert that file"),
     "parallelism_config.parallelism_config_dp_replicate_size": positive(counts("replicas")),
     "parallelism_config.parallelism_config_dp_shard_size": positive(_shard_size),

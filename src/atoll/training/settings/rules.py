@@ -213,7 +213,9 @@ def state_to_host(*, leaves: str = "") -> Rule:
     return rule
 
 
-ON_DEVICE = "the optimizer's state is converted; parameters stay on the device"
+TRAINED = "parameters stay on the device, but for frozen ones with parallel.host.parameters"
+"""What does not rest in host memory."""
+ON_DEVICE = f"the optimizer's state is converted; {TRAINED}"
 
 Given = Mapping[str, Any]
 """Settings of a file, by path."""

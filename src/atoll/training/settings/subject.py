@@ -140,8 +140,10 @@ class Subject:
         for key, value in train.router:
             if value and key not in has:
                 found.append(f"train.router.{key} = {value}: the settings do not balance experts so")
-        if plan.host is not None and plan.host.optimizer not in has:
+        if plan.host is not None and plan.host.optimizer not in (None, *has):
             found.append(f"state in host memory ({plan.host.optimizer}): it rests on the device")
+        if plan.host is not None and plan.host.parameters:
+            found.append("frozen parameters in host memory: they rest on the device")
         if plan.stays == "run":
             found.append("residency `run`: gathered parameters stay for one microbatch or for the step")
         if plan.unit > 1:
