@@ -69,7 +69,7 @@ class Experts(nn.Module):
         # Back in the order of the tokens, and summed. An index_add would save the weighted rows for its backward, and
         # add them in no fixed order on a GPU.
         back = weighted.to(hidden_states.dtype).index_select(0, order.argsort())
-        return back.view(*top_k_index.shape, -1).sum(1)
+        return back.view(*top_k_index.shape, hidden_states.shape[-1]).sum(1)
 
     def _apply_gate(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
