@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -13,7 +13,8 @@ from atoll.plans import schedules
 from atoll.plans.host import HostState
 from atoll.plans.layouts import Layout, Precision
 from atoll.plans.plan import MeshShape, Plan
-from atoll.prediction.cost import Cluster, Prediction, Transformer, Use
+from atoll.prediction.cost import Cluster, Prediction, Transformer, Use, Workload
+from atoll.prediction.cost.work import BlockOf, Work
 from atoll.prediction.explain.choices import CHOICES
 from atoll.prediction.explain.explanation import Explanation
 from atoll.prediction.explain.host import NEGLIGIBLE, with_host_link
@@ -144,3 +145,64 @@ def test_a_given_kind_is_kept_and_a_node_with_too_little_memory_is_no_plan() -> 
     poor = replace(own, cluster=own.cluster.model_copy(update={"node": node}))
     with pytest.raises(ConfigError, match="no plan"):
         Answer.of(poor)
+
+
+# ---- frozen parameters
+
+
+@dataclass(frozen=True)
+class WithAdapters:
+    """A block of which all but a few matrices are frozen."""
+
+    block: BlockOf
+
+    @property
+    def name(self) -> str:
+        return self.block.name
+
+    def work(self, use: Use) -> Work:
+        work = self.block.work(use)
+        trained = work.matrices // 100
+        return replace(work, frozen=work.parameters - trained, matrices=trained, linear=())
+
+
+def with_adapters() -> Workload:
+    workload = SMALL.workload
+    return replace(workload, blocks=tuple(map(WithAdapters, workload.blocks)), trains_shared=False)
+
+
+def test_a_frozen_base_rests_in_host_memory_where_it_does_not_fit_otherwise() -> None:
+    """On one device, whose layout has nothing to shard."""
+    found = cluster(1)
+    workload, goal = with_adapters(), Goal(global_batch=8, sequence=512, ranks=1)
+    space = Space(precision=("bf16",), recompute=("block",), pipeline=(1,), tensor=(1,))
+
+    def answer(memory: int) -> Answer:
+        device = found.device.model_copy(update={"memory": memory})
+        return Answer.of(
+            PlanSearch(workload, found.model_copy(update={"device": device}), goal, space, effort=60_000)
+        )
+
+    roomy = answer(80_000_000_000)
+    assert roomy.best.travel.host is None
+    base = 2 * workload.frozen
+    tight = answer(roomy.prediction.peak(0).total - base // 2)
+    assert tight.best.travel.host == HostState(parameters="frozen")
+    assert tight.prediction.on_host(0) == pytest.approx(base, rel=1e-5)  # and padding
+    assert tight.prediction.seconds > roomy.prediction.seconds
+    host = next(each for each in tight.alternatives if each.choice == "host memory")
+    assert host.other is None or "frozen parameters" in host.other  # no plan without it fits
+
+
+def test_an_explanation_of_a_frozen_base_says_what_it_costs() -> None:
+    given = {"mesh": MeshShape(), "layout": Layout("NNN"), "residency": "action"}
+    plan = replace(prediction(None).plan, **given, host=HostState(parameters="frozen"))
+    use = Use(samples=1, sequence=512, compute="bfloat16", recompute="block")
+    own = Prediction(with_adapters(), plan, cluster(1), use)
+    plain = replace(own, plan=replace(plan, host=None))
+    text = " ".join("\n".join(describe_explanation(Explanation(own))).split())
+    assert "frozen parameters" in text
+    assert own.peak(0).total < plain.peak(0).total
+    each = own.ranks.programs.ranks[0].sent["host in"]
+    # Each block comes once for a forward and once for a backward of each microbatch, but where a forward ends in it.
+    assert 1.5 * own.on_host(0) * plan.schedule.microbatches < each <= 2 * own.on_host(0) * plan.schedule.microbatches

@@ -123,10 +123,11 @@ class Answer:
         own = self._choices(self.best)
         found = []
         for name, value in own.items():
-            others = (each for each in self._slower if self._choices(each)[name] != value)
+            # A choice that another plan does not make, such as host memory, has no name there.
+            others = (each for each in self._slower if self._choices(each).get(name) != value)
             fitting = (each for _, each in zip(range(TRIED), others, strict=False) if self._fits(each))
             other = next(fitting, None)
-            made = None if other is None else self._choices(other)[name]
+            made = None if other is None else self._choices(other).get(name, "none")
             found.append(ChoiceAlternative(name, value, made, None if other is None else other.seconds))
         return tuple(found)
 
