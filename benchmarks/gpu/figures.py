@@ -276,8 +276,8 @@ def _host(result: Result, device: str) -> Iterator[Figure]:
     cases, speeds = result.get("cases", []), {row["name"]: row for row in result.get("speeds", [])}
     yield from _failed(cases)
     if cases:
-        claim = f"{len(cases)} cases with state in host memory match one process within 1e-10"
-        yield at_most(f"{len(cases)} cases with state in host memory", _worst(cases), PARITY, claim=claim)
+        claim = f"{len(cases)} cases with host memory match one process within 1e-10"
+        yield at_most(f"{len(cases)} cases with host memory", _worst(cases), PARITY, claim=claim)
         yield Figure("as many again, the same bits", "yes" if all(row["repeats"] for row in cases) else "no")
     for name, row in speeds.items():
         size = f"{result['job']['parameters'] / 1e9:.1f} billion, {name}"

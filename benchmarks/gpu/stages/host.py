@@ -1,4 +1,4 @@
-"""State in host memory: equal to one process, and a decoder that does not fit without it.
+"""Host memory, of states and of frozen parameters: equal to one process, and a decoder that does not fit without it.
 
 Copies and steps on the host run beside the computation; a difference between two runs of one case is a race.
 """
@@ -20,13 +20,16 @@ from benchmarks.gpu.stage import Run, attempt
 from benchmarks.gpu.stages.ranks import twice
 
 ON_DEVICE, ON_HOST = HostState("update-on-device"), HostState("update-on-host")
+FROZEN = HostState(parameters="frozen")
 
 CASES = (
     Case("NNN", host=ON_DEVICE),
     Case("NNN", host=ON_HOST),
+    Case("NNN", host=FROZEN),
     Case("GGG", intra=2, host=replace(ON_DEVICE, budget=0)),
     Case("NGG", pipeline=2, schedule="zb-h1", host=ON_DEVICE, post_validation=True),
     Case("NGG", pipeline=2, schedule="zb-h1", host=ON_HOST, post_validation=True),
+    Case("GGG", pipeline=2, schedule="zb-h1", host=replace(ON_HOST, parameters="frozen")),
 )
 
 LARGE = Job(layers=42, hidden=3072, heads=24, ffn=8192, vocabulary=32_000, sequence=2048, microbatch=1, microbatches=8)
@@ -43,11 +46,12 @@ def run(run: Run) -> None:
     """The cases, then the large decoder without host memory and with both kinds."""
     rows: list[dict[str, Any]] = []
     with RankPool(sees_gpus=not run.rehearse) as pool:
-        for case in CASES[:2] if run.rehearse else CASES:
+        for case in CASES[:3] if run.rehearse else CASES:
             if run.left < 15.0 + 2 * FOR_SPEED:
                 break
             case = replace(case, model=TinyConfig.everything(), device=run.device.type, steps=run.choose(4, 2))
-            name = f"{case.host} {case.layout} x{case.ranks}"
+            assert case.host is not None, "each case has some"
+            name = f"{case.host.words} {case.layout} x{case.ranks}"
             found = attempt(partial(twice, pool, case, min(LONGEST, run.left - 5.0)))
             rows.append({"case": name, "ranks": case.ranks, "worst": math.inf, "repeats": False, **found})
             run.keep("cases", rows)

@@ -179,9 +179,7 @@ def test_a_frozen_base_rests_in_host_memory_where_it_does_not_fit_otherwise() ->
 
     def answer(memory: int) -> Answer:
         device = found.device.model_copy(update={"memory": memory})
-        return Answer.of(
-            PlanSearch(workload, found.model_copy(update={"device": device}), goal, space, effort=60_000)
-        )
+        return Answer.of(PlanSearch(workload, found.model_copy(update={"device": device}), goal, space, effort=60_000))
 
     roomy = answer(80_000_000_000)
     assert roomy.best.travel.host is None
