@@ -101,7 +101,7 @@ class HostedState:
         self._returning: lanes.Job | None = None
 
     def _at_home(self, dtype: torch.dtype, numel: int | None = None) -> torch.Tensor:
-        return host_zeros(self, len(self._held) if numel is None else numel, dtype, self._flat.around.device)
+        return host_zeros(self, len(self._held) if numel is None else numel, dtype, device=self._flat.around.device)
 
     # ---- what is where
 
@@ -272,7 +272,7 @@ class HostedState:
         return self._raising
 
 
-def host_zeros(owner: object, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def host_zeros(owner: object, count: int, dtype: torch.dtype, *, device: torch.device) -> torch.Tensor:
     """Allocate zeros in host memory, pinned where the device is a GPU, and unpinned with their owner, which keeps them
     until then. Zeros: nothing writes the gaps between parameters, and comparisons of replicas read them."""
     if device.type != "cuda":

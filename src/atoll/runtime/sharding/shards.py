@@ -88,7 +88,7 @@ class ParameterShards:
                 device = flat.around.device
                 # The host's processors are the device: others of the group may read in place what rests in its memory.
                 if sharding.rests_on_host(flat.shape) and not (is_last_part and device.type == "cpu"):
-                    self.parameter = host_zeros(self, len(flat.range(p)), flat.compute, device)
+                    self.parameter = host_zeros(self, len(flat.range(p)), flat.compute, device=device)
                 else:
                     self.parameter = flat.zeros(p, flat.compute, is_read=is_last_part)
             case StoredCopies.SHARED:
