@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.islands.tables import measured_in
 from benchmarks.matrix.cases import Matrix, problems_of, table
-from tests.matrix import MIXED, SAMPLED, Choice, mixtures
+from tests.matrix import EXPERTS, MIXED, SAMPLED, Choice, is_refused, mixtures
 from tests.mixtures import MIXTURES
 
 
@@ -33,7 +33,7 @@ MATRIX = Matrix(
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run what has not been run yet of this source's matrix."""
-    return MATRIX.run(arguments)
+    return MATRIX.run(arguments) | {"drawn": _drawn()}
 
 
 def confirm(arguments: argparse.Namespace, result: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,16 +43,24 @@ def confirm(arguments: argparse.Namespace, result: Mapping[str, Any]) -> dict[st
 
 def report(result: Mapping[str, Any]) -> str:
     """The tables, and what they were made of."""
-    others = {name: values for name, values in SAMPLED.items() if name not in (*MIXED, "model", "data")}
     page = _PAGE.format(
         tables="\n".join(table(counts) for counts in result["tables"]),
         problems=problems_of(result),
         mixtures="\n".join(f"- *{name}*: {_described(name)}" for name in MIXTURES),
-        others=", ".join(f"{name} ({' / '.join(map(str, values))})" for name, values in others.items()),
+        others=", ".join(f"{name} ({' / '.join(values)})" for name, values in result["drawn"].items()),
         minutes=result["seconds"] / 60,
         **{key: result[key] for key in ("cases", "right", "worst")},
     )
     return f"{page}\n{measured_in(result['environment'])}\n" if "environment" in result else page
+
+
+def _drawn() -> dict[str, list[str]]:
+    """The settings with random values, and these."""
+    others = {name: values for name, values in SAMPLED.items() if name not in (*MIXED, "model", "data")}
+    return {
+        name: [str(value) for value in values if not is_refused({"model": EXPERTS}, name, value)]
+        for name, values in others.items()
+    }
 
 
 def _described(name: str) -> str:
