@@ -226,6 +226,23 @@ def version(tensor: Tensor) -> int:
     return tensor._version
 
 
+def tensor_references(tensor: Tensor) -> int:
+    """Return the number of references to a tensor: one of all of Python's together, and those of torch itself.
+
+    Private: `Tensor._use_count`. `sys.getrefcount` does not know that a graph holds a tensor.
+    """
+    return int(tensor._use_count())  # type: ignore[attr-defined]
+
+
+def storage_references(storage: torch.UntypedStorage) -> int:
+    """Return the number of tensors with a storage.
+
+    Private: `torch._C._storage_Use_Count`, and `UntypedStorage._cdata`, its argument. It counts the object of Python
+    that is asked, too. No public name tells whether memory is referred to elsewhere.
+    """
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
 @contextmanager
 def parameter_replaced(module: nn.Module, name: str, tensor: Tensor) -> Iterator[None]:
     """Context in which a tensor of any kind replaces a module's parameter.

@@ -1,4 +1,5 @@
-"""What rests in host memory instead of the device's: the optimizer's state, frozen parameters, or both.
+"""What is in host memory instead of the device's: the optimizer's state, frozen parameters, and what blocks keep for
+their backward.
 
 The optimizer's state of a unit that rests there is its master and the tensors that the optimizer keeps of each
 parameter. The parameters of the forward rest on the device, apart from the master.
@@ -10,6 +11,9 @@ parameter. The parameters of the forward rest on the device, apart from the mast
 Of frozen parameters, such as the base of low-rank adapters, each rank has its shard in host memory, or all of them at
 level N. A gather begins with the copy to the device, and nothing else is different: the copy is freed after its use,
 and prefetched as if it came from another rank.
+
+What a block keeps of a microbatch for its backward leaves after its forward, and comes back before its backward, while
+other blocks compute (`atoll.program.kept`).
 """
 
 from __future__ import annotations
@@ -41,6 +45,8 @@ class HostState:
     units whose state rests in host memory.  budget: bytes of it that may be on the device at once to be stepped; if not
     given, what the three largest units need. The largest unit always may.
     parameters: "frozen" if those that are not trained rest in host memory.
+    activations: the share of what blocks keep for their backward that leaves for host memory, counted in blocks and
+    microbatches of a rank; what is kept for longest leaves first, and what is needed again soon stays.
 
     Raises PlanError for values that no plan can have.
     """
@@ -49,16 +55,21 @@ class HostState:
     fraction: float = 1.0
     budget: int | None = None
     parameters: Literal["frozen"] | None = None
+    activations: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.optimizer is None and self.parameters is None:
-            raise PlanError("host: nothing rests in host memory; give optimizer or parameters, or leave host out")
+        if self.optimizer is None and self.parameters is None and self.activations == 0:
+            raise PlanError(
+                "host: nothing rests in host memory; give optimizer, parameters or activations, or leave host out"
+            )
         if self.optimizer not in (None, *UPDATES):
             raise PlanError(f"host: optimizer = {self.optimizer!r}; known: {', '.join(UPDATES)}")
         if self.parameters not in (None, FROZEN):
             raise PlanError(f"host: parameters = {self.parameters!r}; known: {FROZEN}")
         if not 0 < self.fraction <= 1:
             raise PlanError(f"host: fraction = {self.fraction}; a share above 0, up to 1; leave host out for none")
+        if not 0 <= self.activations <= 1:
+            raise PlanError(f"host: activations = {self.activations}; a share from 0 to 1")
         if self.budget is not None and self.budget < 0:
             raise PlanError(f"host: budget = {self.budget} bytes; 0 or more, or leave it out")
 
@@ -66,7 +77,14 @@ class HostState:
     def words(self) -> str:
         """What rests there, in words."""
         frozen = "frozen parameters" if self.parameters else None
-        return " and ".join(each for each in (self.optimizer, frozen) if each)
+        share = "" if self.activations == 1 else f"{self.activations:.0%} of "
+        kept = f"{share}activations" if self.activations else None
+        return " and ".join(each for each in (self.optimizer, frozen, kept) if each)
+
+    @property
+    def rests_between_steps(self) -> bool:
+        """True if anything is there between steps."""
+        return self.optimizer is not None or self.parameters is not None
 
     @property
     def steps_there(self) -> bool:

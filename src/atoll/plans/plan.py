@@ -266,6 +266,11 @@ class Plan:
             raise PlanError(f"microbatch = {self.microbatch}; a microbatch needs at least one sample")
         if self.recompute not in RECOMPUTE:
             raise PlanError(f"recompute = {self.recompute!r}; known: {', '.join(RECOMPUTE)}")
+        if self.host is not None and self.host.activations and self.recompute == "selective" and self.compile != "none":
+            raise PlanError(
+                "host: activations, with recompute = 'selective' and compile: what a compiled block keeps then is not "
+                "seen; use recompute = 'none' or 'block', or compile = 'none'"
+            )
         if self.compile not in COMPILE:
             raise PlanError(f"compile = {self.compile!r}; known: {', '.join(COMPILE)}")
         if self.prefetch is not None and self.prefetch < 0:

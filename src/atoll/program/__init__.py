@@ -9,6 +9,7 @@ from atoll.program.end import BACKWARD
 from atoll.program.fold import makes
 from atoll.program.host import Hosted
 from atoll.program.instruction import Instruction
+from atoll.program.kept import Kept
 from atoll.program.laws import check_program
 from atoll.program.lower import lower_row
 from atoll.program.memory import Bytes, Held, WorkingMemory, needed_in_a_step, peaks, working_memory
@@ -34,6 +35,7 @@ __all__ = [
     "Held",
     "Hosted",
     "Instruction",
+    "Kept",
     "Lane",
     "ModelShape",
     "Operation",

@@ -13,8 +13,8 @@ from atoll.program.instruction import Instruction
 from atoll.program.operation import PHASES, Fact, Operation, Over, Per, Phase
 from atoll.program.shape import RankShape
 
-Key = tuple[int, Phase | None]
-"""A unit, a phase of its gradients, a block or a stage; `OF_STEP` is the whole step."""
+Key = tuple[int, Phase | int | None]
+"""A unit, a phase of its gradients, a block, a block and a microbatch, or a stage; `OF_STEP` is the whole step."""
 
 OF_STEP: Key = (-1, None)
 
@@ -24,7 +24,7 @@ class Resolved:
     """A row on one block or unit of a rank.
 
     units: those that it works on.  phases: of the gradients that it is about; both where the row does not say it.
-    block: its block, or what else `Instruction.of` is.  stage: that of its action.
+    block: its block, or what else `Instruction.of` is.  stage, microbatch: those of its action.
     """
 
     row: Operation
@@ -32,13 +32,22 @@ class Resolved:
     phases: tuple[Phase, ...]
     block: int
     stage: int
+    microbatch: int | None
 
     @classmethod
     def of(cls, instruction: Instruction, shape: RankShape) -> Resolved:
         """Resolve the row of an instruction."""
         phase = instruction.phase or instruction.do.phase
         phases = PHASES if phase is None else (phase,)
-        return cls(instruction.do, _units_of(instruction, shape), phases, instruction.of, instruction.action.stage)
+        action = instruction.action
+        return cls(
+            instruction.do,
+            _units_of(instruction, shape),
+            phases,
+            block=instruction.of,
+            stage=action.stage,
+            microbatch=action.microbatch,
+        )
 
     def keys(self, per: Per, *, of_all: bool = False) -> Iterator[Key]:
         """Yield the keys of facts and buffers of a kind; messages have none, since each is another. of_all: those of
@@ -51,6 +60,8 @@ class Resolved:
             yield from ((unit, phase) for unit in self.units for phase in (PHASES if of_all else self.phases))
         elif per is Per.BLOCK:
             yield self.block, None
+        elif per is Per.PASSAGE:
+            yield self.block, self.microbatch
         elif per is Per.STAGE:
             yield self.stage, None
 
@@ -59,8 +70,18 @@ class Resolved:
         return tuple(
             key
             for key in self.keys(fact.per)
-            if of_all or fact.per is Per.STEP or fact.applies(shape.units[key[0]], key[1])
+            if of_all or not is_of_units(fact) or fact.applies(shape.units[key[0]], phase_of(key))
         )
+
+
+def is_of_units(fact: Fact) -> bool:
+    """Return True if a fact is about units, or phases of their gradients."""
+    return fact.per in (Per.UNIT, Per.PHASE)
+
+
+def phase_of(key: Key) -> Phase | None:
+    """Return the phase of a key; None if it has none."""
+    return None if isinstance(key[1], int) else key[1]
 
 
 def _units_of(instruction: Instruction, shape: RankShape) -> tuple[int, ...]:

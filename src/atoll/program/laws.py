@@ -5,6 +5,8 @@ parameters   a unit is unsharded whenever it is used; each gather is begun once 
 budget       gathers in flight stay within the limit
 gradients    gradients are reduced before their sync, and none is computed after it; reductions are waited for in the
              order in which they were started, and the step's end waits for the last ones
+host memory  what a block keeps for its backward is back whenever that reads it: it has left before it comes, and has
+             come before it is used; no more than `MOVING` blocks are on either way
 messages     receives are posted once, in the order in which they are waited for
 exchanges    the ranks that divide experts meet in each exchange of rows: an instruction that exchanges waits for
              nothing else, begins no transfer and sends no message, so an exchange cannot cross a message of the
@@ -20,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from atoll.base.errors import ScheduleError
-from atoll.program.fold import OF_STEP, Key, Resolved
+from atoll.program.fold import OF_STEP, Key, Resolved, is_of_units
 from atoll.program.instruction import Instruction
 from atoll.program.operation import Fact, Operation, Per, Phase, facts
 from atoll.program.shape import RankShape
@@ -48,15 +50,18 @@ def _around(instructions: Sequence[Instruction], at: int) -> str:
 
 def _broken(instructions: Sequence[Instruction], shape: RankShape) -> list[tuple[int, str]]:
     state = _State(shape)
-    known: dict[tuple[Operation, int, Phase | None], _Meaning] = {}
+    known: dict[tuple[Operation, int, Phase | int | None], _Meaning] = {}
+    # Where nothing leaves for host memory, a block's backward means the same for each microbatch.
+    leaves = any(step.do.is_of_passage and step.do.moves for step in instructions)
     wrong: list[tuple[int, str]] = []
     for at, step in enumerate(instructions):
         do, action, of, phase = step
         if exchanges_of(step, shape) and (do.begins or do.sends or do.posts or do.receives or do.moves):
             wrong.append((at, f"{step} exchanges rows and has a transfer of its own"))
-        meaning = known.get((do, of, phase))
+        same = do, of, action.microbatch if leaves and do.is_of_passage else phase
+        meaning = known.get(same)
         if meaning is None:
-            meaning = known[do, of, phase] = state.meaning(step)
+            meaning = known[same] = state.meaning(step)
         for holding, key, holds, words in meaning.needs:
             if (key in holding) is not holds:
                 wrong.append((at, _said(words, key, step)))
@@ -147,7 +152,7 @@ class _State:
     def above(self, fact: Fact) -> Iterator[str]:
         """Yield what is wrong if more of a fact holds than may."""
         keys = self._holding[fact] if fact in self._holding else [key for key, _ in self._queues[fact]]
-        total = sum(fact.size(self._shape.units[unit]) for unit, _ in keys)
+        total = sum(fact.size(self._shape.units[unit]) for unit, _ in keys) if is_of_units(fact) else len(keys)
         most = total if fact.most is None else fact.most(self._shape)
         if total > most:
             yield fact.above.format(sum=total, most=most)
@@ -157,7 +162,7 @@ class _State:
         for fact, holding in self._holding.items():
             if fact.left:
                 for key in sorted(holding, key=str):
-                    if fact.per is Per.STEP or not fact.excused(self._shape.units[key[0]]):
+                    if not is_of_units(fact) or not fact.excused(self._shape.units[key[0]]):
                         yield _said(fact.left, key, holding[key])
         for fact, queue in self._queues.items():
             if fact.left:

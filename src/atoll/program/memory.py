@@ -26,7 +26,7 @@ from atoll.plans.layouts import (
     SegmentShape,
     Sharding,
 )
-from atoll.program.fold import Key, Resolved
+from atoll.program.fold import Key, Resolved, phase_of
 from atoll.program.instruction import Instruction
 from atoll.program.operation import Amount, Operation, Per, Phase, Sharing, Workspace
 from atoll.program.shape import RankShape, UnitShape, WeightShape
@@ -186,6 +186,12 @@ def held_in(instructions: Sequence[Instruction], shape: RankShape, before: Held)
         )
 
 
+def most_away(instructions: Iterable[Instruction], shape: RankShape) -> int:
+    """Return the most bytes of activations that are in host memory at once, from the begin of their way there to the
+    end of their way back."""
+    return max((away for (away,) in _sums(instructions, shape, ("away",))), default=0)
+
+
 def _sums(instructions: Iterable[Instruction], shape: RankShape, names: tuple[str, ...]) -> Iterator[list[int]]:
     """Yield the bytes of components after each instruction, with those that it allocates and frees itself."""
     parts = [0] * len(names)
@@ -270,7 +276,7 @@ def _allocations(
         if workspace.part not in names:
             continue
         for key in resolved.keys(workspace.per, of_all=amount.of_all):
-            size = amount.size and amount.size(_object(shape, workspace.per, key, resolved.stage), key[1])
+            size = amount.size and amount.size(_object(shape, workspace.per, key, resolved.stage), phase_of(key))
             if size != 0:
                 yield _Change(names.index(workspace.part), (workspace, key), size)
 

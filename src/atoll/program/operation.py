@@ -83,12 +83,14 @@ class Side(StrEnum):
 
 
 class Per(StrEnum):
-    """The kind of object that a fact or a buffer belongs to. WEIGHT: a unit's W in a stage, which may have others."""
+    """The kind of object that a fact or a buffer belongs to. WEIGHT: a unit's W in a stage, which may have others.
+    PASSAGE: what a block keeps of a microbatch for its backward; its key has the block and the microbatch."""
 
     UNIT = "unit"
     WEIGHT = "weight"
     PHASE = "phase"
     BLOCK = "block"
+    PASSAGE = "passage"
     STAGE = "stage"
     MESSAGE = "message"
     STEP = "step"
@@ -102,7 +104,7 @@ def _no(unit: UnitShape) -> bool:
     return False
 
 
-def _one(unit: UnitShape) -> int:
+def _one(_: object) -> int:
     return 1
 
 
@@ -116,7 +118,8 @@ class Fact:
     is_flight: whether it is a transfer under way. An instruction that begins another one has it start after the flights
     that it ends; any other instruction waits for those.
     is_in_order: whether it ends in the order in which it began; it may then begin again before it has ended.
-    most, size, above: the largest sum of sizes that may hold at once, and what is wrong if there is more.
+    most, size, above: the largest sum of sizes, of units, that may hold at once, and what is wrong if there is more; by
+    default each counts as one.
     lane, colour, bar: where a drawing shows it, from the instruction that begins it to the one that ends it, and how;
     the text is that of the instruction that ends it if there is no other.
     """
@@ -129,7 +132,7 @@ class Fact:
     is_flight: bool = False
     is_in_order: bool = False
     most: Callable[[RankShape], int] | None = None
-    size: Callable[[UnitShape], int] = _one
+    size: Callable[[Any], int] = _one
     above: str = ""
     lane: str = ""
     colour: str = ""
@@ -219,6 +222,8 @@ class Operation:
     cause: the part of a step's time that it counts to.
     column: its colour in a drawing, where it takes a column.  bar: lane, colour and text of a transfer that it shows at
     one place.
+
+    is_of_passage: whether it changes a fact about what its block keeps of its microbatch.
     """
 
     lane: Lane = Lane.COMPUTE
@@ -252,12 +257,15 @@ class Operation:
     column: str = ""
     bar: tuple[str, str, str] | None = None
     name: str = field(default="", init=False)
+    is_of_passage: bool = field(default=False, init=False)
 
     def __set_name__(self, owner: type, name: str) -> None:
         """Register the row. Raises TypeError if there is another one of this name."""
         if name in OPERATIONS:
             raise TypeError(f"{owner.__name__}.{name}: there is an instruction of this name already")
         object.__setattr__(self, "name", name)
+        is_of_passage = any(fact.per is Per.PASSAGE for fact in (*self.gives, *self.ends))
+        object.__setattr__(self, "is_of_passage", is_of_passage)
         OPERATIONS[name] = self
 
     def __str__(self) -> str:

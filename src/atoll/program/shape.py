@@ -86,6 +86,8 @@ class BlockShape:
     in_forward, in_backward: bytes that come and go within F and I.
     exchanges: how often its forward exchanges rows with the ranks that divide its experts; its backward does so as
     often, after those of a forward that is run again.
+    leaves: bytes of `kept` that leave for host memory, where the program says that they do.  travel: what OFFLOAD_ACT
+    and ONLOAD_ACT move, by axis.
     """
 
     index: int
@@ -97,6 +99,10 @@ class BlockShape:
     pending: int = field(default=0, compare=False)
     in_forward: int = field(default=0, compare=False)
     in_backward: int = field(default=0, compare=False)
+    leaves: int = field(default=0, compare=False)
+    travel: Mapping[tuple[Operation, Phase | None], tuple[tuple[str, int], ...]] = field(
+        default_factory=dict, compare=False
+    )
 
 
 class WeightShape(NamedTuple):
@@ -142,7 +148,8 @@ class RankShape:
     sharding: the layout of all units but experts.  prefetch: as in `Plan`.  reads_in_place: whether the ranks of a
     group read each other's memory.
     room: bytes of state from host memory that may be on the device at once.  leaving: those that may still be on their
-    way back when the next program begins.
+    way back when the next program begins.  offloads: the share of what blocks keep for their backward that leaves for
+    host memory.
     besides: bytes that instructions of a stage, or of a slice, take (above 0) and free (below) besides what their rows
     say, by component of `atoll.program.memory.Working`; known of a workload.
     """
@@ -160,6 +167,7 @@ class RankShape:
     reads_in_place: bool = False
     room: int = 0
     leaving: int = 0
+    offloads: float = 0.0
     besides: Mapping[tuple[Operation, int], Mapping[str, int]] = field(default_factory=dict, compare=False)
 
     @cached_property

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 # ---- the core's facts
 
+MOVING = 2
+"""Blocks of a rank whose activations may be on their way to host memory at once, or back ahead of their use: one that
+moves while a block computes, and the one before."""
+
 
 class Facts:
     """Facts of the core's rows."""
@@ -71,6 +75,21 @@ class Facts:
     UPDATED = Fact(per=Per.UNIT, applies=lambda unit, _: bool(unit.matrices or unit.on_host))
     RETURNING = Fact(per=Per.UNIT, is_flight=True)
     CURRENT = Fact(per=Per.UNIT, applies=lambda unit, _: unit.is_stepped_on_host)
+    LEAVING = Fact(
+        per=Per.PASSAGE, is_flight=True, most=lambda _: MOVING,
+        above="what {sum} blocks keep is leaving for host memory, and {most} may be",
+        left="what block {unit} keeps of microbatch {phase} leaves, and is not waited for",
+        lane="offload", colour="OFFLOAD", bar="block {unit} of microbatch {phase}",
+    )  # fmt: skip
+    AWAY = Fact(per=Per.PASSAGE, left="what block {unit} keeps of microbatch {phase} stays in host memory")
+    COMING = Fact(
+        per=Per.PASSAGE, is_flight=True, left="what block {unit} keeps of microbatch {phase} comes, and is not used",
+        lane="onload", colour="ONLOAD", bar="block {unit} of microbatch {phase}",
+    )  # fmt: skip
+    BACK = Fact(
+        per=Per.PASSAGE, most=lambda _: MOVING,
+        above="what {sum} blocks keep is back from host memory ahead of its use, and {most} may be",
+    )  # fmt: skip
 
 
 class Workspaces:
@@ -136,6 +155,14 @@ READS = Need(Facts.UNSHARDED, "unit {unit} is used before it is unsharded")
 WRITES = Need(Facts.SYNCING, "a gradient of unit {unit} is made after its sync", holds=False, of_all=True)
 GRADIENT = (Amount(Workspaces.GRADIENT, _flow), Amount(Workspaces.SHARDED, _accumulated))
 _ARRIVING = Amount(Workspaces.ARRIVING, _arriving)
+_HERE = tuple(
+    Need(fact, "{step} reads what is " + where, holds=False)
+    for fact, where in (
+        (Facts.LEAVING, "on its way to host memory"),
+        (Facts.AWAY, "in host memory"),
+        (Facts.COMING, "on its way from host memory"),
+    )
+)
 _CURRENT = Need(Facts.CURRENT, "unit {unit} is read before its parameters come from host memory")
 _TWICE = tuple(Need(fact, "unit {unit} is gathered twice", holds=False) for fact in (Facts.UNSHARDED, Facts.GATHERING))
 _ONCE = (_CURRENT, *_TWICE)
@@ -231,8 +258,8 @@ class Do:
         within=(Amount(Workspaces.IN_LOSS, lambda stage, _: stage.in_loss),),
     )
     I = computes(  # noqa: E741  (the field's name for it)
-        scope=Scope.BLOCK, over=Over.BLOCK, phase="I", reads=True, exchanges=True, needs=(READS, WRITES, WORKS),
-        gives=(Facts.MADE,),
+        scope=Scope.BLOCK, over=Over.BLOCK, phase="I", reads=True, exchanges=True,
+        needs=(READS, WRITES, WORKS, *_HERE), ends=(Facts.BACK,), gives=(Facts.MADE,),
         takes=(*GRADIENT, Amount(Workspaces.PENDING, lambda block, _: block.pending)), cause="backward", column="I",
         frees=(Amount(Workspaces.KEPT, lambda block, _: block.freed),),
         within=(Amount(Workspaces.PASSING, lambda block, _: block.in_backward),),

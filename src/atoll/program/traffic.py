@@ -10,10 +10,14 @@ from atoll.program.shape import RankShape
 
 
 def way_of(instruction: Instruction, shape: RankShape) -> tuple[tuple[str, int], ...]:
-    """Return the bytes by axis that an instruction starts to send to data-parallel ranks, one axis after the other."""
+    """Return the bytes by axis that an instruction starts to send to data-parallel ranks or to host memory, one axis
+    after the other."""
     do, _, index, phase = instruction
     sent = do.sent
-    return () if sent is None else shape.units[index].travel.get((sent, phase), ())
+    if sent is None:
+        return ()
+    owner = shape.blocks[index] if do.is_of_block else shape.units[index]
+    return owner.travel.get((sent, phase), ())
 
 
 def exchanges_of(instruction: Instruction, shape: RankShape) -> int:
@@ -28,7 +32,7 @@ def exchanges_of(instruction: Instruction, shape: RankShape) -> int:
 
 
 def sent_by(instructions: Iterable[Instruction], shape: RankShape) -> Counter[str]:
-    """Return the bytes by axis that a program sends to data-parallel ranks."""
+    """Return the bytes by axis that a program sends to data-parallel ranks, and to host memory and back."""
     total: Counter[str] = Counter()
     for instruction in instructions:
         for axis, count in way_of(instruction, shape):

@@ -299,7 +299,7 @@ class _Rank:
         }
         self._pooled = {name for name, link in rates.every if link.pool in shared}
         self._flights: defaultdict[tuple[Fact, Key], list[float]] = defaultdict(list)
-        self._known: dict[tuple[Operation, int, Phase | None], _Flights] = {}
+        self._known: dict[tuple[Operation, int, Phase | int | None], _Flights] = {}
         self._told: dict[str, int] = {}
         self._ways: dict[tuple[Operation, int, Phase | None], tuple[tuple[str, float], ...]] = {}
         self._arrived: dict[_Message, tuple[float, float]] = {}
@@ -389,8 +389,9 @@ class _Rank:
 
     def _flights_of(self, step: Instruction) -> _Flights:
         """Return the flights that an instruction ends, and those that it begins."""
-        do, _, of, phase = step
-        found = self._known.get((do, of, phase))
+        do, action, of, phase = step
+        known = do, of, action.microbatch if do.is_of_passage else phase
+        found = self._known.get(known)
         if found is None:
             shape, resolved = self.program.shape, Resolved.of(step, self.program.shape)
 
@@ -398,7 +399,7 @@ class _Rank:
                 flying = (fact for fact in facts if fact.is_flight)
                 yield from ((fact, self._flights[fact, key]) for fact in flying for key in resolved.facts(fact, shape))
 
-            found = self._known[do, of, phase] = (
+            found = self._known[known] = (
                 tuple((times, do.is_in_turn(fact)) for fact, times in flights(do.ends)),
                 tuple((times, fact.is_in_order) for fact, times in flights(do.gives)),
             )

@@ -36,6 +36,7 @@ from atoll.runtime.models.weights import Weights
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.deferred import Collector
 from atoll.runtime.pipeline.executor import Executor
+from atoll.runtime.pipeline.kept import KeptActivations
 from atoll.runtime.pipeline.routing import Balance, Routers
 from atoll.runtime.pipeline.step_end import LossScaler, StepEnd
 from atoll.runtime.randomness import keeping_random_state
@@ -162,6 +163,7 @@ def assemble(
         loss=adapter.loss if options.loss is None else _OwnLoss(options.loss, device),
         seed=options.seed,
         lanes=timed,
+        kept=KeptActivations(device, lanes, transport) if plan.host is not None and plan.host.activations else None,
     )
     outer = None
     if plan.outer is not None:

@@ -17,7 +17,7 @@ the call to the driver of the stage. While a stage runs forward, these calls are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from atoll.base._torch import run_backward
 from atoll.base.errors import RunError
 from atoll.runtime.models.operations import nested_tensors, replace_tensors
-from atoll.runtime.pipeline.selective import ContextPair, Selective, of_torch
+from atoll.runtime.pipeline.selective import Kept, Selective, of_torch
 from atoll.runtime.randomness import seed_block
 from atoll.runtime.sharding.unit import Unit
 
@@ -73,12 +73,14 @@ class Passage:
 
     made: the outputs that require a gradient, attached to the block's graph; empty if the forward is run again.
     leaves: the same outputs, detached, as the next block receives them.
-    again: the arguments and the seed to run the forward with, and the context in which.
+    again: the arguments and the seed to run the forward with, and the context in which.  kept: the outputs of products
+    that this will take instead of computing them, each with its version.
     """
 
     made: Sequence[Tensor]
     leaves: Sequence[Tensor]
     again: tuple[BlockArguments, BlockDraw, AbstractContextManager[Any]] | None = None
+    kept: Collection[tuple[Tensor, int]] = ()
 
 
 class LocalBlock:
@@ -143,7 +145,7 @@ class LocalBlock:
         if not torch.is_grad_enabled():
             return self._drawn(draw, *args, **kwargs), None
         if self._recompute == "block":
-            return self._forward_alone(given, draw, (nullcontext(), nullcontext()))
+            return self._forward_alone(given, draw, Kept(nullcontext(), nullcontext()))
         if self._keeping is not None and self._keeping.by_layers:
             return self._forward_alone(given, draw, self._keeping.contexts())
         if self._recompute == "selective":
@@ -161,17 +163,15 @@ class LocalBlock:
         handed, leaves = self._cut(output, made)
         return handed, Passage(made, leaves) if leaves else None
 
-    def _forward_alone(
-        self, given: BlockArguments, draw: BlockDraw, contexts: ContextPair
-    ) -> tuple[Any, Passage | None]:
+    def _forward_alone(self, given: BlockArguments, draw: BlockDraw, keeping: Kept) -> tuple[Any, Passage | None]:
         """Run the forward in a context and without a graph; the backward will run it again, in the second context."""
         args, kwargs = given
-        first, second = contexts
-        with torch.no_grad(), first:
+        with torch.no_grad(), keeping.first:
             output = self._drawn(draw, *args, **kwargs)
         made = [tensor for tensor in self._made(output) if self.needs_backward and tensor.is_floating_point()]
         handed, leaves = self._cut(output, made)
-        return handed, Passage((), leaves, (given, draw, second)) if leaves else None
+        again = given, draw, keeping.second
+        return handed, Passage((), leaves, again, keeping.products) if leaves else None
 
     def _made(self, output: Any) -> list[Tensor]:
         """Return the tensors of a forward's output; for a block with an end, only the input of that end."""

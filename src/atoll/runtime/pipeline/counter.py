@@ -136,7 +136,14 @@ class ProgramCounter:
         timing = self.timing
         start = 0.0 if timing is None else timing.now()
         draw = BlockDraw(self._seed, self.step, self.first_microbatch + microbatch)
-        output, passage = block.forward(given, draw)
+        kept, passages = self._microbatches.kept, self._microbatches.state.passages
+        if kept is None or (block.index, microbatch) not in kept.chosen:
+            output, passage = block.forward(given, draw)
+        else:
+            with kept.saving(block.index, microbatch):
+                output, passage = block.forward(given, draw)
+            before = passages.get(key, {}).get(block.index - 1)
+            kept.keep(block.index, microbatch, passage, given=given, before=before)
         if timing is not None:
             timing.took(instructions[at], start)
         if self._microbatches.probe is not None:
@@ -149,7 +156,7 @@ class ProgramCounter:
             calls[nth]()
         place[AT] = at  # operations of the model between its blocks belong to the forward
         if passage is not None:
-            self._microbatches.state.passages.setdefault(key, {})[block.index] = passage
+            passages.setdefault(key, {})[block.index] = passage
         return output
 
 

@@ -31,7 +31,7 @@ from torch.profiler import record_function
 from atoll.base._torch import is_profiling
 from atoll.base.errors import AtollError, RunError
 from atoll.plans.ir import Action, Op
-from atoll.program import Do, Ending, Instruction, Operation, Part, Program, RankShape, parts_of
+from atoll.program import Do, Ending, Instruction, Kept, Operation, Part, Program, RankShape, parts_of
 from atoll.program.operation import OPERATIONS
 from atoll.program.trace import Span
 from atoll.runtime.failure import Doing
@@ -43,6 +43,7 @@ from atoll.runtime.page import AT, own_page, row_of
 from atoll.runtime.pipeline.clock import ProgramClock, clock_of
 from atoll.runtime.pipeline.counter import Forwards, ProgramCounter, skip
 from atoll.runtime.pipeline.deferred import Collector
+from atoll.runtime.pipeline.kept import KeptActivations
 from atoll.runtime.pipeline.microbatches import Microbatches, StageMicrobatch
 from atoll.runtime.pipeline.stage import Stage
 from atoll.runtime.pipeline.step_end import OF_ALL, StepEnd
@@ -51,6 +52,7 @@ from atoll.runtime.pipeline.waits import Waits
 from atoll.runtime.plays import (
     PLAYS,
     Extension,
+    Play,
     call_of,
     check_complete,
     of_all,
@@ -95,7 +97,8 @@ class _Score:
 
     row: the actions that it was lowered from, whose receives `Mail` expects.
     calls: one for each instruction.  parts: the program, cut where another action begins.
-    awaits: for each instruction its text, and the ranks that it may wait for.
+    awaits: for each instruction its text, and the ranks that it may wait for.  leaving: the blocks and microbatches
+    whose activations leave for host memory.
     table: offset of the texts in this process's page.  name: a number that the program has on every rank, never 0.
     """
 
@@ -105,6 +108,7 @@ class _Score:
     parts: tuple[Part, ...]
     forwards: Forwards
     awaits: tuple[Doing, ...]
+    leaving: frozenset[tuple[int, int]]
     table: int
     name: int
 
@@ -119,7 +123,7 @@ class Executor:
     outline: lists the rank's actions and lowers them.  stages, units: those of the programs.  end: ends the steps.
     loss: of the last stage's outputs and a microbatch.
     lanes: run transfers concurrently, which are recorded on the programs' clock.
-    extensions: of packages with instructions of their own.
+    extensions: of packages with instructions of their own.  kept: what blocks keep in host memory, if they may.
 
     is_timed: whether each instruction is recorded on the clock, instead of each action only.
     before: what to call before each instruction of a kind, for tools and tests that observe a step. The model itself
@@ -140,6 +144,7 @@ class Executor:
         seed: int,
         lanes: Iterable[JobLane] = (),
         extensions: Sequence[Extension] = (),
+        kept: KeptActivations | None = None,
     ) -> None:
         self._outline, self._transport = outline, transport
         self.end = end
@@ -156,6 +161,7 @@ class Executor:
             collector=collector,
             routers=end.routers,
             counts_loss=transport.place.tp == 0,
+            kept=kept,
         )
         # Where other threads and processes see this rank. All engines of a process share its page.
         self._page = own_page()
@@ -206,6 +212,11 @@ class Executor:
                 parts=tuple(parts_of(program.instructions)),
                 forwards=forwards,
                 awaits=awaits,
+                leaving=frozenset(
+                    (each.of, each.action.microbatch or 0)
+                    for each in program.instructions
+                    if each.do is Kept.OFFLOAD_ACT
+                ),
                 table=self._page.add([each.what for each in awaits]),
                 name=1 + program.digest % (1 << 31),
             )
@@ -265,6 +276,8 @@ class Executor:
             observed = zip(firsts, calls, strict=True)
             calls = tuple(call if first is None else partial(_in_turn, first, call) for first, call in observed)
         self.counter.timing = self._clock if self.is_timed else None
+        if self.microbatches.kept is not None:
+            self.microbatches.kept.chosen = score.leaving
         self.counter.load(calls, instructions, score.forwards)
         return score
 
@@ -385,6 +398,17 @@ def _post(on: Executor, step: Instruction) -> Callable[[], None]:
     return partial(on._mail.post, step.action)
 
 
+def _of_kept(act: Callable[[KeptActivations, int, int], None]) -> Play:
+    """Return the play of an instruction of what a block keeps of a microbatch."""
+
+    def play(on: Executor, step: Instruction) -> Callable[[], None]:
+        kept = on.microbatches.kept
+        assert kept is not None, "a program has these if the plan does"
+        return partial(act, kept, step.of, step.action.microbatch or 0)
+
+    return play
+
+
 PLAYS.update(
     {
         Do.F: _play_forward,
@@ -405,6 +429,10 @@ PLAYS.update(
         Do.REDUCE: of_phase(Unit.reduce_gradients),
         Do.REDUCED: of_phase(Unit.end_reduction),
         Do.SYNC: of_phase(Unit.sync_gradients),
+        Kept.OFFLOAD_ACT: _of_kept(KeptActivations.offload),
+        Kept.OFFLOADED_ACT: _of_kept(KeptActivations.free),
+        Kept.ONLOAD_ACT: _of_kept(KeptActivations.onload),
+        Kept.ONLOADED_ACT: _of_kept(KeptActivations.arrive),
         Do.DRAIN: lambda on, _: on._drain,
         Do.SUMS: lambda on, _: on._add_up,
         Do.TAKE_BACK: lambda on, _: on._begin_again,

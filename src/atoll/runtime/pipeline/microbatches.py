@@ -33,6 +33,7 @@ from atoll.runtime.models import Batch, Loss
 from atoll.runtime.models.adapter import sum_and_count
 from atoll.runtime.pipeline.block import LocalBlock, Passage, pass_on
 from atoll.runtime.pipeline.deferred import Collector, Pending, compute_weights
+from atoll.runtime.pipeline.kept import KeptActivations
 from atoll.runtime.pipeline.probe import Probe
 from atoll.runtime.pipeline.routing import Routers
 from atoll.runtime.pipeline.stage import Stage
@@ -90,7 +91,7 @@ class Microbatches:
     state: of the running program; it is replaced and not cleared field by field, so that nothing stays behind.
     probe: inspects the values of the next program, if given.
     counts_loss: whether this rank's losses are summed; of the ranks of a tensor-parallel group, which have the same,
-    one does.
+    one does.  kept: what blocks keep in host memory, if they may.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Microbatches:
         collector: Collector,
         routers: Routers,
         counts_loss: bool,
+        kept: KeptActivations | None = None,
     ) -> None:
         self.stages = {stage.index: stage for stage in stages}
         self._mail = mail
@@ -109,6 +111,7 @@ class Microbatches:
         self._collector = collector  # the one that this rank's linear layers append to
         self._routers = routers
         self._counts_loss = counts_loss
+        self.kept = kept
         # By block, once for all steps: parameters keep their identity, also as a DTensor that is laid out anew.
         self._trained = {block.index: _trained(block) for stage in stages for block in stage.blocks}
         self.state = ProgramState((), is_training=False)
@@ -120,6 +123,8 @@ class Microbatches:
         """Begin a program; this also releases what one that raised has left behind."""
         self.state = ProgramState(batches, is_training=training, keeps_logits=keeps_logits)
         self._routers.begin()
+        if self.kept is not None:
+            self.kept.begin()
 
     def drain(self) -> None:
         """Release everything except the results."""

@@ -11,9 +11,9 @@ linear layers, which a block's first forward shows, and in compiled blocks, whos
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -24,6 +24,15 @@ from atoll.runtime.models.operations import PRODUCTS  # kept; attention, norms a
 
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """The contexts of the first and of the second forward."""
+
+
+class Kept(NamedTuple):
+    """The contexts of both forwards, and the outputs of products that the first one keeps, once it has run, each with
+    its version."""
+
+    first: AbstractContextManager[Any]
+    second: AbstractContextManager[Any]
+    products: Collection[tuple[Tensor, int]] = ()
 
 
 class Multiplier(Protocol):
@@ -93,10 +102,10 @@ class Selective:
         self._layers = layers
         self._is_known = self.by_layers = by_layers
 
-    def contexts(self) -> ContextPair:
+    def contexts(self) -> Kept:
         """Return the contexts in which layers keep outputs, and return them."""
         keeping = _Keeping()
-        return self._with(keeping), self._with(_Returning(keeping.kept))
+        return Kept(self._with(keeping), self._with(_Returning(keeping.kept)), keeping.kept)
 
     def contexts_of_torch(self) -> ContextPair:
         """Return torch's contexts. The first time, products are counted: all, and those of layers."""

@@ -53,6 +53,8 @@ class Waits:
         if peers is Partners.NEIGHBOUR:
             peer = self.peer_of(instruction.action)
             return (tuple(self.ranks) if peer is None else (peer,)), "pp"
+        if peers is Partners.NONE:
+            return (), ""
         if peers is Partners.PIPELINE:
             return tuple(self.ranks), "pp"
         if peers is Partners.ALL:

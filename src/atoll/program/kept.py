@@ -1,0 +1,125 @@
+"""What blocks keep for their backward, in host memory meanwhile: its instructions, and the pass that inserts them.
+
+    OFFLOAD_ACT    begins to copy what a block keeps of a microbatch to host memory
+    OFFLOADED_ACT  waits for that: the device's memory is freed
+    ONLOAD_ACT     allocates it again, and begins to copy it back
+    ONLOADED_ACT   waits for that
+
+Both copies run while another block computes, the first one from the block's forward on, the second one until its
+backward begins. A stage of three blocks, of which the first one's activations leave:
+
+    0F0.0, OFFLOAD_ACT 0F0.0, 0F0.1, OFFLOADED_ACT 0F0.0, 0F0.2, .., 0I0.2, ONLOAD_ACT 0I0.0, 0I0.1, ONLOADED_ACT 0I0.0,
+    0I0.0
+
+What is kept for longest leaves first. So of a stage these are its first blocks, of a rank the stages that wait longest
+for their backward, and what comes back within `LEAST` blocks stays.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
+
+from atoll.program.instruction import Instruction
+from atoll.program.operation import Amount, Lane, Need, Operation, Over, Partners, Per, Scope, Sharing, Workspace
+from atoll.program.shape import BlockShape, RankShape
+from atoll.program.table import Do, Facts, Workspaces
+
+LEAST = 4
+"""Blocks that are computed from a block's forward to its backward, at least, if what it keeps leaves: one hides either
+copy, and it has to be away in between."""
+
+_AWAY = Workspace("away", Per.BLOCK, Sharing.EACH)
+
+
+def _leaves(block: BlockShape, _: object) -> int:
+    return block.leaves
+
+
+class Kept:
+    """Instructions of what blocks keep for their backward; see the module."""
+
+    OFFLOAD_ACT = Operation(
+        lane=Lane.HOST, scope=Scope.BLOCK, over=Over.NONE, begins=True, is_aside=True, moves=True,
+        carries="kept", peers=Partners.NONE,
+        needs=tuple(
+            Need(fact, "{step} begins twice", holds=False) for fact in (Facts.LEAVING, Facts.AWAY, Facts.COMING)
+        ),
+        gives=(Facts.LEAVING,), takes=(Amount(_AWAY, _leaves),),
+    )  # fmt: skip
+    OFFLOADED_ACT = Operation(
+        lane=Lane.HOST, scope=Scope.BLOCK, over=Over.NONE, waits=True, is_aside=True, peers=Partners.NONE,
+        needs=(Need(Facts.LEAVING, "{step} waits for what has not left"),),
+        ends=(Facts.LEAVING,), gives=(Facts.AWAY,), frees=(Amount(Workspaces.KEPT, _leaves),), cause="host",
+    )  # fmt: skip
+    ONLOAD_ACT = Operation(
+        lane=Lane.HOST, scope=Scope.BLOCK, over=Over.NONE, begins=True, is_aside=True, moves=True,
+        carries="kept", peers=Partners.NONE,
+        needs=(Need(Facts.AWAY, "{step} brings back what has not left, or may still be on its way"),),
+        ends=(Facts.AWAY,), gives=(Facts.COMING, Facts.BACK), takes=(Amount(Workspaces.KEPT, _leaves),),
+    )  # fmt: skip
+    ONLOADED_ACT = Operation(
+        lane=Lane.HOST, scope=Scope.BLOCK, over=Over.NONE, waits=True, is_aside=True, peers=Partners.NONE,
+        needs=(Need(Facts.COMING, "{step} waits for what has not begun to come"),),
+        ends=(Facts.COMING,), frees=(Amount(_AWAY, _leaves),), cause="host",
+    )  # fmt: skip
+
+
+Passage = tuple[int, int | None]
+"""A block and a microbatch."""
+
+
+def insert_kept(instructions: Iterable[Instruction], shape: RankShape) -> Iterable[Instruction]:
+    """Insert the instructions of what leaves into a program, or into an evaluation, where nothing does. Without any the
+    program is unchanged."""
+    return _inserted(list(instructions), shape.offloads) if shape.offloads else instructions
+
+
+def _inserted(instructions: Sequence[Instruction], share: float) -> Iterator[Instruction]:
+    leaving = leaves(instructions, share)
+    coming = {nth - 1: passage for passage, (_, nth) in leaving.items()}  # by the block during whose turn it comes
+    backward = {(each.of, each.action.microbatch): each for each in instructions if each.do is Do.I}
+    ending: list[Instruction] = []  # of what leaves: to be waited for, since another block has been computed
+    begun: list[Instruction] = []
+    turn = count()
+    for each in instructions:
+        # Behind what only begins: after a block's forward that is done before the model goes on, but for a wait.
+        if ending and not each.do.begins:
+            yield from ending
+            ending.clear()
+        if each.do not in _COMPUTED:
+            yield each
+            continue
+        nth, passage = next(turn), (each.of, each.action.microbatch)
+        if nth in coming:
+            yield _of(Kept.ONLOAD_ACT, backward[coming[nth]])
+        if each.do is Do.I and passage in leaving:
+            yield _of(Kept.ONLOADED_ACT, each)
+        yield each
+        ending += begun
+        begun.clear()
+        if each.do is Do.F and passage in leaving:
+            yield _of(Kept.OFFLOAD_ACT, each)
+            begun.append(_of(Kept.OFFLOADED_ACT, each))
+
+
+_COMPUTED = (Do.F, Do.I)
+
+
+def _of(do: Operation, each: Instruction) -> Instruction:
+    return Instruction(do, each.action, each.of)
+
+
+def leaves(instructions: Iterable[Instruction], share: float) -> Mapping[Passage, tuple[int, int]]:
+    """Return what leaves for host memory, with the places of its forward and its backward among those of all blocks.
+
+    share: of what all blocks keep of all microbatches, in number; what is kept for longest leaves first.
+    """
+    places: defaultdict[Passage, list[int]] = defaultdict(list)
+    for nth, each in enumerate(each for each in instructions if each.do in _COMPUTED):
+        places[each.of, each.action.microbatch].append(nth)
+    kept = {passage: (each[0], each[1]) for passage, each in places.items() if len(each) > 1}
+    by_life = sorted(kept, key=lambda passage: (kept[passage][0] - kept[passage][1], kept[passage][0]))
+    chosen = by_life[: round(share * len(kept))]
+    return {each: kept[each] for each in chosen if kept[each][1] - kept[each][0] >= LEAST}

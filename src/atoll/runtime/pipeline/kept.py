@@ -1,0 +1,288 @@
+"""What blocks keep for their backward, in host memory meanwhile: the calls of OFFLOAD_ACT to ONLOADED_ACT.
+
+What is kept is memory (storages), of three kinds:
+
+    saved     what autograd saves of the block's forward, seen by hooks: an alias of each tensor, with its version
+    input     the leaf that the block before has handed to it, which that one needs only as a place for a gradient
+    products  outputs of linear layers that selective recompute keeps
+
+[Note: whose memory it is] A storage may leave only if nothing but the block's backward reads it until it is back. A
+parameter, a message's buffer, a mask, a table of positions, or a tensor that the model passes on to a later block may
+not. That is not asked of names but of references: the aliases are known, and whoever else may read the memory holds a
+reference to it. So memory that has more references than are known stays where it is. Of the input this is asked when
+its copy has ended, and not before: until the next block is called, the model's own forward refers to it.
+
+[Note: the device's memory] Storages are freed and allocated again by the computation, as the parameters' are
+([Note: streams and memory] in runtime/lanes.py): tensors and views of them stay what they are, without their memory.
+
+    OFFLOAD_ACT    finds what the block has saved, and begins to copy it to a buffer in host memory
+    OFFLOADED_ACT  waits for that, and frees what is its own
+    ONLOAD_ACT     allocates it, and begins to copy it back
+    ONLOADED_ACT   waits for that; the buffer is free for another block
+
+Buffers in host memory are made when a block leaves for the first time, as many as are in use at once, and kept: the
+sizes of a step's blocks are those of the step before.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from atoll.base._torch import local_part, storage_references, tensor_references, version
+from atoll.base.errors import RunError
+from atoll.base.units import format_bytes
+from atoll.program.host import IN, OUT
+from atoll.runtime.lanes import Job, JobLane, LaneKind
+from atoll.runtime.models.operations import nested_tensors
+from atoll.runtime.pipeline.block import BlockArguments, Passage
+from atoll.runtime.sharding.hosted import host_zeros
+from atoll.runtime.transport import Transport
+
+Place = tuple[int, int]
+"""A block and a microbatch."""
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+_ALIGNED = 64
+"""Bytes at whose multiples a storage begins in a buffer."""
+
+
+class _Piece(NamedTuple):
+    """A storage that leaves, and its place in the buffer."""
+
+    storage: torch.UntypedStorage
+    offset: int
+    nbytes: int
+
+
+class _Leaving:
+    """What a block keeps of one microbatch, from its forward to the begin of its backward."""
+
+    def __init__(self) -> None:
+        # As autograd has them. Cleared before the backward, which frees them one by one.
+        self.aliases: list[Tensor] = []
+        self.pieces: list[_Piece] = []
+        # The leaves that it was handed, while it is not known whether another one reads them.
+        self.given: Sequence[Tensor] = ()
+        # How often the arguments, with which a forward will be run again, have such a leaf.
+        self.again = 0
+        self.buffer: Tensor | None = None
+        self.job: Job | None = None
+
+    def pack(self, tensor: Tensor) -> tuple[Tensor, int]:
+        """Return an alias of a tensor that autograd saves. It has the tensor's version, and not its history."""
+        alias = tensor.detach()
+        self.aliases.append(alias)
+        return alias, version(alias)
+
+
+def _by_storage(tensors: Iterable[Tensor]) -> dict[int, list[Tensor]]:
+    """Return tensors by their storage, each tensor once; those of other kinds than plain ones have none to free."""
+    found: defaultdict[int, dict[int, Tensor]] = defaultdict(dict)
+    for tensor in tensors:
+        own = local_part(tensor)
+        if type(own) in _PLAIN and own.layout is torch.strided:
+            found[own.untyped_storage()._cdata].setdefault(id(own), own)
+    return {key: list(each.values()) for key, each in found.items()}
+
+
+def _unpack(saved: tuple[Tensor, int]) -> Tensor:
+    alias, written = saved
+    if version(alias) != written:
+        raise RunError(
+            f"a tensor {tuple(alias.shape)} that is needed for the backward was modified in place after it was saved; "
+            "use an operation that is not in place"
+        )
+    return alias
+
+
+class KeptActivations:
+    """What this rank's blocks keep, in host memory.
+
+    chosen: the blocks and microbatches of the running program that leave.
+    """
+
+    def __init__(self, device: torch.device, lanes: Mapping[LaneKind, JobLane], transport: Transport) -> None:
+        self._device, self._lanes, self._transport = device, lanes, transport
+        self.chosen: Collection[Place] = frozenset()
+        self._now: dict[Place, _Leaving] = {}
+        # Buffers in host memory by size: those in no use, and how many there are.
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._made: defaultdict[int, int] = defaultdict(int)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that it has."""
+        return sum(size * count for size, count in self._made.items())
+
+    def begin(self) -> None:
+        """Begin a program. What one that was not finished has left is discarded, once its copies have ended."""
+        for each in self._now.values():
+            if each.job is not None:
+                each.job.wait()
+            self._recycle(each)
+        self._now.clear()
+
+    # ---- a forward
+
+    @contextmanager
+    def saving(self, block: int, microbatch: int) -> Iterator[None]:
+        """Context of a block's forward, in which autograd saves what may leave."""
+        leaving = self._now[block, microbatch] = _Leaving()
+        with saved_tensors_hooks(leaving.pack, _unpack):
+            yield
+
+    def keep(
+        self, block: int, microbatch: int, passage: Passage | None, given: BlockArguments, before: Passage | None
+    ) -> None:
+        """Find what leaves, at the end of a block's forward. given: its arguments.  before: of the block before it, if
+        that is of the same stage."""
+        place = block, microbatch
+        leaving = self._now[place]
+        if passage is None:  # nothing needs a gradient
+            del self._now[place]
+            return
+        handed = () if before is None else tuple(before.leaves)
+        if passage.again is not None:
+            handed_ids = {id(leaf) for leaf in handed}
+            inputs = [tensor for tensor in nested_tensors(given) if id(tensor) in handed_ids]
+            leaving.again = len(inputs)
+            leaving.aliases = [*inputs, *(alias for alias, _ in passage.kept)]
+        inputs_of = set(_by_storage(handed))
+        offset = 0
+        for key, tensors in _by_storage(leaving.aliases).items():
+            storage = tensors[0].untyped_storage()
+            is_own = key in inputs_of or storage_references(storage) == len(tensors)
+            is_free = storage.resizable() and storage.device == self._device
+            if not (is_own and is_free) or storage.nbytes() == 0:
+                continue
+            leaving.pieces.append(_Piece(storage, offset, storage.nbytes()))
+            offset += -(-storage.nbytes() // _ALIGNED) * _ALIGNED
+        leaving.given = (*handed, *(() if before is None else before.made))
+
+    # ---- the way there and back
+
+    def offload(self, block: int, microbatch: int) -> None:
+        """Begin to copy what a block keeps to host memory."""
+        leaving = self._now.get((block, microbatch))
+        if leaving is None or not leaving.pieces:
+            return
+        last = leaving.pieces[-1]
+        leaving.buffer = self._take(last.offset + last.nbytes)
+        leaving.job = self._copying("offload", leaving)
+
+    def free(self, block: int, microbatch: int) -> None:
+        """Wait for that, and free the device's memory."""
+        leaving = self._now.get((block, microbatch))
+        if leaving is None or leaving.job is None:
+            return
+        leaving.job.wait()
+        leaving.job = None
+        given, leaving.given = leaving.given, ()
+        stay = set(_by_storage(_read(given, 2 * leaving.again)))
+        before = self._now.get((block - 1, microbatch))
+        known = _by_storage([*leaving.aliases, *given, *(() if before is None else before.aliases)])
+        leaving.pieces = [
+            piece
+            for piece in leaving.pieces
+            if piece.storage._cdata not in stay
+            and storage_references(piece.storage) == len(known[piece.storage._cdata])
+        ]
+        for piece in leaving.pieces:
+            piece.storage.resize_(0)
+
+    def onload(self, block: int, microbatch: int) -> None:
+        """Allocate the device's memory again, and begin to copy to it."""
+        leaving = self._now.get((block, microbatch))
+        if leaving is None or not leaving.pieces:
+            return
+        for piece in leaving.pieces:
+            piece.storage.resize_(piece.nbytes)
+        leaving.job = self._copying("onload", leaving)
+
+    def arrive(self, block: int, microbatch: int) -> None:
+        """Wait for that. The backward has everything as it was."""
+        leaving = self._now.pop((block, microbatch), None)
+        if leaving is None:
+            return
+        if leaving.job is not None:
+            leaving.job.wait()
+        self._recycle(leaving)
+
+    def _copying(self, kind: LaneKind, leaving: _Leaving) -> Job:
+        assert leaving.buffer is not None, "it has been taken"
+        self._transport.count(IN if kind == "onload" else OUT, sum(piece.nbytes for piece in leaving.pieces))
+        copy = partial(_copy, tuple(leaving.pieces), leaving.buffer, is_back=kind == "onload")
+        return self._lanes[kind].start(copy, unit=-1)
+
+    # ---- buffers
+
+    def _take(self, nbytes: int) -> Tensor:
+        free = self._free[nbytes]
+        if free:
+            return free.pop()
+        try:
+            made = host_zeros(self, nbytes, torch.uint8, self._device)
+        except (RuntimeError, RunError) as error:
+            raise RunError(
+                f"{format_bytes(nbytes)} of host memory for the activations of a block, beside "
+                f"{format_bytes(self.nbytes)} of others, could not be allocated; use a smaller "
+                f"parallel.host.activations, or allow more locked memory (`ulimit -l`): {error}"
+            ) from error
+        self._made[nbytes] += 1
+        return made
+
+    def _recycle(self, leaving: _Leaving) -> None:
+        if leaving.buffer is not None:
+            self._free[leaving.buffer.nbytes].append(leaving.buffer)
+            leaving.buffer = None
+
+
+def _read(given: Sequence[Tensor], again: int) -> list[Tensor]:
+    """Return the tensors that somebody may still read, or read again in a backward, of those that the block before has
+    handed on. again: how often a forward that will be run again has each, in its arguments and among what it keeps."""
+    found = []
+    for tensor, (of_torch, of_python) in zip(given, _references(given), strict=True):
+        known = _known(is_in_graph=of_torch > 1)
+        if of_torch > known[0] or of_python > known[1] + again:
+            found.append(tensor)
+    return found
+
+
+def _references(given: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return the references to each tensor: those of torch, of which all of Python's are one, and those of Python."""
+    return [(tensor_references(tensor), sys.getrefcount(tensor)) for tensor in given]
+
+
+@cache
+def _known(*, is_in_graph: bool) -> tuple[int, int]:
+    """Return the references to a tensor that only a passage has, and a graph that accumulates its gradient. They are
+    counted, since versions of Python and of torch differ in those of a call."""
+    with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda saved: saved):
+        tensor = torch.zeros(1).requires_grad_()
+        graph = tensor.exp() if is_in_graph else None
+        passage = (tensor,)
+        given = (tensor,)
+        del tensor
+    (found,) = _references(given)
+    del graph, passage
+    return found
+
+
+def _copy(pieces: Sequence[_Piece], buffer: Tensor, *, is_back: bool) -> None:
+    for storage, offset, nbytes in pieces:
+        here = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        home = buffer[offset : offset + nbytes]
+        if is_back:
+            here.copy_(home, non_blocking=True)
+        else:
+            home.copy_(here, non_blocking=True)
