@@ -112,7 +112,10 @@ class Count:
         # A lane reduces one after the other, so one has room for all.
         own = own._replace(buffers=own.buffers + max(self._arriving, default=0))
         known = sum(size for sizes in parts.values() for (_, is_shared), size in sizes.items() if not is_shared)
-        held = own._replace(activations=after - self.base - known, passing=inside - after)
+        # Host memory is apart from the device's, which here is the same.
+        kept = self.engine._executor.microbatches.kept
+        away = 0 if kept is None else kept.nbytes
+        held = own._replace(activations=after - self.base - known - away, passing=inside - after)
         if held.total > self.held.total:
             self.held, self.at = held, (do, of)
         self.most = Held(*map(max, self.most, held))

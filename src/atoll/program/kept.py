@@ -21,8 +21,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 
+from atoll.program.host import IN, OUT
 from atoll.program.instruction import Instruction
-from atoll.program.operation import Amount, Lane, Need, Operation, Over, Partners, Per, Scope, Sharing, Workspace
+from atoll.program.operation import Amount, Lane, Need, Operation, Over, Partners, Per, Phase, Scope, Sharing, Workspace
 from atoll.program.shape import BlockShape, RankShape
 from atoll.program.table import Do, Facts, Workspaces
 
@@ -64,6 +65,12 @@ class Kept:
         needs=(Need(Facts.COMING, "{step} waits for what has not begun to come"),),
         ends=(Facts.COMING,), frees=(Amount(_AWAY, _leaves),), cause="host",
     )  # fmt: skip
+
+
+def travel_of(leaves: int) -> Mapping[tuple[Operation, Phase | None], tuple[tuple[str, int], ...]]:
+    """Return what the instructions of a block move, by direction of the link to host memory. leaves: as in
+    `BlockShape`."""
+    return {(Kept.OFFLOAD_ACT, None): ((OUT, leaves),), (Kept.ONLOAD_ACT, None): ((IN, leaves),)} if leaves else {}
 
 
 Passage = tuple[int, int | None]

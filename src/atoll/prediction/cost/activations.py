@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from atoll.plans.plan import View
 from atoll.program import BlockShape, RankShape, StageShape
+from atoll.program.kept import travel_of
 from atoll.program.shape import WeightShape
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def _block(block: BlockShape, ranks: Ranks, run: range, received: Mapping[str, i
         passing = own + again - sum(each.nbytes for each in (*work.saved, *work.again) if each.until == "W")
     else:
         pending, passing = 0, own + again + sum(each.nbytes for each in work.pending) + _stacked(ranks, work)
+    leaves = _leaving(ranks, run, at) if ranks.offloads else 0
     return replace(
         block,
         kept=work.kept + sent - there,
@@ -68,7 +70,17 @@ def _block(block: BlockShape, ranks: Ranks, run: range, received: Mapping[str, i
         pending=pending,
         in_forward=work.peak,
         in_backward=passing,
+        leaves=leaves,
+        travel=travel_of(leaves),
     )
+
+
+def _leaving(ranks: Ranks, run: range, at: int) -> int:
+    """Return the bytes that leave for host memory of what a block keeps. The input of a stage's first block is a
+    message, or belongs to the stage before, and stays; so does what the loss keeps."""
+    work = ranks.works[at]
+    given = ranks.works[at - 1].wire if at == run.start > 0 else 0
+    return max(0, work.kept - work.kept_for_loss - given)
 
 
 def _stacked(ranks: Ranks, work: Work) -> int:

@@ -18,7 +18,7 @@ from atoll.prediction.cost.durations import Durations
 from atoll.prediction.cost.outer import OuterCost, cost_of, outer_bytes_in_flight
 from atoll.prediction.cost.ranks import Ranks
 from atoll.prediction.cost.work import Use, Workload
-from atoll.program.memory import Held, held_in
+from atoll.program.memory import Held, held_in, most_away
 from atoll.program.sim import PlayedPrograms, Rates, play_programs
 from atoll.program.trace import Trace
 
@@ -169,8 +169,11 @@ class Prediction:
         return self.device.memory - self.peak(rank).total
 
     def on_host(self, rank: int) -> int:
-        """Return the bytes of state that a pipeline rank keeps in host memory."""
-        return self.ranks.of(rank).footprint().host
+        """Return the bytes of host memory that a pipeline rank needs: for what rests there, and for what blocks keep,
+        at most."""
+        program = self.ranks.programs.ranks[rank]
+        away = most_away(program.instructions, program.shape) if self.ranks.offloads else 0
+        return program.shape.footprint().host + away
 
     @cached_property
     def host_margin(self) -> int | None:

@@ -13,6 +13,7 @@ from atoll.plans.ir import Placement, Schedule, lower
 from atoll.plans.layouts import ITEM_BYTES
 from atoll.plans.plan import Place, Plan, View
 from atoll.plans.stages import BlockWeight, split_blocks
+from atoll.prediction.cost.activations import with_activations
 from atoll.prediction.cost.kernels import Exchange, Kernel, Product
 from atoll.prediction.cost.segments import Segments, model_shape, segments_of
 from atoll.prediction.cost.slices import Slices, VocabularySlices
@@ -134,6 +135,11 @@ class Ranks:
         options = {"residency": plan.stays, "room": plan.resident, "reduction": plan.reduction}
         return lower(self.computed, sizes=self.sizes, slices=self.slices.resident, **options)
 
+    @property
+    def offloads(self) -> bool:
+        """True if activations leave for host memory."""
+        return self.plan.host is not None and self.plan.host.activations > 0
+
     # ---- description
 
     @property
@@ -196,7 +202,9 @@ class Ranks:
         """Return the description of a pipeline rank."""
         if rank not in self._described:
             place, segments = self.place(rank), self.segments[rank]
-            self._described[rank] = self.shape.rank(place, segments, reads_in_place=self.reads_in_place)
+            shape = self.shape.rank(place, segments, reads_in_place=self.reads_in_place)
+            # The link to host memory needs the bytes of activations; of other programs only the memory does.
+            self._described[rank] = with_activations(shape, self) if self.offloads else shape
         return self._described[rank]
 
     @cached_property

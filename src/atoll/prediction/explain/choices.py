@@ -213,23 +213,24 @@ def _outer_codec() -> Choice:
     return Choice("outer codec", "parallel.outer.codec", now, others, make, plain="none", is_exact=False)
 
 
-def _host(key: str) -> Callable[[Plan, str], Plan]:
-    """Return what makes a plan with another value of a key of host memory, which is None for `NO`, and the options of
-    the present one."""
+def _host(key: str, of: Callable[[str], Any] = str, none: Any = None) -> Callable[[Plan, str], Plan]:
+    """Return what makes a plan with another value of a key of host memory, which is `none` for `NO`, and the options
+    of the present one. of: the value from its text."""
 
     def make(plan: Plan, value: str) -> Plan:
         given: dict[str, Any] = (
             {} if plan.host is None else {f.name: getattr(plan.host, f.name) for f in fields(plan.host)}
         )
-        given[key] = None if value == NO else value
-        is_left = any(given.get(other) for other in ("optimizer", "parameters"))
+        given[key] = of(value) if value != NO else none
+        is_left = any(given.get(other) for other in ("optimizer", "parameters", "activations"))
         return replace(plan, host=HostState(**given) if is_left else None)
 
     return make
 
 
 def _of_host(plan: Plan, key: str) -> str:
-    return NO if plan.host is None else getattr(plan.host, key) or NO
+    value = None if plan.host is None else getattr(plan.host, key)
+    return f"{value:g}" if isinstance(value, float) and value else value or NO
 
 
 def _field(field: str, of: Callable[[str], Any] = str) -> Callable[[Plan, str], Plan]:
@@ -355,6 +356,17 @@ _CHOICES = (
         make=_host("parameters"),
         plain=NO,
         applies=_has_frozen,
+    ),
+    Choice(
+        "activations in host memory",
+        "parallel.host.activations",
+        now=lambda plan: _of_host(plan, "activations"),
+        others=lambda plan: _if(
+            plan.recompute != "selective" or plan.compile == "none", NO, "0.25", "0.5", "0.75", "1"
+        ),
+        make=_host("activations", float, 0.0),
+        plain=NO,
+        applies=_knows_host,
     ),
     Choice(
         "residency",

@@ -109,7 +109,8 @@ class Skeleton:
             for (computed, idle), update in zip(self._busy, updates, strict=True)
         )
         makespan = self._makespan(mesh) + updates[self._schedule.placement.rank_of(0)]
-        nbytes = max(max(own, default=0) for own in self._kept) + self.base.device.context
+        stays = self.base.plan.host is None or not self.base.plan.host.activations
+        nbytes = stays * max(max(own, default=0) for own in self._kept) + self.base.device.context
         return Least(min(busy, makespan), float(nbytes), makespan)
 
     @property
@@ -272,7 +273,10 @@ class Skeleton:
                 # Parameters that are not stored whole are gathered for the running block.
                 whole[view] = any(map(sharding.whole_bytes, segments)) * ITEM_BYTES[compute]
             dense, experts = whole[View.DENSE], whole.get(View.EXPERTS, whole[View.DENSE])
-            most = max((held + dense * each + experts * apart for held, (each, apart) in kept.items()), default=0)
+            stays = travel.host is None or not travel.host.activations
+            most = max(
+                (stays * held + dense * each + experts * apart for held, (each, apart) in kept.items()), default=0
+            )
             found.append(float(state + most + base.device.context))
         return found
 

@@ -1,13 +1,18 @@
-"""Plans whose optimizer state, or frozen parameters, rest in host memory."""
+"""Plans with host memory: of optimizer state, of frozen parameters, of activations."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from atoll.plans.host import FROZEN, UPDATES, HostState
+from atoll.prediction.planner.candidate import Candidate
 from atoll.prediction.planner.search import WORTH, Found, PlanSearch
+
+SHARES = (0.75, 0.5, 0.25)
+"""Shares of states, and of activations, that are tried besides all of them."""
 
 EASIER_WITH_HOST = 8
 """Factor by which the effort is smaller once plans without host memory fit."""
@@ -24,21 +29,50 @@ def with_host(search: PlanSearch, found: Found) -> Found:
         return found
     best = found.fitting[0].seconds if found.fitting else math.inf
     effort = search.effort // EASIER_WITH_HOST if found.fitting else search.effort
-    for host in _hosts(search):
+    for host, is_last in _hosts(search):
+        if is_last and found.fitting:
+            continue
         other = replace(search, space=replace(search.space, host=host), effort=effort)
         own = other.faster_than(best * (1.0 - WORTH))
+        if host.activations:  # a microbatch counts less, so that orders with more of them in flight may fit
+            own = other.with_made(own)
         if own.fitting:
-            fitting = sorted((*own.fitting, *found.fitting), key=lambda each: each.seconds)
+            less = list(_with_less(other, own.fitting[0]))
+            fitting = sorted((*less, *own.fitting, *found.fitting), key=lambda each: each.seconds)
             best = fitting[0].seconds
             found = found._replace(fitting=tuple(fitting), bound=min(found.bound, own.bound))
+            own = own._replace(predicted=own.predicted + len(SHARES))
         found = found._replace(predicted=found.predicted + own.predicted)
     return found
 
 
-def _hosts(search: PlanSearch) -> Iterator[HostState]:
-    """Yield what may rest in host memory: of a model with adapters its base first, and then its few states besides."""
-    if search.workload.frozen:
-        yield HostState(parameters=FROZEN)
-    if search.whole is None:
-        for update in UPDATES:
-            yield HostState(update, parameters=FROZEN if search.workload.frozen else None)
+def _hosts(search: PlanSearch) -> Iterator[tuple[HostState, bool]]:
+    """Yield what may be in host memory, and whether it is tried only if nothing fits: of a model with adapters its base
+    first, and then its few states besides; activations; states and activations."""
+    frozen = FROZEN if search.workload.frozen else None
+    if frozen:
+        yield HostState(parameters=frozen), False
+    updates = UPDATES if search.whole is None else ()
+    for update in updates:
+        yield HostState(update, parameters=frozen), False
+    yield HostState(activations=1.0), False
+    if frozen:
+        yield HostState(parameters=frozen, activations=1.0), True
+    for update in updates:
+        yield HostState(update, parameters=frozen, activations=1.0), True
+
+
+def _with_less(search: PlanSearch, found: Candidate) -> Iterator[Candidate]:
+    """Yield a plan with smaller shares in host memory, where it fits and takes less time: what its link has no time
+    for stays on the device."""
+    host = found.travel.host
+    assert host is not None, "the search has it"
+    wholes = [name for name in ("fraction", "activations") if getattr(host, name) == 1.0]
+    for name in wholes if host.optimizer else wholes[1:] if host.activations else ():
+        for share in SHARES:
+            less: dict[str, Any] = {name: share}
+            other = found._replace(travel=found.travel._replace(host=replace(host, **less)))
+            prediction = search.predict(other)
+            peak = max(prediction.peak(rank).total for rank in range(prediction.plan.mesh.pipeline))
+            if peak <= search.limit and prediction.fits and prediction.seconds < found.seconds:
+                yield other._replace(seconds=prediction.seconds, peak=peak)

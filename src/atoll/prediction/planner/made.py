@@ -14,6 +14,7 @@ from atoll.base.errors import PlanError
 from atoll.prediction.cost import Prediction
 from atoll.prediction.joint import PLAYED, Layer, split_and_order
 from atoll.prediction.planner.space import Made
+from atoll.program.table import MOVING
 
 _EFFORT = PLAYED // 5
 """Maximum number of simulated actions while splits are changed, a fifth of that of `split_and_order`."""
@@ -35,6 +36,9 @@ def made_for(base: Prediction, limit: float) -> Made | None:
         limit - (peak.total - state - peak.activations - peak.pending)
         for peak, state in zip(peaks, states, strict=True)
     ]
+    if base.plan.host is not None and base.plan.host.activations:
+        moving = MOVING * max(work.kept for work in base.ranks.works)
+        room = [each - moving for each in room]
     if min(room) <= 0:
         return None
     state = sum(states) / sum(work.parameters for work in base.ranks.works)
@@ -66,14 +70,19 @@ def _parts(base: Prediction) -> list[range]:
 
 
 def _layer(base: Prediction, part: range, state: float) -> Layer:
-    """Return a layer. state: bytes of a parameter with its gradient and optimizer state."""
+    """Return a layer. state: bytes of a parameter with its gradient and optimizer state.
+
+    A microbatch whose activations leave for host memory counts less, so that an order may have more of them in flight.
+    """
     works = [base.ranks.works[at] for at in part]
     forward, backward, weights = (sum(column) for column in zip(*map(base.durations.parts, works), strict=True))
+    host = base.plan.host
+    share = 1.0 if host is None else 1.0 - host.activations
     return Layer(
         forward,
         backward,
         weights,
-        activation=sum(work.kept for work in works),
+        activation=share * sum(work.kept for work in works),
         pending=sum(work.kept_for_weights for work in works),
         static=state * sum(work.parameters for work in works),
     )

@@ -465,7 +465,9 @@ class PlanSearch:
             state = each * trained[0] + frozen * dense.frozen, each * trained[1] + frozen * experts.frozen
             seconds = sum(sum(prediction.durations.parts(work)) for work in works)
             own = sorted(sum(prediction.durations.parts(work)) for work in layers)
-            self._totals[use] = _Total(seconds, tuple(own), sum(work.kept for work in layers), state, trained)
+            # Of what leaves for host memory a bound knows nothing.
+            kept = 0 if host is not None and host.activations else sum(work.kept for work in layers)
+            self._totals[use] = _Total(seconds, tuple(own), kept, state, trained)
         return self._totals[use]
 
     @property

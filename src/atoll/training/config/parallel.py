@@ -70,7 +70,7 @@ class CodecSection(Section):
 
 
 class HostSection(Section):
-    """[parallel.host]: what rests in host memory instead of the device's; see docs/host.md."""
+    """[parallel.host]: what is in host memory instead of the device's; see docs/host.md."""
 
     optimizer: Literal["update-on-device", "update-on-host"] | None = None
     """where masters and states that rest in host memory are stepped: "update-on-device" copies them to the device and
@@ -82,11 +82,14 @@ class HostSection(Section):
     parameters: Literal["frozen"] | None = None
     """"frozen": parameters that are not trained, such as the base of adapters, rest there, and every gather begins with
     their copy to the device"""
+    activations: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """share of what blocks keep for their backward that leaves for host memory after their forward, and comes back
+    before their backward: what is kept for longest, and not what is needed again soon"""
 
     @property
     def value(self) -> HostState:
         """The host memory of the plan."""
-        return HostState(self.optimizer, self.fraction, self.budget, self.parameters)
+        return HostState(self.optimizer, self.fraction, self.budget, self.parameters, self.activations)
 
 
 class OuterOptimizer(Section):
