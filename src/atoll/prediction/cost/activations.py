@@ -69,7 +69,7 @@ def _block(block: BlockShape, ranks: Ranks, run: range, received: Mapping[str, i
         freed=own + sent - there + answer,
         pending=pending,
         in_forward=work.peak,
-        in_backward=passing,
+        in_backward=passing + (_outside(ranks, work) if block.needs_backward else 0),
         leaves=leaves,
         travel=travel_of(leaves),
     )
@@ -81,6 +81,13 @@ def _leaving(ranks: Ranks, run: range, at: int) -> int:
     work = ranks.works[at]
     given = ranks.works[at - 1].wire if at == run.start > 0 else 0
     return max(0, work.kept - work.kept_for_loss - given)
+
+
+def _outside(ranks: Ranks, work: Work) -> int:
+    """Return the bytes of gradients that autograd makes in I, until they are added to the unit's: those of an embedding,
+    norms and biases."""
+    apart = work.experts.parameters - work.experts.matrices - work.experts.frozen
+    return (work.parameters - work.matrices - work.frozen - apart) * ranks.use.item
 
 
 def _stacked(ranks: Ranks, work: Work) -> int:

@@ -231,7 +231,7 @@ class KeptActivations:
         if free:
             return free.pop()
         try:
-            made = host_zeros(self, nbytes, torch.uint8, self._device)
+            made = host_zeros(self, nbytes, torch.uint8, device=self._device)
         except (RuntimeError, RunError) as error:
             raise RunError(
                 f"{format_bytes(nbytes)} of host memory for the activations of a block, beside "
