@@ -66,8 +66,10 @@ HOSTS = (
     HostState("update-on-host", fraction=0.5),
     HostState(parameters="frozen"),
     HostState("update-on-device", parameters="frozen"),
+    HostState(activations=1.0),
+    HostState("update-on-host", activations=0.5),
 )
-"""What rests in host memory."""
+"""What is in host memory."""
 
 EXPERTS = "mixture"
 """The kind of model with experts. It has a mixture with groups, a shared expert and a dense first layer."""
