@@ -36,10 +36,11 @@ def with_host(search: PlanSearch, found: Found) -> Found:
         own = other.faster_than(best * (1.0 - WORTH))
         if host.activations:  # a microbatch counts less, so that orders with more of them in flight may fit
             own = other.with_made(own)
-        if own.fitting:
-            less = list(_with_less(other, own.fitting[0]))
+        better = [each for each in own.fitting if each.peak is not None]  # of slower ones nobody knows whether they fit
+        if better:
+            less = list(_with_less(other, better[0]))
+            best = min(each.seconds for each in (*less, *better))
             fitting = sorted((*less, *own.fitting, *found.fitting), key=lambda each: each.seconds)
-            best = fitting[0].seconds
             found = found._replace(fitting=tuple(fitting), bound=min(found.bound, own.bound))
             own = own._replace(predicted=own.predicted + len(SHARES))
         found = found._replace(predicted=found.predicted + own.predicted)
