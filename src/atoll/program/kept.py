@@ -12,7 +12,8 @@ backward begins. A stage of three blocks, of which the first one's activations l
     0I0.0
 
 What is kept for longest leaves first. So of a stage these are its first blocks, of a rank the stages that wait longest
-for their backward, and what comes back within `LEAST` blocks stays.
+for their backward, and what comes back within `LEAST` blocks stays. So does what the model's last block keeps: the loss
+follows it, and keeps its output.
 """
 
 from __future__ import annotations
@@ -80,11 +81,11 @@ Passage = tuple[int, int | None]
 def insert_kept(instructions: Iterable[Instruction], shape: RankShape) -> Iterable[Instruction]:
     """Insert the instructions of what leaves into a program, or into an evaluation, where nothing does. Without any the
     program is unchanged."""
-    return _inserted(list(instructions), shape.offloads) if shape.offloads else instructions
+    return _inserted(list(instructions), shape) if shape.offloads else instructions
 
 
-def _inserted(instructions: Sequence[Instruction], share: float) -> Iterator[Instruction]:
-    leaving = leaves(instructions, share)
+def _inserted(instructions: Sequence[Instruction], shape: RankShape) -> Iterator[Instruction]:
+    leaving = leaves(instructions, shape)
     coming = {nth - 1: passage for passage, (_, nth) in leaving.items()}  # by the block during whose turn it comes
     backward = {(each.of, each.action.microbatch): each for each in instructions if each.do is Do.I}
     ending: list[Instruction] = []  # of what leaves: to be waited for, since another block has been computed
@@ -118,15 +119,13 @@ def _of(do: Operation, each: Instruction) -> Instruction:
     return Instruction(do, each.action, each.of)
 
 
-def leaves(instructions: Iterable[Instruction], share: float) -> Mapping[Passage, tuple[int, int]]:
-    """Return what leaves for host memory, with the places of its forward and its backward among those of all blocks.
-
-    share: of what all blocks keep of all microbatches, in number; what is kept for longest leaves first.
-    """
+def leaves(instructions: Iterable[Instruction], shape: RankShape) -> Mapping[Passage, tuple[int, int]]:
+    """Return what leaves for host memory, with the places of its forward and its backward among those of all blocks: of
+    what all blocks keep of all microbatches a share, in number, what is kept for longest first."""
     places: defaultdict[Passage, list[int]] = defaultdict(list)
     for nth, each in enumerate(each for each in instructions if each.do in _COMPUTED):
         places[each.of, each.action.microbatch].append(nth)
     kept = {passage: (each[0], each[1]) for passage, each in places.items() if len(each) > 1}
     by_life = sorted(kept, key=lambda passage: (kept[passage][0] - kept[passage][1], kept[passage][0]))
-    chosen = by_life[: round(share * len(kept))]
-    return {each: kept[each] for each in chosen if kept[each][1] - kept[each][0] >= LEAST}
+    chosen = by_life[: round(shape.offloads * len(kept))]
+    return {each: kept[each] for each in chosen if kept[each][1] - kept[each][0] >= LEAST and each[0] != shape.last}

@@ -149,7 +149,7 @@ class RankShape:
     group read each other's memory.
     room: bytes of state from host memory that may be on the device at once.  leaving: those that may still be on their
     way back when the next program begins.  offloads: the share of what blocks keep for their backward that leaves for
-    host memory.
+    host memory.  last: the last block of the model, whose output the loss keeps.
     besides: bytes that instructions of a stage, or of a slice, take (above 0) and free (below) besides what their rows
     say, by component of `atoll.program.memory.Working`; known of a workload.
     """
@@ -168,6 +168,7 @@ class RankShape:
     room: int = 0
     leaving: int = 0
     offloads: float = 0.0
+    last: int = -1
     besides: Mapping[tuple[Operation, int], Mapping[str, int]] = field(default_factory=dict, compare=False)
 
     @cached_property

@@ -154,14 +154,14 @@ class KeptActivations:
         handed = () if before is None else tuple(before.leaves)
         if passage.again is not None:
             handed_ids = {id(leaf) for leaf in handed}
-            inputs = [tensor for tensor in nested_tensors(given) if id(tensor) in handed_ids]
-            leaving.again = len(inputs)
-            leaving.aliases = [*inputs, *(alias for alias, _ in passage.kept)]
-        inputs_of = set(_by_storage(handed))
+            again = [tensor for tensor in nested_tensors(given) if id(tensor) in handed_ids]
+            leaving.again = len(again)
+            leaving.aliases = [*again, *(alias for alias, _ in passage.kept)]
+        inputs = _by_storage(handed)
         offset = 0
-        for key, tensors in _by_storage(leaving.aliases).items():
+        for key, tensors in {**inputs, **_by_storage(leaving.aliases)}.items():
             storage = tensors[0].untyped_storage()
-            is_own = key in inputs_of or storage_references(storage) == len(tensors)
+            is_own = key in inputs or storage_references(storage) == len(tensors)
             is_free = storage.resizable() and storage.device == self._device
             if not (is_own and is_free) or storage.nbytes() == 0:
                 continue
