@@ -1,8 +1,8 @@
-"""State in host memory on an emulated device: step time beside the simulation, and beside a step without it.
+"""Host memory on an emulated device: step time beside the simulation, and beside a step without it.
 
 Compute sleeps, so that neither of a machine's few processors computes while another one copies. The copies are real, of
-real masters and states; each takes at least the time that a link of the case's speed would, one at a time in each
-direction, and a step on the host at least that of its memory. Loss, norm, gradients and updates are real too.
+real masters, states and activations; each takes at least the time that a link of the case's speed would, one at a time
+in each direction, and a step on the host at least that of its memory. Loss, norm, gradients and updates are real too.
 
     without      the same plan with all state on the device
     simulated    atoll.program.sim, with the seconds of each instruction as timed in other steps of the same engine, and
@@ -13,6 +13,7 @@ direction, and a step on the host at least that of its memory. Loss, norm, gradi
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,11 +29,14 @@ from atoll.plans import schedules
 from atoll.plans.host import HostState
 from atoll.plans.layouts import Layout, Precision
 from atoll.plans.plan import MeshShape, Plan
-from atoll.program import Hosted, Operation, Programs
+from atoll.program import BlockShape, Hosted, Kept, Operation, Program, Programs
 from atoll.program.host import IN, OUT, STEPS
+from atoll.program.kept import travel_of
 from atoll.program.sim import Rates, Speed, play_programs
 from atoll.runtime.engine import Engine
 from atoll.runtime.models.adapter import SequentialAdapter
+from atoll.runtime.pipeline import kept as activations
+from atoll.runtime.pipeline.kept import KeptActivations
 from atoll.runtime.sharding import hosted
 from atoll.runtime.sharding.host_steps import HostSteps
 from atoll.runtime.sharding.unit import Unit
@@ -48,8 +52,8 @@ SIMULATED = 3
 class Case:
     """One plan on a link.
 
-    seconds: that a block's state takes over the link in one direction, or on the host.  slept: of a block's forward,
-    and half of what its backward takes.
+    seconds: that a block's state, or what it keeps of a microbatch, takes over the link in one direction, or its step
+    on the host.  slept: of a block's forward, and half of what its backward takes.
     """
 
     name: str
@@ -67,6 +71,7 @@ class Case:
 
 ON_DEVICE, ON_HOST = HostState("update-on-device"), HostState("update-on-host")
 TIGHT = HostState("update-on-device", budget=0)
+ACTIVATIONS = HostState(activations=1.0)
 PIPELINE: dict[str, Any] = {"pipeline": 2, "schedule": "zb-h1"}
 
 CASES = (
@@ -76,11 +81,16 @@ CASES = (
     Case("on the device, half of the units", replace(ON_DEVICE, fraction=0.5), 0.030),
     Case("on the device, pipeline", ON_DEVICE, 0.020, **PIPELINE),
     Case("on the device, pipeline, post-validated", ON_DEVICE, 0.020, **PIPELINE, post_validation=True),
-    Case("on the host, hidden", ON_HOST, 0.006),
+    Case("on the host, hidden", ON_HOST, 0.004),
     Case("on the host, slow memory", ON_HOST, 0.080),
     Case("on the host, pipeline", ON_HOST, 0.020, **PIPELINE),
+    Case("activations, hidden", ACTIVATIONS, 0.008),
+    Case("activations, slow link", ACTIVATIONS, 0.030),
+    Case("activations, half of them, slow link", replace(ACTIVATIONS, activations=0.5), 0.030),
+    Case("activations, pipeline, hidden", ACTIVATIONS, 0.008, **PIPELINE),
+    Case("activations and states on the host, pipeline", replace(ON_HOST, activations=1.0), 0.008, **PIPELINE),
 )
-HIDDEN = ("on the host, hidden",)
+HIDDEN = ("on the host, hidden", "activations, hidden", "activations, pipeline, hidden")
 """Cases whose link, or memory, hides behind the computation."""
 
 
@@ -107,7 +117,7 @@ def _row(case: Case, per_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     measured, plain = median(slowest["with"]), median(slowest["without"])
     return {
         "name": case.name,
-        "host": case.host.optimizer,
+        "host": case.host.words,
         "link_seconds": case.seconds,
         "steps": [list(map(float, each["with"])) for each in per_rank],
         "measured": measured,
@@ -145,13 +155,17 @@ def measure(case: Case) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     shape = case.microbatches, case.width
     batch = {name: torch.randn(shape, generator=generator) for name in ("inputs", "labels")}
-    units = [unit for unit in engine.program.shape.units.values() if unit.on_host or unit.is_stepped_on_host]
-    largest = max(_sent(unit, Hosted.ONLOAD) or _sent(unit, Hosted.STEP_ON_HOST) for unit in units)
-    rate = largest / case.seconds
+    program = _with_activations(engine, batch) if case.host.activations else engine.program
+    units = [unit for unit in program.shape.units.values() if unit.on_host or unit.is_stepped_on_host]
+    own = [_sent(unit, Hosted.ONLOAD) or _sent(unit, Hosted.STEP_ON_HOST) for unit in units]
+    kept = [block.leaves for block in program.shape.blocks.values() if block.leaves]
+    rates = [max(sizes) / case.seconds if sizes else math.inf for sizes in (own, kept)]
+    # One link has one speed: where both leave, that of the states, and activations of this size take their part of it.
+    rate = rates[0] if own else rates[1]
     speeds = {IN: Speed(rate=rate), OUT: Speed(rate=rate), STEPS: Speed(rate=rate)}
-    found: dict[str, Any] = {"with": [], "without": [], "links": speeds, "program": engine.program}
+    found: dict[str, Any] = {"with": [], "without": [], "links": speeds, "program": program}
     found["placement"] = engine.plan.schedule.placement
-    found["bytes"] = sum(_sent(unit, Hosted.ONLOAD) + _sent(unit, Hosted.OFFLOAD_GRAD) for unit in units)
+    found["bytes"] = program.sent[OUT]
     with paced(engine, rate):
         for name, each in (("with", engine), ("without", plain)):
             for _ in range(3):
@@ -178,6 +192,29 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 _OF_HOST = frozenset(row for row in vars(Hosted).values() if isinstance(row, Operation) and row is not Hosted.STEP_UNIT)
+_OF_HOST |= {Kept.OFFLOADED_ACT, Kept.ONLOADED_ACT}
+
+
+def _with_activations(engine: Engine, batch: Mapping[str, torch.Tensor]) -> Program:
+    """Return the engine's program with the bytes that leave: it is lowered without a workload that knows them."""
+    sizes: dict[int, int] = {}
+    own = engine._executor.microbatches.kept
+    assert own is not None, "activations leave"
+    engine._executor.before = {Kept.OFFLOADED_ACT: lambda: sizes.update(_sizes(own))}
+    engine.submit(batch, batch)
+    engine.settle()
+    engine._executor.before = {}
+    shape = engine.program.shape
+
+    def block(each: BlockShape) -> BlockShape:
+        return replace(each, leaves=sizes.get(each.index, 0), travel=travel_of(sizes.get(each.index, 0)))
+
+    stages = {at: replace(each, blocks=tuple(map(block, each.blocks))) for at, each in shape.stages.items()}
+    return Program(engine.program.instructions, replace(shape, stages=stages))
+
+
+def _sizes(kept: KeptActivations) -> dict[int, int]:
+    return {block: sum(piece.nbytes for piece in each.pieces) for (block, _), each in kept._now.items()}
 
 
 def _sent(unit: Any, do: Operation) -> int:
@@ -198,12 +235,17 @@ def _difference(engine: Engine, other: Engine) -> float:
 @contextmanager
 def paced(engine: Engine, rate: float) -> Iterator[None]:
     """Let each copy, and each step on the host, take at least its bytes' time."""
-    copy, step = hosted._copy, HostSteps._step_there
+    copy, step, copy_kept = hosted._copy, HostSteps._step_there, activations._copy
 
     def paced_copy(pairs: Any) -> None:
         begin = time.perf_counter()
         copy(pairs)
         _sleep_until(begin + sum(source.nbytes for _, source in pairs) / rate)
+
+    def paced_kept(pieces: Any, *rest: Any, **options: Any) -> None:
+        begin = time.perf_counter()
+        copy_kept(pieces, *rest, **options)
+        _sleep_until(begin + sum(piece.nbytes for piece in pieces) / rate)
 
     def paced_step(self: HostSteps, unit: Unit, *rest: Any, **options: Any) -> None:
         begin = time.perf_counter()
@@ -211,7 +253,11 @@ def paced(engine: Engine, rate: float) -> Iterator[None]:
         shape = engine.program.shape.units[unit.spec.index]
         _sleep_until(begin + _sent(shape, Hosted.STEP_ON_HOST) / rate)
 
-    with patch.object(hosted, "_copy", paced_copy), patch.object(HostSteps, "_step_there", paced_step):
+    with (
+        patch.object(hosted, "_copy", paced_copy),
+        patch.object(activations, "_copy", paced_kept),
+        patch.object(HostSteps, "_step_there", paced_step),
+    ):
         yield
 
 
@@ -228,9 +274,10 @@ def report(result: Mapping[str, Any]) -> str:
         [
             "# Host memory on an emulated device",
             "Written by `python benchmarks/run.py host`. **The device and the link are emulated**: compute sleeps; "
-            "copies of masters and states are real, and take at least as long as over a link of the given speed, as do "
-            "steps on the host. *link*: milliseconds of the largest unit over the link in one direction, or on the "
-            "host. *simulated*: `atoll.program.sim` with timed instructions and that speed. Medians of steps back to "
+            "copies of masters, states and activations are real, and take at least as long as over a link of the given "
+            "speed, as do steps on the host. *link*: milliseconds of the largest unit over the link in one direction, "
+            "or on the host; of activations, of what one block keeps of a microbatch. *MB a rank*: to host memory in a "
+            "step. *simulated*: `atoll.program.sim` with timed instructions and that speed. Medians of steps back to "
             "back.",
             tables.measured_in(result["environment"]) if "environment" in result else "",
             "\n".join(

@@ -84,7 +84,7 @@ def _leaving(ranks: Ranks, run: range, at: int) -> int:
 
 
 def _outside(ranks: Ranks, work: Work) -> int:
-    """Return the bytes of gradients that autograd makes in I, until they are added to the unit's: those of an embedding,
+    """Return the bytes of gradients that autograd makes in I, until they are added to the unit's: those of embeddings,
     norms and biases."""
     apart = work.experts.parameters - work.experts.matrices - work.experts.frozen
     return (work.parameters - work.matrices - work.frozen - apart) * ranks.use.item

@@ -10,12 +10,13 @@ from torch import nn
 from atoll.base.digests import digest
 from atoll.plans.ir import Schedule
 from atoll.plans.plan import Plan
+from atoll.runtime.models import Adapter
 from atoll.runtime.same import DIGEST, check_same, software
 from atoll.runtime.sharding.replicas import digest_of
 from atoll.runtime.transport import world_rank, world_size, world_store
 
 
-def check_alike(model: nn.Module, plan: Plan, **options: object) -> None:
+def check_alike(model: nn.Module | Adapter, plan: Plan, **options: object) -> None:
     """Raise ConfigError on every rank unless all have the same software, plan, options and model, and equal initial
     values."""
     store = world_store()
@@ -44,10 +45,11 @@ def _fact(value: object) -> str:
     return f"{value.name}, {value.ranks} ranks, {value.chunks} chunks, {value.microbatches} microbatches"
 
 
-def _parts(model: nn.Module) -> dict[str, list[tuple[str, nn.Parameter]]]:
+def _parts(model: nn.Module | Adapter) -> dict[str, list[tuple[str, nn.Parameter]]]:
     """Return parameters grouped by layer: by name up to the first number, or by the first word."""
     found: dict[str, list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in model.named_parameters():
+    owners = [model] if isinstance(model, nn.Module) else model.blocks()
+    for name, parameter in (each for owner in owners for each in owner.named_parameters()):
         numbered = re.match(r"(.*?\.\d+)\.", name)
         found.setdefault(numbered[1] if numbered else name.partition(".")[0], []).append((name, parameter))
     return found
