@@ -14,6 +14,7 @@ import torch.distributed as dist
 from atoll.base.errors import ConfigError
 from atoll.runtime import same
 from atoll.runtime.engine import Engine
+from atoll.runtime.models.adapter import adapter_for
 from atoll.runtime.same import describe_differences
 from atoll.testing.parity import Case
 from atoll.testing.pool import run_ranks
@@ -81,6 +82,16 @@ def with_another_mesh(case: Case) -> Engine:
 def with_another_model(case: Case) -> Engine:
     wider = replace(case, model=TinyConfig(layers=3))
     return (wider if dist.get_rank() == 3 else case).engine()
+
+
+def from_an_adapter(case: Case) -> Engine:
+    model = case.model.build()
+    return Engine(adapter_for(model), case.plan, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))
+
+
+def test_an_adapter_is_compared_as_its_model_is() -> None:
+    """Past fault: an adapter in place of a model was an AttributeError on several ranks."""
+    assert run_ranks(said_by, 2, from_an_adapter, Case("IGI", intra=2)) == ["it was built"] * 2
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,12 @@ NOTHING: dict[str, Any] = {}
 LEFT = "left"
 """What is expected of a setting that is not converted; with a pair, in part."""
 
-ON_HOST = {"parallel.host.optimizer": "update-on-host", "parallel.host.fraction": 1.0}
+ON_HOST = {
+    "parallel.host.optimizer": "update-on-host",
+    "parallel.host.fraction": 1.0,
+    "parallel.host.activations": 0.0,
+}
+KEPT_ON_HOST = {"parallel.recompute": "block", "parallel.host.fraction": 1.0, "parallel.host.activations": 1.0}
 Expected = dict[str, Any] | str
 
 ADAM: dict[str, Any] = {"optimizer.type": "Adam"}
@@ -254,7 +259,7 @@ RULES: dict[str, dict[str, list[Row]]] = {
         "activation_checkpointing.partition_activations": [(True, {"parallel.recompute": "block"})],
         "activation_checkpointing.cpu_checkpointing": [
             (False, {"parallel.recompute": "block"}),
-            (True, LEFT, {"activation_checkpointing.profile": False}),
+            (True, KEPT_ON_HOST),
         ],
         "activation_checkpointing.contiguous_memory_optimization": [(True, {"parallel.recompute": "block"})],
         "activation_checkpointing.number_checkpoints": [

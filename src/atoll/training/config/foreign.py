@@ -11,6 +11,7 @@ from collections.abc import Mapping
 _STEP = "train.global_batch is the number of sequences per step, train.microbatch per forward"
 _EXPERTS = "parallel.expert, a divisor of parallel.intra: tensor-parallel ranks divide experts too, and do not count"
 _BALANCE = "train.router.sequence_loss, the balance loss of each router as a mean over sequences, not over a batch"
+_KEPT = "parallel.host = { activations = 1.0 }"
 _HOST = 'parallel.host = { optimizer = "update-on-host" }, which also has "update-on-device"'
 _CAPACITY = "experts have no capacity: none of their tokens is dropped"
 _LAYOUT = "parallel.layout has three letters, for parameters, gradients and optimizer state"
@@ -52,6 +53,7 @@ _ANSWERS: Mapping[str, str] = {
     "fsdp_reshard_after_forward": f'{_LAYOUT}: true is "GGG", false "NGG"',
     "fsdp_version data_parallel_sharding_strategy": _LAYOUT,
     "offload_optimizer offload_optimizer_device enable_cpu_offload": _HOST,
+    "cpu_checkpointing activation_offloading enable_activation_offloading cpu_offloading_activations": _KEPT,
     "fsdp_offload_params offload_param": f"{_HOST}; frozen parameters rest there with parallel.host.parameters",
     "fsdp_auto_wrap_policy": "a block of the model is one unit; parallel.unit joins several",
     "zero_stage": f'{_LAYOUT}: stage 1 is "NNG", 2 "NGG", 3 "GGG"; or parallel.zero_optimization = {{ stage = 2 }}',

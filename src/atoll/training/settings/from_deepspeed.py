@@ -39,7 +39,8 @@ def zero(into: Conversion, path: str, value: Any) -> None:
     if found.intra is not None:
         into.put("parallel.intra", found.intra)
     if found.host:
-        into.put("parallel.host", dict(found.host))
+        for key, value in found.host.items():
+            into.put(f"parallel.host.{key}", value)
     if found.codecs:
         into.put("parallel.codecs", dict(found.codecs))
 
@@ -114,6 +115,12 @@ def _recompute(also: Rule | None) -> Rule:
     return rule
 
 
+def _kept_to_host(into: Conversion, path: str, value: Any) -> None:
+    """Convert inputs of blocks that are kept in host memory."""
+    if value is True:
+        into.put("parallel.host.activations", 1.0)
+
+
 def _experts(into: Conversion, path: str, value: Any) -> None:
     """Convert AutoEP's block. It has an effect if it is enabled."""
     block = {**value}
@@ -185,9 +192,7 @@ _RULES: Mapping[str, Rule] = {
     "gradient_clipping": to("train.clip"),
     "zero_optimization": zero,
     "activation_checkpointing.partition_activations": _recompute(None),
-    "activation_checkpointing.cpu_checkpointing": _recompute(
-        if_set("activations kept for the backward stay on the device")
-    ),
+    "activation_checkpointing.cpu_checkpointing": _recompute(_kept_to_host),
     "activation_checkpointing.contiguous_memory_optimization": _recompute(None),
     "activation_checkpointing.number_checkpoints": _recompute(if_set("each block is recomputed by itself")),
     "activation_checkpointing.synchronize_checkpoint_boundary": _recompute(None),

@@ -206,7 +206,7 @@ def state_to_host(*, leaves: str = "") -> Rule:
         if value not in (True, "cpu"):
             into.leave(path, value, "state rests in host memory at most")
             return
-        into.put("parallel.host", {"optimizer": ON_HOST})
+        into.put("parallel.host.optimizer", ON_HOST)
         if leaves:
             into.leave(path, value, leaves)
 
