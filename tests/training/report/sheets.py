@@ -15,7 +15,11 @@ from atoll.training.report import Curves, Sheet, predicted_sheet, recorded_timel
 CLUSTER = Cluster.of(
     {
         "device": {"memory": 10_000_000_000, "bandwidth": 1e11, "rates": {"bfloat16": 1e13}},
-        "node": {"devices": 4, "link": {"rate": 2e9, "latency": 5e-6}},
+        "node": {
+            "devices": 4,
+            "link": {"rate": 2e9, "latency": 5e-6},
+            "host": {"memory": 64_000_000_000, "bandwidth": 2e10, "rate": 5e9},
+        },
         "network": {"rate": 2e8, "latency": 3e-5},
     }
 )

@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 
 from atoll.base.errors import UserError
+from atoll.plans.host import HostState
 from atoll.plans.ir import Action
 from atoll.prediction.cost.breakdown import PARTS
+from atoll.program.host import IN, OUT
 from atoll.program.trace import Span, Trace
 from atoll.testing.progress import run
 from atoll.training.report import (
@@ -31,10 +33,11 @@ from atoll.training.report import (
     traced_timeline,
 )
 from atoll.training.report.pack import BAR_COLUMNS
-from atoll.training.report.page import PART_STYLES
+from atoll.training.report.page import CAUSE_COLOURS, PART_STYLES
 from atoll.training.report.pictures import draw_layout
 from atoll.training.report.sheet import memory
 from atoll.training.report.timeline import PROGRAM, Bar, _read
+from atoll.training.report.traffic import FLOW_CAUSES
 from tests.training.report.sheets import RANKS, predict, run_sheet
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -47,6 +50,8 @@ PLANS: list[dict[str, Any]] = [
     {"tensor": 2, "layout": "III"},
     {"post_validation": True, "layout": "NGG"},
     {"vocabulary_parallel": True, "layout": "NNG"},
+    {"host": HostState("update-on-device")},
+    {"host": HostState("update-on-host", activations=0.5)},
 ]
 
 
@@ -164,8 +169,16 @@ def test_traffic_is_what_programs_send(plan: dict[str, Any]) -> None:
     prediction = predict(**plan)
     flows = predicted_flows(prediction)
     for rank, program in enumerate(prediction.ranks.programs.ranks):
-        for link in ("inter", "intra"):
+        for link in ("inter", "intra", IN, OUT):
             assert sum(flow.bytes for flow in flows if (flow.rank, flow.link) == (rank, link)) == program.sent[link]
+
+
+def test_each_cause_has_a_colour_of_its_own() -> None:
+    """Past fault: two causes had none, and a page of host memory ended in a ValueError."""
+    assert len(set(CAUSE_COLOURS)) == len(FLOW_CAUSES)
+    text = page([predicted_sheet(predict(host=HostState("update-on-host", activations=0.5)), "plan")])
+    for words in ("from host memory", "to host memory", FLOW_CAUSES["kept"], FLOW_CAUSES["lowered"]):
+        assert words in text
 
 
 def test_messages_between_stages_are_counted() -> None:

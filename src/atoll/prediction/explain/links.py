@@ -24,6 +24,7 @@ _KINDS = {
     "state": "optimizer state",
     "lowered": "gradients for the host",
     "steps": "steps on the host",
+    "kept": "activations",
 }
 """Kinds by what instructions carry; all else is messages."""
 

@@ -50,7 +50,11 @@ PART_STYLES = {
 LABELLED = 0.2
 """Share of a line from which a bar has its label inside."""
 
-CAUSE_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#f0e442", "#56b4e9", "#8a8a8a", "#b4a7d6")
+CAUSE_COLOURS = (
+    *("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#f0e442", "#56b4e9", "#8a8a8a", "#b4a7d6"),
+    *("#44aa99", "#999933", "#c9a227", "#8c7a2b", "#882255", "#6699cc"),
+)
+"""Colours of `FLOW_CAUSES`, in their order."""
 SCRIPTS = ("charts", "timeline", "memory", "metrics", "page")
 """Parts of the page's one module; the last one begins."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from atoll.prediction.cost import Prediction
 from atoll.prediction.cost.outer import outer_bytes_sent
 from atoll.prediction.cost.ranks import sent_inside
+from atoll.program.host import IN, OUT, STEPS
 from atoll.program.traffic import way_of
 
 LINKS = {
@@ -16,6 +17,9 @@ LINKS = {
     "intra": "inside a group (intra)",
     "tp": "tensor-parallel group (tp)",
     "expert": "between ranks that divide experts (expert)",
+    IN: "from host memory",
+    OUT: "to host memory",
+    STEPS: "memory of the host",
 }
 
 FLOW_CAUSES = {
@@ -30,6 +34,10 @@ FLOW_CAUSES = {
     "tensor": "collectives within layers",
     "exchanges": "rows of experts",
     "outer": "outer gradients, mean of a step",
+    "state": "master and optimizer states",
+    "lowered": "gradients for the host's step",
+    "steps": "what the host's step reads and writes",
+    "kept": "activations until their backward",
 }
 
 
