@@ -17,7 +17,7 @@ from atoll.prediction.cost import Prediction, Transformer, Use
 from atoll.program import Do, Instruction, Kept, Operation, Program
 from atoll.program.draw import draw_program, listing
 from atoll.program.host import IN, OUT
-from atoll.program.kept import LEAST, leaves
+from atoll.program.kept import LEAST_LIFE, leaves
 from atoll.program.memory import most_away
 from atoll.program.sim.programs import Rates, Speed, play_programs
 from atoll.program.table import MOVING
@@ -86,7 +86,7 @@ def test_each_leaves_behind_its_forward_and_is_back_for_its_backward(schedule: s
     far = {
         (block, microbatch)
         for nth, (do, block, microbatch) in enumerate(computed)
-        if do is Do.F and computed.index((Do.I, block, microbatch)) - nth >= LEAST and block != found.shape.last
+        if do is Do.F and computed.index((Do.I, block, microbatch)) - nth >= LEAST_LIFE and block != found.shape.last
     }
     assert set(at[Kept.OFFLOAD_ACT]) == far
 
@@ -204,7 +204,7 @@ def test_memory_falls_by_what_is_away(schedule: str) -> None:
         away = most_away(found.instructions, found.shape)
         assert own.on_host(rank) == away > 0
         assert before - away <= after < before
-        assert after <= before - away + (LEAST + MOVING) * largest
+        assert after <= before - away + (LEAST_LIFE + MOVING) * largest
         assert plain.on_host(rank) == 0
 
 

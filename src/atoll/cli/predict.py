@@ -97,8 +97,8 @@ def _plan(prediction: Prediction) -> Iterator[str]:
             yield f"optimizer state in host memory, {plan.host.optimizer}{share}"
         if plan.host.parameters is not None:
             yield "frozen parameters in host memory, which every gather copies to the device"
-        if plan.host.activations:
-            share = "" if plan.host.activations == 1 else f"{plan.host.activations:.0%} of "
+        if plan.offloads:
+            share = "" if plan.offloads == 1 else f"{plan.offloads:.0%} of "
             yield f"{share}activations in host memory from their forward to their backward"
     if plan.outer is not None:
         yield f"{plan.mesh.inter} islands with outer steps {plan.outer}"

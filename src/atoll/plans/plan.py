@@ -266,7 +266,7 @@ class Plan:
             raise PlanError(f"microbatch = {self.microbatch}; a microbatch needs at least one sample")
         if self.recompute not in RECOMPUTE:
             raise PlanError(f"recompute = {self.recompute!r}; known: {', '.join(RECOMPUTE)}")
-        if self.host is not None and self.host.activations and self.recompute == "selective" and self.compile != "none":
+        if self.offloads and self.recompute == "selective" and self.compile != "none":
             raise PlanError(
                 "host: activations, with recompute = 'selective' and compile: what a compiled block keeps then is not "
                 "seen; use recompute = 'none' or 'block', or compile = 'none'"
@@ -329,6 +329,11 @@ class Plan:
     def end(self) -> Ending:
         """The rule by which the plan's steps end."""
         return Ending.AHEAD if self.post_validation else Ending.AT_ONCE
+
+    @property
+    def offloads(self) -> float:
+        """The share of activations that leaves for host memory."""
+        return 0.0 if self.host is None else self.host.activations
 
     @property
     def islands(self) -> int:

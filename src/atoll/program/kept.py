@@ -12,7 +12,7 @@ backward begins. A stage of three blocks, of which the first one's activations l
     0I0.0
 
 What is kept for longest leaves first. So of a stage these are its first blocks, of a rank the stages that wait longest
-for their backward, and what comes back within `LEAST` blocks stays. So does what the model's last block keeps: the loss
+for their backward, and what comes back within `LEAST_LIFE` blocks stays. So does what the model's last block keeps: the loss
 follows it, and keeps its output.
 """
 
@@ -28,7 +28,7 @@ from atoll.program.operation import Amount, Lane, Need, Operation, Over, Partner
 from atoll.program.shape import BlockShape, RankShape
 from atoll.program.table import Do, Facts, Workspaces
 
-LEAST = 4
+LEAST_LIFE = 4
 """Blocks that are computed from a block's forward to its backward, at least, if what it keeps leaves: one hides either
 copy, and it has to be away in between."""
 
@@ -74,7 +74,7 @@ def travel_of(leaves: int) -> Mapping[tuple[Operation, Phase | None], tuple[tupl
     return {(Kept.OFFLOAD_ACT, None): ((OUT, leaves),), (Kept.ONLOAD_ACT, None): ((IN, leaves),)} if leaves else {}
 
 
-Passage = tuple[int, int | None]
+_Passage = tuple[int, int | None]
 """A block and a microbatch."""
 
 
@@ -119,13 +119,15 @@ def _of(do: Operation, each: Instruction) -> Instruction:
     return Instruction(do, each.action, each.of)
 
 
-def leaves(instructions: Iterable[Instruction], shape: RankShape) -> Mapping[Passage, tuple[int, int]]:
+def leaves(instructions: Iterable[Instruction], shape: RankShape) -> Mapping[_Passage, tuple[int, int]]:
     """Return what leaves for host memory, with the places of its forward and its backward among those of all blocks: of
     what all blocks keep of all microbatches a share, in number, what is kept for longest first."""
-    places: defaultdict[Passage, list[int]] = defaultdict(list)
+    places: defaultdict[_Passage, list[int]] = defaultdict(list)
     for nth, each in enumerate(each for each in instructions if each.do in _COMPUTED):
         places[each.of, each.action.microbatch].append(nth)
     kept = {passage: (each[0], each[1]) for passage, each in places.items() if len(each) > 1}
     by_life = sorted(kept, key=lambda passage: (kept[passage][0] - kept[passage][1], kept[passage][0]))
     chosen = by_life[: round(shape.offloads * len(kept))]
-    return {each: kept[each] for each in chosen if kept[each][1] - kept[each][0] >= LEAST and each[0] != shape.last}
+    return {
+        each: kept[each] for each in chosen if kept[each][1] - kept[each][0] >= LEAST_LIFE and each[0] != shape.last
+    }

@@ -62,7 +62,7 @@ def _block(block: BlockShape, ranks: Ranks, run: range, received: Mapping[str, i
         passing = own + again - sum(each.nbytes for each in (*work.saved, *work.again) if each.until == "W")
     else:
         pending, passing = 0, own + again + sum(each.nbytes for each in work.pending) + _stacked(ranks, work)
-    leaves = _leaving(ranks, run, at) if ranks.offloads else 0
+    leaves = _leaving(ranks, run, at) if ranks.plan.offloads else 0
     return replace(
         block,
         kept=work.kept + sent - there,

@@ -172,7 +172,7 @@ class Prediction:
         """Return the bytes of host memory that a pipeline rank needs: for what rests there, and for what blocks keep,
         at most."""
         program = self.ranks.programs.ranks[rank]
-        away = most_away(program.instructions, program.shape) if self.ranks.offloads else 0
+        away = most_away(program.instructions, program.shape) if self.plan.offloads else 0
         return program.shape.footprint().host + away
 
     @cached_property

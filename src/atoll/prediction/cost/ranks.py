@@ -135,11 +135,6 @@ class Ranks:
         options = {"residency": plan.stays, "room": plan.resident, "reduction": plan.reduction}
         return lower(self.computed, sizes=self.sizes, slices=self.slices.resident, **options)
 
-    @property
-    def offloads(self) -> bool:
-        """True if activations leave for host memory."""
-        return self.plan.host is not None and self.plan.host.activations > 0
-
     # ---- description
 
     @property
@@ -204,7 +199,7 @@ class Ranks:
             place, segments = self.place(rank), self.segments[rank]
             shape = self.shape.rank(place, segments, reads_in_place=self.reads_in_place)
             # The link to host memory needs the bytes of activations; of other programs only the memory does.
-            self._described[rank] = with_activations(shape, self) if self.offloads else shape
+            self._described[rank] = with_activations(shape, self) if self.plan.offloads else shape
         return self._described[rank]
 
     @cached_property

@@ -109,7 +109,7 @@ class Skeleton:
             for (computed, idle), update in zip(self._busy, updates, strict=True)
         )
         makespan = self._makespan(mesh) + updates[self._schedule.placement.rank_of(0)]
-        stays = self.base.plan.host is None or not self.base.plan.host.activations
+        stays = not self.base.plan.offloads
         nbytes = stays * max(max(own, default=0) for own in self._kept) + self.base.device.context
         return Least(min(busy, makespan), float(nbytes), makespan)
 

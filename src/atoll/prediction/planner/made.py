@@ -36,7 +36,7 @@ def made_for(base: Prediction, limit: float) -> Made | None:
         limit - (peak.total - state - peak.activations - peak.pending)
         for peak, state in zip(peaks, states, strict=True)
     ]
-    if base.plan.host is not None and base.plan.host.activations:
+    if base.plan.offloads:
         moving = MOVING * max(work.kept for work in base.ranks.works)
         room = [each - moving for each in room]
     if min(room) <= 0:
@@ -76,8 +76,7 @@ def _layer(base: Prediction, part: range, state: float) -> Layer:
     """
     works = [base.ranks.works[at] for at in part]
     forward, backward, weights = (sum(column) for column in zip(*map(base.durations.parts, works), strict=True))
-    host = base.plan.host
-    share = 1.0 if host is None else 1.0 - host.activations
+    share = 1.0 - base.plan.offloads
     return Layer(
         forward,
         backward,

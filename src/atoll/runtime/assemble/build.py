@@ -216,8 +216,6 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
     entry, exit_ = _ends_of(model.outline.adapter, model.outline.vocabulary, stage, last=last)
     waits = last > 0
     keeps = plan.recompute == "selective" and plan.compile == "none"
-    # What torch's contexts keep is not seen, and could not leave for host memory.
-    leaves = plan.host is not None and plan.host.activations > 0
     own_blocks: list[LocalBlock] = []
     for at in runs[stage]:
         block = model.blocks[at]
@@ -233,7 +231,7 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
             needs_backward=at >= model.shape.first_trained,
             recompute="none" if is_table else plan.recompute,
             end=exit_ if exit_ is not None and exit_.lies_in(block) else None,
-            keeping=Selective(collector, by_layers=leaves or model.experts.replaces(at, waits=waits))
+            keeping=Selective(collector, by_layers=plan.offloads > 0 or model.experts.replaces(at, waits=waits))
             if keeps
             else None,
         )

@@ -163,7 +163,7 @@ def assemble(
         loss=adapter.loss if options.loss is None else _OwnLoss(options.loss, device),
         seed=options.seed,
         lanes=timed,
-        kept=KeptActivations(device, lanes, transport) if plan.host is not None and plan.host.activations else None,
+        kept=KeptActivations(device, lanes, transport) if plan.offloads else None,
     )
     outer = None
     if plan.outer is not None:

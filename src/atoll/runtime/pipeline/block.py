@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from atoll.base._torch import run_backward
 from atoll.base.errors import RunError
 from atoll.runtime.models.operations import nested_tensors, replace_tensors
-from atoll.runtime.pipeline.selective import Kept, Selective, of_torch
+from atoll.runtime.pipeline.selective import Contexts, Selective, of_torch
 from atoll.runtime.randomness import seed_block
 from atoll.runtime.sharding.unit import Unit
 
@@ -145,7 +145,7 @@ class LocalBlock:
         if not torch.is_grad_enabled():
             return self._drawn(draw, *args, **kwargs), None
         if self._recompute == "block":
-            return self._forward_alone(given, draw, Kept(nullcontext(), nullcontext()))
+            return self._forward_alone(given, draw, Contexts(nullcontext(), nullcontext()))
         if self._keeping is not None and self._keeping.by_layers:
             return self._forward_alone(given, draw, self._keeping.contexts())
         if self._recompute == "selective":
@@ -163,7 +163,7 @@ class LocalBlock:
         handed, leaves = self._cut(output, made)
         return handed, Passage(made, leaves) if leaves else None
 
-    def _forward_alone(self, given: BlockArguments, draw: BlockDraw, keeping: Kept) -> tuple[Any, Passage | None]:
+    def _forward_alone(self, given: BlockArguments, draw: BlockDraw, keeping: Contexts) -> tuple[Any, Passage | None]:
         """Run the forward in a context and without a graph; the backward will run it again, in the second context."""
         args, kwargs = given
         with torch.no_grad(), keeping.first:
@@ -171,7 +171,7 @@ class LocalBlock:
         made = [tensor for tensor in self._made(output) if self.needs_backward and tensor.is_floating_point()]
         handed, leaves = self._cut(output, made)
         again = given, draw, keeping.second
-        return handed, Passage((), leaves, again, keeping.products) if leaves else None
+        return handed, Passage((), leaves, again, kept=keeping.products) if leaves else None
 
     def _made(self, output: Any) -> list[Tensor]:
         """Return the tensors of a forward's output; for a block with an end, only the input of that end."""

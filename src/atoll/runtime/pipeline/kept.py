@@ -47,7 +47,7 @@ from atoll.runtime.pipeline.block import BlockArguments, Passage
 from atoll.runtime.sharding.hosted import host_zeros
 from atoll.runtime.transport import Transport
 
-Place = tuple[int, int]
+_Place = tuple[int, int]
 """A block and a microbatch."""
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -113,8 +113,8 @@ class KeptActivations:
 
     def __init__(self, device: torch.device, lanes: Mapping[LaneKind, JobLane], transport: Transport) -> None:
         self._device, self._lanes, self._transport = device, lanes, transport
-        self.chosen: Collection[Place] = frozenset()
-        self._now: dict[Place, _Leaving] = {}
+        self.chosen: Collection[_Place] = frozenset()
+        self._now: dict[_Place, _Leaving] = {}
         # Buffers in host memory by size: those in no use, and how many there are.
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
         self._made: defaultdict[int, int] = defaultdict(int)

@@ -26,7 +26,7 @@ ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """The contexts of the first and of the second forward."""
 
 
-class Kept(NamedTuple):
+class Contexts(NamedTuple):
     """The contexts of both forwards, and the outputs of products that the first one keeps, once it has run, each with
     its version."""
 
@@ -102,10 +102,10 @@ class Selective:
         self._layers = layers
         self._is_known = self.by_layers = by_layers
 
-    def contexts(self) -> Kept:
+    def contexts(self) -> Contexts:
         """Return the contexts in which layers keep outputs, and return them."""
         keeping = _Keeping()
-        return Kept(self._with(keeping), self._with(_Returning(keeping.kept)), keeping.kept)
+        return Contexts(self._with(keeping), self._with(_Returning(keeping.kept)), keeping.kept)
 
     def contexts_of_torch(self) -> ContextPair:
         """Return torch's contexts. The first time, products are counted: all, and those of layers."""

@@ -144,8 +144,8 @@ class Subject:
             found.append(f"state in host memory ({plan.host.optimizer}): it rests on the device")
         if plan.host is not None and plan.host.parameters:
             found.append("frozen parameters in host memory: they rest on the device")
-        if plan.host is not None and plan.host.activations:
-            found.append(f"a share of {plan.host.activations:g} of activations in host memory: they stay on the device")
+        if plan.offloads:
+            found.append(f"a share of {plan.offloads:g} of activations in host memory: they stay on the device")
         if plan.stays == "run":
             found.append("residency `run`: gathered parameters stay for one microbatch or for the step")
         if plan.unit > 1:
