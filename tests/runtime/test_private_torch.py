@@ -29,7 +29,9 @@ from atoll.base._torch import (
     reset_of,
     run_backward,
     scaled_gradients,
+    storage_references,
     takes_scale,
+    tensor_references,
     version,
     watched_operations,
     writes_to,
@@ -202,3 +204,19 @@ def test_the_range_of_versions_is_the_same_everywhere() -> None:
     assert f"torch>={first},<{end}" in required
     last = f"2.{int(end.partition('.')[2]) - 1}"
     assert f"PyTorch {first} to {last}." in (root / "docs" / "install.md").read_text()
+
+
+def test_references_to_a_tensor_and_to_its_storage_are_counted() -> None:
+    made = torch.zeros(4)
+    assert (tensor_references(made), storage_references(made.untyped_storage())) == (1, 1)
+    other = made
+    assert tensor_references(made) == 1  # all of Python's are one
+    view = made.view(2, 2)
+    alias = made.detach()
+    assert storage_references(made.untyped_storage()) == 3
+    del view, alias, other
+    leaf = torch.zeros(4, requires_grad=True)
+    graph = leaf * leaf
+    assert tensor_references(leaf) > 2  # as it is, for two factors and for its gradient
+    del graph
+    assert storage_references(leaf.untyped_storage()) == 1

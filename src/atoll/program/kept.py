@@ -12,8 +12,8 @@ backward begins. A stage of three blocks, of which the first one's activations l
     0I0.0
 
 What is kept for longest leaves first. So of a stage these are its first blocks, of a rank the stages that wait longest
-for their backward, and what comes back within `LEAST_LIFE` blocks stays. So does what the model's last block keeps: the loss
-follows it, and keeps its output.
+for their backward, and what comes back within `LEAST_LIFE` blocks stays. So does what the model's last block keeps: the
+loss follows it, and keeps its output.
 """
 
 from __future__ import annotations
