@@ -22,6 +22,7 @@ from benchmarks.chaos.bench import kills, of_last_commit
 from benchmarks.experts.figures import beside_fsdp2, pairs
 from benchmarks.gpu import lines as gpu_lines
 from benchmarks.gpu import pages as gpu_pages
+from benchmarks.host.bench import HIDDEN
 from benchmarks.integrity.bench import ENDS, shares
 from benchmarks.islands.judging import counted, judged
 from benchmarks.muon.bench import WINDOW
@@ -191,6 +192,14 @@ def integrity(raw: Raw) -> Figures:
         "of": sum(row[end] for row in before for end in ENDS),
         "loading": to(loading, ".1%"),
         "saving": to(saving, ".2f"),
+    }
+
+
+def host(raw: Raw) -> Figures:
+    return {
+        "cases": len(raw["rows"]),
+        "over": max(row["over_simulation"] for row in raw["rows"]),
+        "hidden": max(row["over_without"] for row in raw["rows"] if row["name"] in HIDDEN),
     }
 
 
@@ -790,6 +799,15 @@ ALL_CLAIMS = (
         "more than simulated",
         raw="slow_hop",
         figures=slow_hop,
+    ),
+    Claim(
+        what="host memory for states and activations (**emulated device and link**)",
+        how="{cases} plans, with copies that take as long as over a link of a given speed: "
+        "[page](benchmarks/host/README.md)",
+        result="steps at most {over:.1%} longer than simulated; at most {hidden:.1%} longer than without where copies "
+        "hide",
+        raw="host",
+        figures=host,
     ),
     Claim(
         what="codecs between two islands (**emulated network**)",
