@@ -57,6 +57,7 @@ def parameters_after(case: Case) -> dict[str, torch.Tensor]:
     return dict(train_case(case).parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 @pytest.mark.parametrize("given", [{"recompute": each} for each in RECOMPUTE] + [{"compile": "block-eager"}], ids=str)
 def test_the_bits_are_the_same(given: dict[str, str], schedule: str) -> None:
