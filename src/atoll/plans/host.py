@@ -1,5 +1,4 @@
-"""What is in host memory instead of the device's: the optimizer's state, frozen parameters, and what blocks keep for
-their backward.
+"""What a plan places in host memory: optimizer state, frozen parameters, and activations until their backward.
 
 The optimizer's state of a unit that rests there is its master and the tensors that the optimizer keeps of each
 parameter. The parameters of the forward rest on the device, apart from the master.
@@ -12,8 +11,8 @@ Of frozen parameters, such as the base of low-rank adapters, each rank has its s
 level N. A gather begins with the copy to the device, and nothing else is different: the copy is freed after its use,
 and prefetched as if it came from another rank.
 
-What a block keeps of a microbatch for its backward leaves after its forward, and comes back before its backward, while
-other blocks compute (`atoll.program.kept`).
+Activations that a block saves for its backward are copied to host memory after its forward, and copied back before its
+backward, while other blocks compute (`atoll.program.kept`).
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ class HostState:
     units whose state rests in host memory.  budget: bytes of it that may be on the device at once to be stepped; if not
     given, what the three largest units need. The largest unit always may.
     parameters: "frozen" if those that are not trained rest in host memory.
-    activations: the share of what blocks keep for their backward that leaves for host memory, counted in blocks and
-    microbatches of a rank; what is kept for longest leaves first, and what is needed again soon stays.
+    activations: the share of activations that is offloaded, counted in pairs of a block and a microbatch of a rank.
+    Those with the longest time between forward and backward are offloaded first; those needed again soon are not.
 
     Raises PlanError for values that no plan can have.
     """
@@ -75,16 +74,11 @@ class HostState:
 
     @property
     def words(self) -> str:
-        """What rests there, in words."""
+        """The contents of host memory, for tables and messages."""
         frozen = "frozen parameters" if self.parameters else None
         share = "" if self.activations == 1 else f"{self.activations:.0%} of "
         kept = f"{share}activations" if self.activations else None
         return " and ".join(each for each in (self.optimizer, frozen, kept) if each)
-
-    @property
-    def rests_between_steps(self) -> bool:
-        """True if anything is there between steps."""
-        return self.optimizer is not None or self.parameters is not None
 
     @property
     def steps_there(self) -> bool:

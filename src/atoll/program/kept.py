@@ -1,4 +1,4 @@
-"""What blocks keep for their backward, in host memory meanwhile: its instructions, and the pass that inserts them.
+"""Activation offloading: its instructions, and the pass that inserts them into a program.
 
     OFFLOAD_ACT    begins to copy what a block keeps of a microbatch to host memory
     OFFLOADED_ACT  waits for that: the device's memory is freed
@@ -11,9 +11,9 @@ backward begins. A stage of three blocks, of which the first one's activations l
     0F0.0, OFFLOAD_ACT 0F0.0, 0F0.1, OFFLOADED_ACT 0F0.0, 0F0.2, .., 0I0.2, ONLOAD_ACT 0I0.0, 0I0.1, ONLOADED_ACT 0I0.0,
     0I0.0
 
-What is kept for longest leaves first. So of a stage these are its first blocks, of a rank the stages that wait longest
-for their backward, and what comes back within `LEAST_LIFE` blocks stays. So does what the model's last block keeps: the
-loss follows it, and keeps its output.
+Activations with the longest time between forward and backward are offloaded first: those of a stage's first blocks, and
+of the stages that wait longest for their backward. Activations needed again within `LEAST_LIFE` blocks stay on the
+device. So do those of the model's last block, whose output the loss saves.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def _of(do: Operation, each: Instruction) -> Instruction:
 
 
 def leaves(instructions: Iterable[Instruction], shape: RankShape) -> Mapping[_Passage, tuple[int, int]]:
-    """Return what leaves for host memory, with the places of its forward and its backward among those of all blocks: of
-    what all blocks keep of all microbatches a share, in number, what is kept for longest first."""
+    """Return the blocks and microbatches whose activations are offloaded, each with the positions of its forward and
+    its backward among those of all blocks. `shape.offloads` is their share of all pairs."""
     places: defaultdict[_Passage, list[int]] = defaultdict(list)
     for nth, each in enumerate(each for each in instructions if each.do in _COMPUTED):
         places[each.of, each.action.microbatch].append(nth)

@@ -187,8 +187,8 @@ def held_in(instructions: Sequence[Instruction], shape: RankShape, before: Held)
 
 
 def most_away(instructions: Iterable[Instruction], shape: RankShape) -> int:
-    """Return the most bytes of activations that are in host memory at once, from the begin of their way there to the
-    end of their way back."""
+    """Return the peak bytes of activations in host memory. They count from the start of the copy to host memory to the
+    end of the copy back."""
     return max((away for (away,) in _sums(instructions, shape, ("away",))), default=0)
 
 

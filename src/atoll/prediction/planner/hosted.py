@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from atoll.plans.host import FROZEN, UPDATES, HostState
 from atoll.prediction.planner.candidate import Candidate
@@ -38,11 +37,12 @@ def with_host(search: PlanSearch, found: Found) -> Found:
             own = other.with_made(own)
         better = [each for each in own.fitting if each.peak is not None]  # of slower ones nobody knows whether they fit
         if better:
-            less = list(_with_less(other, better[0]))
+            lesser = list(_lesser(host))
+            less = [each for each in (_with(other, better[0], small) for small in lesser) if each is not None]
             best = min(each.seconds for each in (*less, *better))
             fitting = sorted((*less, *own.fitting, *found.fitting), key=lambda each: each.seconds)
             found = found._replace(fitting=tuple(fitting), bound=min(found.bound, own.bound))
-            own = own._replace(predicted=own.predicted + len(SHARES))
+            own = own._replace(predicted=own.predicted + len(lesser))
         found = found._replace(predicted=found.predicted + own.predicted)
     return found
 
@@ -63,17 +63,20 @@ def _hosts(search: PlanSearch) -> Iterator[tuple[HostState, bool]]:
         yield HostState(update, parameters=frozen, activations=1.0), True
 
 
-def _with_less(search: PlanSearch, found: Candidate) -> Iterator[Candidate]:
-    """Yield a plan with smaller shares in host memory, where it fits and takes less time: what its link has no time
-    for stays on the device."""
-    host = found.travel.host
-    assert host is not None, "the search has it"
-    wholes = [name for name in ("fraction", "activations") if getattr(host, name) == 1.0]
-    for name in wholes if host.optimizer else wholes[1:] if host.activations else ():
-        for share in SHARES:
-            less: dict[str, Any] = {name: share}
-            other = found._replace(travel=found.travel._replace(host=replace(host, **less)))
-            prediction = search.predict(other)
-            peak = max(prediction.peak(rank).total for rank in range(prediction.plan.mesh.pipeline))
-            if peak <= search.limit and prediction.fits and prediction.seconds < found.seconds:
-                yield other._replace(seconds=prediction.seconds, peak=peak)
+def _lesser(host: HostState) -> Iterator[HostState]:
+    """Yield smaller shares: what the link has no time for stays on the device."""
+    for share in SHARES:
+        if host.optimizer:
+            yield replace(host, fraction=share)
+        if host.activations:
+            yield replace(host, activations=share)
+
+
+def _with(search: PlanSearch, found: Candidate, host: HostState) -> Candidate | None:
+    """Return a plan with other contents of host memory; None if it does not fit or is not faster."""
+    other = found._replace(travel=found.travel._replace(host=host))
+    prediction = search.predict(other)
+    peak = max(prediction.peak(rank).total for rank in range(prediction.plan.mesh.pipeline))
+    if peak > search.limit or not prediction.fits or prediction.seconds >= found.seconds:
+        return None
+    return other._replace(seconds=prediction.seconds, peak=peak)

@@ -1,6 +1,6 @@
-"""What blocks keep for their backward, in host memory meanwhile: the calls of OFFLOAD_ACT to ONLOADED_ACT.
+"""Activation offloading: the calls that execute OFFLOAD_ACT, OFFLOADED_ACT, ONLOAD_ACT and ONLOADED_ACT.
 
-What is kept is memory (storages), of three kinds:
+Storages are offloaded, of three kinds of tensors:
 
     saved     what autograd saves of the block's forward, seen by hooks: an alias of each tensor, with its version
     input     the leaf that the block before has handed to it, which that one needs only as a place for a gradient
@@ -68,7 +68,7 @@ class _Leaving:
     """What a block keeps of one microbatch, from its forward to the begin of its backward."""
 
     def __init__(self) -> None:
-        # As autograd has them. Cleared before the backward, which frees them one by one.
+        # As autograd has them. `arrive` drops them with this object, so that the backward can free them one by one.
         self.aliases: list[Tensor] = []
         self.pieces: list[_Piece] = []
         # The leaves that it was handed, while it is not known whether another one reads them.

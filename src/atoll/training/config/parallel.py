@@ -83,8 +83,8 @@ class HostSection(Section):
     """"frozen": parameters that are not trained, such as the base of adapters, rest there, and every gather begins with
     their copy to the device"""
     activations: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """share of what blocks keep for their backward that leaves for host memory after their forward, and comes back
-    before their backward: what is kept for longest, and not what is needed again soon"""
+    """share of activations that is copied to host memory after a block's forward and back before its backward; those
+    with the longest time in between come first, and those needed again soon stay on the device"""
 
     @property
     def value(self) -> HostState:
