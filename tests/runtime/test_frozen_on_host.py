@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from atoll.base.errors import PlanError
 from atoll.plans.host import HostState
 from atoll.plans.layouts import EFFECTIVE, Footprint
 from atoll.program.host import IN
 from atoll.testing import run_ranks
-from atoll.testing.parity import Case, assert_checkpoint_parity, assert_parity, train_case
+from atoll.testing.parity import Case, assert_checkpoint_parity, assert_parity
 from atoll.testing.tiny import TinyConfig
+from tests.hosts import PIPELINE, RECOMPUTE, SCHEDULES, assert_same_bits, parameters_after
 
 FROZEN = HostState(parameters="frozen")
 BOTH = HostState("update-on-device", parameters="frozen")
@@ -23,8 +23,6 @@ THERE = HostState("update-on-host", parameters="frozen")
 EVERY = (FROZEN, BOTH, THERE)
 
 MODEL, ONE_STAGE = TinyConfig(layers=5, frozen=True, unused=True), TinyConfig(layers=5, trained=(1,))
-SCHEDULES = ("1f1b", "zb-v", "interleaved", "breadth-first")
-PIPELINE: dict[str, Any] = {"pipeline": 2, "intra": 2, "microbatches": 8}
 
 
 # ---- the same result
@@ -36,7 +34,7 @@ PIPELINE: dict[str, Any] = {"pipeline": 2, "intra": 2, "microbatches": 8}
 def test_every_layout_equals_one_process(schedule: str) -> None:
     """Each kind of host memory, with each recompute."""
     for at, layout in enumerate(EFFECTIVE):
-        host, recompute = EVERY[at % 3], ("none", "block", "selective")[(at // 3) % 3]
+        host, recompute = EVERY[at % 3], RECOMPUTE[(at // 3) % 3]
         given = {**PIPELINE, "schedule": schedule, "recompute": recompute, "model": (MODEL, ONE_STAGE)[at % 2]}
         assert_parity(Case(layout=layout.name, host=host, **given))
 
@@ -47,19 +45,12 @@ def test_without_a_pipeline(host: HostState) -> None:
         assert_parity(Case(layout=layout, inter=intra, intra=intra, host=host, model=MODEL))
 
 
-def parameters_after(case: Case) -> dict[str, torch.Tensor]:
-    return dict(train_case(case).parameters)
-
-
 @pytest.mark.parametrize("residency", ["action", "run", "step"])
 @pytest.mark.parametrize("layout", ["NNN", "IIG"])
 def test_the_bits_are_the_same(layout: str, residency: str) -> None:
     given = {**PIPELINE, "schedule": "zb-h1", "precision": "bf16", "residency": residency}
     case = Case(layout=layout, model=MODEL, **given)
-    plain = run_ranks(parameters_after, case.ranks, case)
-    for own, other in zip(plain, run_ranks(parameters_after, case.ranks, replace(case, host=FROZEN)), strict=True):
-        assert own.keys() == other.keys()
-        assert all(torch.equal(own[name], other[name]) for name in own)
+    assert_same_bits(case, FROZEN)
 
 
 def test_matrices_that_are_transformed_whole_do_not_matter() -> None:

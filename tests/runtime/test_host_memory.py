@@ -21,8 +21,9 @@ from atoll.program.host import IN, OUT
 from atoll.runtime.pipeline.step_end import LossScaler
 from atoll.runtime.sharding.hosted import HostedState
 from atoll.testing import run_ranks
-from atoll.testing.parity import Case, assert_checkpoint_parity, assert_parity, train_case
+from atoll.testing.parity import Case, assert_checkpoint_parity, assert_parity
 from atoll.testing.tiny import TinyConfig
+from tests.hosts import PIPELINE, RECOMPUTE, SCHEDULES, assert_same_bits, parameters_after
 
 ON_DEVICE, ON_HOST = HostState("update-on-device"), HostState("update-on-host")
 TIGHT = HostState("update-on-device", budget=0)
@@ -32,8 +33,6 @@ EVERY = (ON_DEVICE, TIGHT, ON_HOST, HALF)
 ODD, TIED = TinyConfig(layers=5, odd=True, dropout=0.2), TinyConfig(layers=5, tied=True, vocabulary=17, small=True)
 FROZEN, UNUSED = TinyConfig(layers=5, frozen=True), TinyConfig(layers=5, unused=True)
 MODELS = (ODD, TIED, FROZEN, UNUSED)
-SCHEDULES = ("1f1b", "zb-v", "interleaved", "breadth-first")
-PIPELINE: dict[str, Any] = {"pipeline": 2, "intra": 2, "microbatches": 8}
 
 
 # ---- the same result
@@ -45,7 +44,7 @@ PIPELINE: dict[str, Any] = {"pipeline": 2, "intra": 2, "microbatches": 8}
 def test_every_layout_equals_one_process(schedule: str) -> None:
     """Each kind of host memory, with each recompute."""
     for at, layout in enumerate(EFFECTIVE):
-        host, recompute = EVERY[at % 4], ("none", "block", "selective")[at % 3]
+        host, recompute = EVERY[at % 4], RECOMPUTE[at % 3]
         given = {**PIPELINE, "schedule": schedule, "recompute": recompute, "model": MODELS[(at // 2) % 4]}
         assert_parity(Case(layout=layout.name, host=host, **given))
 
@@ -65,20 +64,12 @@ def test_a_step_ahead_of_its_verdict(host: HostState, clip: float) -> None:
     assert_parity(Case(layout="NNG", model=UNUSED, **given))
 
 
-def parameters_after(case: Case) -> dict[str, torch.Tensor]:
-    return dict(train_case(case).parameters)
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("post_validation", [False, True])
 def test_a_step_on_the_device_gives_the_same_bits(precision: str, post_validation: bool) -> None:
     given = {**PIPELINE, "schedule": "zb-h1", "precision": precision, "post_validation": post_validation}
     case = Case(layout="IIG", model=ODD, **given)
-    plain = run_ranks(parameters_after, case.ranks, case)
-    for host in (ON_DEVICE, TIGHT):
-        for own, other in zip(plain, run_ranks(parameters_after, case.ranks, replace(case, host=host)), strict=True):
-            assert own.keys() == other.keys()
-            assert all(torch.equal(own[name], other[name]) for name in own)
+    assert_same_bits(case, ON_DEVICE, TIGHT)
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "RAdam"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,18 +17,15 @@ from atoll.program import Kept
 from atoll.program.host import IN, OUT
 from atoll.runtime.pipeline import kept
 from atoll.testing import run_ranks
-from atoll.testing.parity import Case, assert_parity, train_case
+from atoll.testing.parity import Case, assert_parity
 from atoll.testing.tiny import TinyConfig
 from atoll.training.config import Config, from_dict
 from atoll.training.setup.build import build_engine, build_model
 from atoll.training.setup.prediction import predict_plan
+from tests.hosts import PIPELINE, RECOMPUTE, SCHEDULES, assert_same_bits
 
 ALL = HostState(activations=1.0)
 EVERY = (ALL, HostState("update-on-device", activations=0.5), HostState("update-on-host", activations=1.0))
-
-SCHEDULES = ("1f1b", "zb-v", "interleaved", "breadth-first")
-RECOMPUTE = ("none", "block", "selective")
-PIPELINE: dict[str, Any] = {"pipeline": 2, "intra": 2, "microbatches": 8}
 
 
 # ---- the same result
@@ -53,19 +49,12 @@ def test_without_a_pipeline(model: TinyConfig, recompute: str) -> None:
     assert_parity(Case("GGG", intra=2, host=ALL, model=model, recompute=recompute))
 
 
-def parameters_after(case: Case) -> dict[str, torch.Tensor]:
-    return dict(train_case(case).parameters)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 @pytest.mark.parametrize("given", [{"recompute": each} for each in RECOMPUTE] + [{"compile": "block-eager"}], ids=str)
 def test_the_bits_are_the_same(given: dict[str, str], schedule: str) -> None:
     case = Case(layout="IIG", model=TinyConfig(layers=6), schedule=schedule, precision="bf16", **given, **PIPELINE)
-    plain = run_ranks(parameters_after, case.ranks, case)
-    for own, other in zip(plain, run_ranks(parameters_after, case.ranks, replace(case, host=ALL)), strict=True):
-        assert own.keys() == other.keys()
-        assert all(torch.equal(own[name], other[name]) for name in own)
+    assert_same_bits(case, ALL)
 
 
 def test_a_step_that_is_begun_again_discards_what_has_left() -> None:
