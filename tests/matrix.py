@@ -68,6 +68,8 @@ HOSTS = (
     HostState("update-on-device", parameters="frozen"),
     HostState(activations=1.0),
     HostState("update-on-host", activations=0.5),
+    HostState("update-on-device", parameters="all"),
+    HostState("update-on-host", parameters="all"),
 )
 """What is in host memory."""
 
@@ -127,7 +129,7 @@ REFUSALS = (
         *("optimizer", lambda name: name == "Muon", "host memory with Muon"),
     ),
     Refusal(
-        *("host", lambda host: host is not None and host.parameters),
+        *("host", lambda host: host is not None and host.parameters == "frozen"),
         *(
             "model",
             lambda model: model not in ("frozen", "one stage trained"),

@@ -114,7 +114,7 @@ class Count:
         known = sum(size for sizes in parts.values() for (_, is_shared), size in sizes.items() if not is_shared)
         # Host memory is apart from the device's, which here is the same.
         kept = self.engine._executor.microbatches.kept
-        away = 0 if kept is None else kept.nbytes
+        away = sum(self._new(self._at_home(), set()).values()) + (0 if kept is None else kept.nbytes)
         held = own._replace(activations=after - self.base - known - away, passing=inside - after)
         if held.total > self.held.total:
             self.held, self.at = held, (do, of)
@@ -136,7 +136,7 @@ class Count:
             for segment in unit.segments:
                 shards, gradients = segment.shards, segment.gradients
                 own["parameters"].append(shards.parameter)
-                own["optimizer"].append(shards.master)
+                own["optimizer"] += [shards.master] if shards.hosted is None else shards.hosted.visiting
                 own["gathered"] += [segment.unsharded.buffer, segment.unsharded._staged]
                 own["gradients"] += gradients.shards.values()
                 own["buffers"] += [
@@ -147,7 +147,14 @@ class Count:
         own["optimizer"] += self.engine._optimizer.state_tensors()
         own["pending"] += self._pending()
         seen: set[Key] = set()
+        self._new(self._at_home(), seen)
         return {component: self._new(tensors, seen) for component, tensors in own.items()}
+
+    def _at_home(self) -> Iterator[torch.Tensor | None]:
+        """What rests in host memory."""
+        for unit in self.engine.units:
+            for segment in unit.segments:
+                yield from segment.held()["host"]
 
     def _new(self, tensors: Iterable[torch.Tensor | None], seen: set[Key]) -> dict[Key, int]:
         """Bytes of storages that have not been seen. What is lent is a part of one storage, and counts by itself."""

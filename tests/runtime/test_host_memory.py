@@ -28,7 +28,8 @@ from tests.hosts import PIPELINE, RECOMPUTE, SCHEDULES, assert_same_bits, parame
 ON_DEVICE, ON_HOST = HostState("update-on-device"), HostState("update-on-host")
 TIGHT = HostState("update-on-device", budget=0)
 HALF = HostState("update-on-host", fraction=0.5)
-EVERY = (ON_DEVICE, TIGHT, ON_HOST, HALF)
+HERE, THERE = HostState("update-on-device", parameters="all"), HostState("update-on-host", parameters="all")
+EVERY = (ON_DEVICE, TIGHT, ON_HOST, HALF, HERE, THERE)
 
 ODD, TIED = TinyConfig(layers=5, odd=True, dropout=0.2), TinyConfig(layers=5, tied=True, vocabulary=17, small=True)
 FROZEN, UNUSED = TinyConfig(layers=5, frozen=True), TinyConfig(layers=5, unused=True)
@@ -44,14 +45,14 @@ MODELS = (ODD, TIED, FROZEN, UNUSED)
 def test_every_layout_equals_one_process(schedule: str) -> None:
     """Each kind of host memory, with each recompute."""
     for at, layout in enumerate(EFFECTIVE):
-        host, recompute = EVERY[at % 4], RECOMPUTE[at % 3]
-        given = {**PIPELINE, "schedule": schedule, "recompute": recompute, "model": MODELS[(at // 2) % 4]}
+        host, recompute = EVERY[at % 6], RECOMPUTE[(at // 2) % 3]
+        given = {**PIPELINE, "schedule": schedule, "recompute": recompute, "model": MODELS[(at // 3) % 4]}
         assert_parity(Case(layout=layout.name, host=host, **given))
 
 
 @pytest.mark.parametrize("host", EVERY, ids=str)
 def test_without_a_pipeline(host: HostState) -> None:
-    for layout, model in zip(("NNN", "IIG", "GGG"), MODELS, strict=False):
+    for layout, model in zip(("NNN", "IIG", "GGG", "NGG"), MODELS, strict=True):
         assert_parity(Case(layout=layout, inter=2, intra=2, host=host, model=model))
 
 
@@ -106,7 +107,9 @@ def test_a_fraction_of_the_units_is_spread_over_the_model(fraction: float, found
 # ---- checkpoints
 
 
-@pytest.mark.parametrize(("saves", "loads"), [(ON_DEVICE, None), (None, ON_HOST), (ON_HOST, TIGHT), (HALF, HALF)])
+@pytest.mark.parametrize(
+    ("saves", "loads"), [(ON_DEVICE, None), (None, ON_HOST), (ON_HOST, TIGHT), (HALF, HALF), (HERE, THERE)]
+)
 def test_a_checkpoint_loads_in_any_place(saves: HostState | None, loads: HostState | None, tmp_path: Path) -> None:
     first = Case(layout="IIG", inter=2, intra=2, host=saves, model=ODD)
     second = Case(layout="GGG", intra=2, pipeline=2, schedule="1f1b", host=loads, model=ODD)
@@ -176,7 +179,7 @@ def most_on_the_device(case: Case) -> tuple[int, int]:
     def look(then: Callable[..., None]) -> Callable[..., None]:
         def both(state: HostedState) -> None:
             then(state)
-            found.append(sum(t.nbytes for each in hosted for t in each._here.values()))
+            found.append(sum(t.nbytes for each in hosted for t in each.visiting))
 
         return both
 
@@ -195,7 +198,7 @@ def test_the_budget_is_what_is_on_the_device(budget: int | None) -> None:
 
 
 def test_an_evaluation_reads_what_the_host_has_stepped() -> None:
-    for host in (ON_DEVICE, ON_HOST):
+    for host in (ON_DEVICE, ON_HOST, HERE, THERE):
         case = Case(layout="GGG", intra=2, host=host, model=ODD)
         for own, other in zip(
             run_ranks(evaluated, 2, case), run_ranks(evaluated, 2, replace(case, host=None)), strict=True

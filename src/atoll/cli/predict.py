@@ -96,7 +96,7 @@ def _plan(prediction: Prediction) -> Iterator[str]:
             share = "" if plan.host.fraction == 1 else f", of a share of {plan.host.fraction:g} of the units"
             yield f"optimizer state in host memory, {plan.host.optimizer}{share}"
         if plan.host.parameters is not None:
-            yield "frozen parameters in host memory, which every gather copies to the device"
+            yield f"{plan.host.parameters} parameters in host memory, which every gather copies to the device"
         if plan.offloads:
             share = "" if plan.offloads == 1 else f"{plan.offloads:.0%} of "
             yield f"{share}activations in host memory from their forward to their backward"

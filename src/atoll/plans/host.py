@@ -7,9 +7,10 @@ parameter. The parameters of the forward rest on the device, apart from the mast
     update-on-host     gradients are copied to host memory, where the processors step while the next step begins; the
                        parameters come back for their first use
 
-Of frozen parameters, such as the base of low-rank adapters, each rank has its shard in host memory, or all of them at
-level N. A gather begins with the copy to the device, and nothing else is different: the copy is freed after its use,
-and prefetched as if it came from another rank.
+Of frozen parameters, such as the base of low-rank adapters, or of all, each rank has its shard in host memory, or all
+of them at level N. A gather begins with the copy to the device, and nothing else is different: the copy is freed after
+its use, and prefetched as if it came from another rank. Trained ones are written there by the host's step, or leave
+with the state that the device has stepped.
 
 Activations that a block saves for its backward are copied to host memory after its forward, and copied back before its
 backward, while other blocks compute (`atoll.program.kept`).
@@ -29,8 +30,11 @@ Update = Literal["update-on-device", "update-on-host"]
 
 UPDATES: tuple[Update, ...] = get_args(Update)
 
-FROZEN: Literal["frozen"] = "frozen"
-"""The parameters that may rest in host memory: those that are not trained."""
+Resting = Literal["frozen", "all"]
+"""The parameters that rest in host memory: those that are not trained, or all."""
+
+FROZEN: Resting = "frozen"
+ALL: Resting = "all"
 
 AHEAD = 3
 """Units whose state is on the device at once, if there is no budget: one arrives, one is stepped and one leaves."""
@@ -43,7 +47,8 @@ class HostState:
     optimizer: where the state is stepped; None if it rests on the device.  fraction: the share of a rank's trained
     units whose state rests in host memory.  budget: bytes of it that may be on the device at once to be stepped; if not
     given, what the three largest units need. The largest unit always may.
-    parameters: "frozen" if those that are not trained rest in host memory.
+    parameters: those that rest in host memory: "frozen" ones, or "all". Trained ones need `optimizer` and all of its
+    state.
     activations: the share of activations that is offloaded, counted in pairs of a block and a microbatch of a rank.
     Those with the longest time between forward and backward are offloaded first; those needed again soon are not.
 
@@ -53,7 +58,7 @@ class HostState:
     optimizer: Update | None = None
     fraction: float = 1.0
     budget: int | None = None
-    parameters: Literal["frozen"] | None = None
+    parameters: Resting | None = None
     activations: float = 0.0
 
     def __post_init__(self) -> None:
@@ -63,10 +68,15 @@ class HostState:
             )
         if self.optimizer not in (None, *UPDATES):
             raise PlanError(f"host: optimizer = {self.optimizer!r}; known: {', '.join(UPDATES)}")
-        if self.parameters not in (None, FROZEN):
-            raise PlanError(f"host: parameters = {self.parameters!r}; known: {FROZEN}")
+        if self.parameters not in (None, *get_args(Resting)):
+            raise PlanError(f"host: parameters = {self.parameters!r}; known: {FROZEN}, {ALL}")
         if not 0 < self.fraction <= 1:
             raise PlanError(f"host: fraction = {self.fraction}; a share above 0, up to 1; leave host out for none")
+        if self.parameters == ALL and (self.optimizer is None or self.fraction != 1):
+            raise PlanError(
+                "host: parameters = 'all' needs the whole state in host memory, which takes more of the device than "
+                "the parameters: give optimizer, and leave fraction out"
+            )
         if not 0 <= self.activations <= 1:
             raise PlanError(f"host: activations = {self.activations}; a share from 0 to 1")
         if self.budget is not None and self.budget < 0:
@@ -75,7 +85,7 @@ class HostState:
     @property
     def words(self) -> str:
         """The contents of host memory, for tables and messages."""
-        frozen = "frozen parameters" if self.parameters else None
+        frozen = f"{self.parameters} parameters" if self.parameters else None
         share = "" if self.activations == 1 else f"{self.activations:.0%} of "
         kept = f"{share}activations" if self.activations else None
         return " and ".join(each for each in (self.optimizer, frozen, kept) if each)
@@ -99,7 +109,8 @@ class HostState:
             sharding,
             on_host=is_on_host,
             steps_on_host=is_on_host and self.steps_there,
-            frozen_on_host=self.parameters == FROZEN,
+            frozen_on_host=self.parameters is not None,
+            trained_on_host=self.parameters == ALL,
         )
 
     def rests(self, units: Iterable[int]) -> frozenset[int]:

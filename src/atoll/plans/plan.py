@@ -299,15 +299,17 @@ class Plan:
     def stays(self) -> Residency:
         """How long gathered parameters are kept: `residency`, or its default.
 
-        A gather that sends nothing is a copy on the device, or a cast of the master where p and os are sharded alike.
-        `action` would save the memory of these copies, and make two of each block in a microbatch.
+        A gather that sends nothing, and copies nothing from host memory, is a copy on the device, or a cast of the
+        master where p and os are sharded alike. `action` would save the memory of these copies, and make two of each
+        block in a microbatch.
         """
         if self.residency is not None:
             return self.residency
         views = (View.DENSE, View.EXPERTS) if self.divides_experts else (View.DENSE,)
         each = [self.sharding(self.mesh.place(0), view) for view in views]
         is_sent = any(sharding.real(GATHER_PARAMETER[sharding.layout.parameters]) for sharding in each)
-        return "action" if is_sent else "step"
+        comes = self.host is not None and self.host.parameters is not None
+        return "action" if is_sent or comes else "step"
 
     @property
     def least_states(self) -> int:

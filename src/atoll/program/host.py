@@ -2,7 +2,7 @@
 
 Stepped on the device:
 
-    LANDED     waits, behind the first forward, for what the step before sent back: the device's copies of it are freed
+    LANDED     waits, in the first forward, for what the step before sent back: the device's copies of it are freed
     ONLOAD     begins to copy the master and states of a unit to the device
     ONLOADED   waits for that                          STEP_UNIT  steps the unit
     OFFLOAD    begins to copy them back                OFFLOADED  waits for that: the device's copies are freed
@@ -26,6 +26,10 @@ Stepped by the processors of the host:
     ONLOAD_PARAM  begins to copy the parameters to the device, and to where they are stored, as RETURN does
 
 So the steps of all units but the first overlap with the next program, in the order in which it needs them.
+
+Parameters that rest in host memory (`HostState.parameters`) are copied to the device by each gather. What the device
+has stepped leaves with the state, by OFFLOAD. What the host has stepped is where it rests; only if ranks send it each
+other does ONLOAD_PARAM bring it to the device, and then to host memory.
 """
 
 from __future__ import annotations
@@ -35,11 +39,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from atoll.plans.ir import Action, Op
 from atoll.plans.layouts import SegmentShape, Sharding
-from atoll.plans.layouts.resting import lowered_bytes, onloaded_bytes, raised_bytes, stepped_bytes
+from atoll.plans.layouts.resting import (
+    compared_bytes,
+    lowered_bytes,
+    onloaded_bytes,
+    raised_bytes,
+    returned_bytes,
+    stepped_bytes,
+)
 from atoll.program.instruction import Instruction
 from atoll.program.operation import Amount, Fact, Lane, Need, Operation, Over, Partners, Per, Phase, Scope, Workspace
 from atoll.program.shape import RankShape, UnitShape
-from atoll.program.table import Do, Facts
+from atoll.program.table import Do, Facts, Workspaces
 
 IN, OUT, STEPS = "host in", "host out", "host step"
 """The directions of the link to host memory, and that memory itself, which steps read and write, as `UnitShape.travel`
@@ -52,6 +63,10 @@ def _rests(unit: UnitShape, _: Phase | None) -> bool:
 
 def _size(unit: UnitShape, _: Phase | None) -> int:
     return unit.on_host
+
+
+def _returned(unit: UnitShape, _: Phase | None) -> int:
+    return unit.returned
 
 
 def _is_stepped_there(unit: UnitShape, _: Phase | None) -> bool:
@@ -87,7 +102,8 @@ class HostFacts:
 
 
 _STATE = Workspace("state", Per.UNIT)
-_LEAVING = Workspace("state", Per.STEP)
+_LEAVING = Workspace("state", Per.STEP, before=lambda shape: shape.leaving)
+_RETURNED = Workspace("state", Per.UNIT)
 
 
 class Hosted:
@@ -96,7 +112,7 @@ class Hosted:
     LANDED = Operation(
         lane=Lane.HOST, scope=Scope.STEP, over=Over.ALL, waits=True, peers=Partners.NONE,
         ends=(HostFacts.OFFLOADING,), gives=(HostFacts.HOME,), cause="host",
-        within=(Amount(_LEAVING, lambda shape, _: shape.leaving),),
+        frees=(Amount(_LEAVING),),
     )  # fmt: skip
     ONLOAD = Operation(
         lane=Lane.HOST, begins=True, is_aside=True, moves=True, carries="state", peers=Partners.NONE,
@@ -114,7 +130,7 @@ class Hosted:
             Need(HostFacts.HERE, "unit {unit} is stepped before its state is onloaded"),
             Need(Facts.SYNCED, "unit {unit} is stepped before its gradients are there"),
         ),
-        gives=(Facts.UPDATED,), cause="optimizer", column="STEP",
+        gives=(Facts.UPDATED,), takes=(Amount(_RETURNED, _returned),), cause="optimizer", column="STEP",
     )  # fmt: skip
     OFFLOAD = Operation(
         lane=Lane.HOST, begins=True, is_aside=True, moves=True, carries="state", peers=Partners.NONE,
@@ -124,7 +140,8 @@ class Hosted:
     OFFLOADED = Operation(
         lane=Lane.HOST, waits=True, peers=Partners.NONE,
         needs=(Need(HostFacts.OFFLOADING, "unit {unit} is waited for before what was offloaded earlier"),),
-        ends=(HostFacts.OFFLOADING, HostFacts.HELD), gives=(HostFacts.HOME,), frees=(Amount(_STATE),), cause="host",
+        ends=(HostFacts.OFFLOADING, HostFacts.HELD), gives=(HostFacts.HOME,), frees=(Amount(_STATE), Amount(_RETURNED)),
+        cause="host",
     )  # fmt: skip
 
     OFFLOAD_GRAD = Operation(
@@ -148,7 +165,8 @@ class Hosted:
     ONLOAD_PARAM = Operation(
         lane=Lane.HOST, begins=True, is_aside=True, moves=True, carries="return", peers=Partners.NONE,
         needs=(Need(HostFacts.STEPPING, "unit {unit} comes from host memory before it is stepped", holds=False),),
-        gives=(Facts.RETURNING, Facts.CURRENT), bar=("onload", "ONLOAD", "onload {unit}"),
+        gives=(Facts.RETURNING, Facts.CURRENT), takes=(Amount(Workspaces.STAGED, _returned),),
+        bar=("onload", "ONLOAD", "onload {unit}"),
     )  # fmt: skip
 
 
@@ -158,9 +176,13 @@ _Travel = Mapping[tuple[Operation, Phase | None], tuple[tuple[str, int], ...]]
 def host_travel(segments: Sequence[SegmentShape], sharding: Sharding, travel: _Travel) -> _Travel:
     """Return what the instructions above send for a unit, by direction of the link; STEP_ON_HOST by what it reads and
     writes. travel: what others send."""
+
+    def offloaded_bytes(segment: SegmentShape, sharding: Sharding) -> int:
+        return onloaded_bytes(segment, sharding) + (0 if sharding.steps_on_host else returned_bytes(segment, sharding))
+
     ways = {
         Hosted.ONLOAD: (IN, onloaded_bytes),
-        Hosted.OFFLOAD: (OUT, onloaded_bytes),
+        Hosted.OFFLOAD: (OUT, offloaded_bytes),
         Hosted.OFFLOAD_GRAD: (OUT, lowered_bytes),
         Hosted.STEP_ON_HOST: (STEPS, stepped_bytes),
         Hosted.ONLOAD_PARAM: (IN, raised_bytes),
@@ -168,8 +190,16 @@ def host_travel(segments: Sequence[SegmentShape], sharding: Sharding, travel: _T
     found: dict[tuple[Operation, Phase | None], tuple[tuple[str, int], ...]] = {}
     for do, (axis, size) in ways.items():
         if nbytes := sum(size(segment, sharding) for segment in segments):
-            then = travel.get((Do.RETURN, None), ()) if do is Hosted.ONLOAD_PARAM else ()
-            found[do, None] = ((axis, nbytes), *then)
+            found[do, None] = ((axis, nbytes),)
+    sent = travel.get((Do.RETURN, None), ())
+    if compared := sum(compared_bytes(segment, sharding) for segment in segments):
+        sent = ((IN, compared), *sent)
+        if not sharding.steps_on_host:
+            found[Do.RETURN, None] = sent
+    if raised := found.get((Hosted.ONLOAD_PARAM, None)):
+        returned = sum(returned_bytes(segment, sharding) for segment in segments)
+        out = ((OUT, returned),) if returned else ()
+        found[Hosted.ONLOAD_PARAM, None] = (*raised, *sent, *out)
     return found
 
 
@@ -185,7 +215,9 @@ def insert_host(instructions: Sequence[Instruction], shape: RankShape) -> Iterab
 
 
 def _with_state(instructions: Sequence[Instruction], shape: RankShape) -> Iterator[Instruction]:
-    first = next((at for at, each in enumerate(instructions) if each.do is Do.FINISH_F), 0)
+    end = next((at for at, each in enumerate(instructions) if each.do is Do.FINISH_F), 0)
+    # Before the stage's last block, which may be the head: the memory of logits is needed from there on.
+    first = next((at for at in range(end, -1, -1) if instructions[at].do is Do.F), 0)
     turns = _Turns(
         [shape.units[each.of] for each in instructions if each.do in _STEPS and shape.units[each.of].on_host],
         shape.room,
@@ -194,9 +226,9 @@ def _with_state(instructions: Sequence[Instruction], shape: RankShape) -> Iterat
         is_step = each.do in _STEPS and shape.units[each.of].on_host > 0
         if is_step:
             yield from turns.come(each.action, each.of)
-        yield each
         if at == first:
             yield Instruction(Hosted.LANDED, each.action)
+        yield each
         if each.do is Do.DRAIN and each.action.op is Op.STEP:
             yield from turns.look(each.action)
         if is_step:
@@ -236,9 +268,11 @@ class _Turns:
 
     def __init__(self, units: Iterable[UnitShape], room: int) -> None:
         self._sizes: dict[int, int] = {}
+        self._returned: dict[int, int] = {}
         self._coming: deque[int] = deque()
         for unit in units:
             self._sizes[unit.index] = unit.on_host
+            self._returned[unit.index] = unit.returned
             self._coming.append(unit.index)
         self._here: set[int] = set()
         self._leaving: deque[int] = deque()
@@ -280,11 +314,11 @@ class _Turns:
     @property
     def left(self) -> int:
         """Bytes that are on their way back when nothing more is stepped."""
-        return sum(self._sizes[unit] for unit in self._leaving)
+        return sum(self._sizes[unit] + self._returned[unit] for unit in self._leaving)
 
 
 def bytes_leaving(units: Sequence[UnitShape], room: int) -> int:
-    """Return the bytes of state that are on their way back when a program ends. units: in the order of their steps."""
+    """Return the bytes that are on their way back when a program ends. units: in the order of their steps."""
     action = Action(0, Op.STEP)
     turns = _Turns((unit for unit in units if unit.on_host), room)
     deque(turns.look(action), maxlen=0)

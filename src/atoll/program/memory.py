@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from atoll.plans.layouts import (
@@ -26,7 +27,7 @@ from atoll.plans.layouts import (
     SegmentShape,
     Sharding,
 )
-from atoll.program.fold import Key, Resolved, phase_of
+from atoll.program.fold import OF_STEP, Key, Resolved, phase_of
 from atoll.program.instruction import Instruction
 from atoll.program.operation import Amount, Operation, Per, Phase, Sharing, Workspace
 from atoll.program.shape import RankShape, UnitShape, WeightShape
@@ -198,6 +199,12 @@ def _sums(instructions: Iterable[Instruction], shape: RankShape, names: tuple[st
     held: dict[tuple[Workspace, Key], int] = {}
     turns: dict[Workspace, list[int]] = {}
     known: dict[tuple[Operation, int, Phase | None, int], tuple[list[_Change], ...]] = {}
+    instructions = tuple(instructions)
+    for amount in chain.from_iterable(do.frees for do in {each.do for each in instructions}):
+        workspace = amount.workspace
+        if workspace.before is not None and workspace.part in names:
+            held[workspace, OF_STEP] = workspace.before(shape)
+            parts[names.index(workspace.part)] += held[workspace, OF_STEP]
     for step in instructions:
         do, action, of, phase = step
         found = known.get((do, of, phase, action.stage))

@@ -22,7 +22,7 @@ from atoll.plans.layouts import (
     Sharding,
     StoredCopies,
 )
-from atoll.plans.layouts.resting import frozen_bytes, lowered_bytes, onloaded_bytes
+from atoll.plans.layouts.resting import lowered_bytes, onloaded_bytes, resting_bytes, returned_bytes
 from atoll.plans.plan import Place, Plan, View
 from atoll.program.host import IN, bytes_leaving, host_travel
 from atoll.program.memory import arriving_bytes, needed_in_a_step, reduced_at_once
@@ -228,6 +228,7 @@ def unit_shape(
             for phase in flows
         },
         on_host=on_host,
+        returned=sum(returned_bytes(segment, sharding) for segment in segments),
         is_stepped_on_host=any(lowered_bytes(segment, sharding) for segment in segments),
         segments=tuple(segments),
         sharding=sharding,
@@ -256,7 +257,7 @@ def _travel_of(segment: SegmentShape, sharding: Sharding) -> _Travel:
     p, g, os = layout.parameters, layout.gradients, layout.optimizer
     found: _Travel = {(Do.GATHER, None): sharding.sent(segment, "parameter", GATHER_PARAMETER[p], segment.compute)}
     if sharding.frozen_on_host:
-        found[Do.GATHER, None] = ((IN, frozen_bytes(segment, sharding)), *found[Do.GATHER, None])
+        found[Do.GATHER, None] = ((IN, resting_bytes(segment, sharding)), *found[Do.GATHER, None])
     for phase in segment.phases:
         found[Do.REDUCE, phase] = sharding.sent(segment, "gradient", REDUCE_GRADIENT[g], precision.reduce)
     if segment.phases:

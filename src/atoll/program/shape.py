@@ -38,6 +38,7 @@ class UnitShape:
     sharded: bytes of the sharded gradients of each phase, from the first of a step on; none if they are always there.
     on_host: bytes of its master and states that rest in host memory, and come to the device for a step.
     is_stepped_on_host: whether they are stepped there instead.
+    returned: bytes of stepped parameters on the device, until they are in host memory, where they rest.
     segments: its flat buffers.  sharding: their layout.
     """
 
@@ -57,6 +58,7 @@ class UnitShape:
     sharded: Mapping[Phase, int] = field(default_factory=dict)
     on_host: int = 0
     is_stepped_on_host: bool = False
+    returned: int = 0
     segments: tuple[SegmentShape, ...] = field(default=(), compare=False)
     sharding: Sharding | None = field(default=None, compare=False)
 

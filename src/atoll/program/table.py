@@ -299,8 +299,8 @@ class Do:
     FETCH = Operation(
         lane=Lane.DATA, waits=True, moves_as=GATHER, carries="gathers",
         needs=_ONCE,
-        ends=(Facts.RETURNING,), gives=(Facts.UNSHARDED,), takes=(Amount(Workspaces.UNSHARDED, _whole),),
-        cause="gathers", bar=("gather", "GATHER", "gather {unit}"),
+        ends=(Facts.RETURNING,), gives=(Facts.UNSHARDED,), frees=(Amount(Workspaces.STAGED),),
+        takes=(Amount(Workspaces.UNSHARDED, _whole),), cause="gathers", bar=("gather", "GATHER", "gather {unit}"),
     )  # fmt: skip
     FREE = Operation(
         begins=True, is_aside=True,

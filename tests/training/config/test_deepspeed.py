@@ -5,9 +5,12 @@ from typing import Any
 import pytest
 
 from atoll.base.errors import ConfigError
+from atoll.plans.host import HostState
 from atoll.plans.layouts import Codec, Codecs, Layout
 from atoll.training.config import Config, from_dict
 from atoll.training.config.deepspeed import zero_block
+
+_OFFLOADS = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 
 
 def _read(block: Any, *overrides: str, **parallel: Any) -> Config:
@@ -51,6 +54,18 @@ def test_hpz_says_what_it_became() -> None:
     assert "holds less than hpZ and sends no more" in note
 
 
+def test_parameters_in_host_memory_go_out_and_come_back() -> None:
+    host = HostState("update-on-host", parameters="all")
+    block = zero_block(Layout("GGG"), 1, host=host)
+    assert block is not None
+    assert block["offload_param"] == {"device": "cpu", "pin_memory": True}
+    config = _read({**block, "offload_param": {"device": "cpu", "buffer_count": 5, "max_in_cpu": 1e9}})
+    assert config.parallel.host is not None
+    assert config.parallel.host.value == host
+    assert any("offload_param becomes parallel.host.parameters = 'all'" in note for note in config.notes)
+    assert "offload_param" not in (zero_block(Layout("NGG"), 1, host=host) or {})  # ZeRO-3 alone reads it
+
+
 def test_words_without_effect_are_noted() -> None:
     config = _read({"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8, "contiguous_gradients": True})
     assert config.parallel.layout == "NGG"
@@ -85,9 +100,16 @@ def test_a_stage_beside_a_strategy_is_noted() -> None:
         ({"stage": 2, "offload_optimizer": {"device": "nvme"}}, r"device = 'nvme': state rests in host memory at most"),
         ({"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0}}, r"ratio = 0: must be a share above 0"),
         ({"stage": 2, "offload_optimizer": {"device": "cpu", "rate": 1}}, r"offload_optimizer.rate: unknown word"),
+        ({"stage": 3, "offload_param": {"device": "cpu"}}, r"rest in host memory with the optimizer's state.* add"),
+        ({"stage": 2, **_OFFLOADS}, r"offload_param needs stage = 3, the block has stage = 2"),
         (
-            {"stage": 3, "offload_param": {"device": "cpu"}},
-            r"offload_param: trained parameters do not rest in host memory",
+            {"stage": 3, **_OFFLOADS, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+            r"ratio = 0.5 with offload_p",
+        ),
+        ({"stage": 3, "offload_param": {"device": "cpu", "size": 1}}, r"offload_param.size: unknown word"),
+        (
+            {"stage": 3, "offload_param": {"device": "nvme"}},
+            r"offload_param.device = 'nvme': state rests in host memory",
         ),
         (
             {"stage": 2, "zero_quantized_weights": True},

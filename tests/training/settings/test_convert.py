@@ -118,11 +118,26 @@ def test_accelerate() -> None:
     assert found.system == "accelerate"
     assert (config.parallel.ranks, config.parallel.layout, config.parallel.intra) == (16, "III", 8)
     assert (config.parallel.recompute, config.train.precision) == ("block", "bf16")
-    assert found.tables["parallel"]["host"] == {"optimizer": "update-on-host"}
+    assert found.tables["parallel"]["host"] == {"optimizer": "update-on-host", "parameters": "all"}
     assert found.left == [
-        "fsdp_config.fsdp_offload_params = True: the optimizer's state is converted; parameters stay on the device, "
-        "but for frozen ones with parallel.host.parameters"
+        "fsdp_config.fsdp_offload_params = True: state and parameters are converted; gradients stay on the device "
+        "until the step's end"
     ]
+
+
+@pytest.mark.parametrize(("given", "parameters", "words"), [
+    ((3, "cpu", "cpu"), "all", ""),
+    ((3, "none", "cpu"), None, "set its device to cpu"),
+    ((2, "cpu", "cpu"), None, "in ZeRO stage 3 alone"),
+    ((3, "cpu", "nvme"), None, "in host memory at most"),
+])  # fmt: skip
+def test_where_accelerates_deepspeed_keeps_parameters(
+    given: tuple[int, str, str], parameters: str | None, words: str
+) -> None:
+    own = dict(zip(("zero_stage", "offload_optimizer_device", "offload_param_device"), given, strict=True))
+    found = convert({"compute_environment": "LOCAL_MACHINE", "distributed_type": "DEEPSPEED", "deepspeed_config": own})
+    assert found.tables["parallel"].get("host", {}).get("parameters") == parameters
+    assert [words in line for line in found.left if "offload_param" in line] == [True] * (words != "")
 
 
 def test_torchtitan() -> None:
@@ -165,6 +180,7 @@ ON_HOST = {
     "parallel.host.fraction": 1.0,
     "parallel.host.activations": 0.0,
 }
+ALL_ON_HOST = {**ON_HOST, "parallel.host.parameters": "all"}
 KEPT_ON_HOST = {"parallel.recompute": "block", "parallel.host.fraction": 1.0, "parallel.host.activations": 1.0}
 Expected = dict[str, Any] | str
 
@@ -315,7 +331,7 @@ RULES: dict[str, dict[str, list[Row]]] = {
             (4, {"parallel.layout": "III"}),
         ],
         "fsdp_config.fsdp_activation_checkpointing": [(True, {"parallel.recompute": "block"}), (False, NOTHING)],
-        "fsdp_config.fsdp_offload_params": [(True, (ON_HOST, LEFT)), (False, NOTHING)],
+        "fsdp_config.fsdp_offload_params": [(True, (ALL_ON_HOST, LEFT)), (False, NOTHING)],
         "fsdp_config.fsdp_cpu_ram_efficient_loading": [(True, NOTHING)],
         "fsdp_config.fsdp_auto_wrap_policy": [("TRANSFORMER_BASED_WRAP", NOTHING), ("NO_WRAP", LEFT)],
         "fsdp_config.fsdp_transformer_layer_cls_to_wrap": [("LlamaDecoderLayer", NOTHING)],
@@ -451,7 +467,7 @@ RULES: dict[str, dict[str, list[Row]]] = {
         "training.mixed_precision_reduce": [("float32", NOTHING), ("bfloat16", LEFT)],
         "training.gc_freq": [(50, NOTHING)],
         "training.gc_debug": [(True, NOTHING)],
-        "training.enable_cpu_offload": [(True, (ON_HOST, LEFT)), (False, NOTHING)],
+        "training.enable_cpu_offload": [(True, (ALL_ON_HOST, LEFT)), (False, NOTHING)],
         "parallelism.pipeline_parallel_schedule": [
             ("GPipe", {"parallel.schedule": "gpipe"}),
             ("1F1B", NOTHING),

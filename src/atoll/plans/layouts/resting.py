@@ -24,14 +24,27 @@ def host_bytes(segment: SegmentShape, sharding: Sharding, states: int | None = N
     found = (2 if sharding.keeps_apart else 1) * state_bytes(segment, sharding, states)
     if not found or not sharding.steps_on_host:
         return found
-    casts = segment.compute != sharding.precision.master
+    casts = segment.compute != sharding.precision.master and not sharding.keeps_copy(segment)
     return found + lowered_bytes(segment, sharding) + (raised_bytes(segment, sharding) if casts else 0)
 
 
-def frozen_bytes(segment: SegmentShape, sharding: Sharding) -> int:
+def resting_bytes(segment: SegmentShape, sharding: Sharding) -> int:
     """Return the bytes of parameters that rest in host memory, which every gather copies to the device."""
     held = sharding.nest.range(sharding.layout.parameters, segment.map.padded)
     return ITEM_BYTES[segment.compute] * len(held) if sharding.rests_on_host(segment) else 0
+
+
+def returned_bytes(segment: SegmentShape, sharding: Sharding) -> int:
+    """Return the bytes of stepped parameters that leave the device for host memory, where they rest: none of those
+    that the host has stepped itself, unless ranks send them each other first."""
+    if not sharding.on_host or not segment.trainable or (sharding.steps_on_host and not sharding.is_spread):
+        return 0
+    return resting_bytes(segment, sharding)
+
+
+def compared_bytes(segment: SegmentShape, sharding: Sharding) -> int:
+    """Return the bytes of parameters that rest in host memory and come to the device for the next difference."""
+    return returned_bytes(segment, sharding) if sharding.keeps_copy(segment) else 0
 
 
 def onloaded_bytes(segment: SegmentShape, sharding: Sharding) -> int:
@@ -46,11 +59,16 @@ def lowered_bytes(segment: SegmentShape, sharding: Sharding) -> int:
 
 
 def raised_bytes(segment: SegmentShape, sharding: Sharding) -> int:
-    """Return the bytes of parameters that come back to the device."""
+    """Return the bytes of parameters that come back to the device; none that rest in host memory as they were stepped
+    there."""
     if not sharding.steps_on_host or not state_bytes(segment, sharding):
         return 0
+    if sharding.trained_on_host and not sharding.is_spread:
+        return 0
     finer = max(sharding.layout.parameters, sharding.layout.optimizer)
-    return ITEM_BYTES[segment.compute] * len(sharding.nest.range(finer, segment.map.padded))
+    # The difference to a copy is that of the master.
+    dtype = sharding.precision.master if sharding.keeps_copy(segment) else segment.compute
+    return ITEM_BYTES[dtype] * len(sharding.nest.range(finer, segment.map.padded))
 
 
 def stepped_bytes(segment: SegmentShape, sharding: Sharding) -> int:

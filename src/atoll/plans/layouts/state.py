@@ -22,7 +22,7 @@ class Footprint:
     """Bytes of one rank's model state. Only tensors count, not step counters.
 
     optimizer: masters, states, residuals of codecs, and what outer steps store.
-    host: masters and states, and frozen parameters, that rest in host memory; `total` is the device's.
+    host: masters, states and parameters that rest in host memory; `total` is the device's.
     Sharded gradients are freed at the end of a step; everything else is kept between steps.
     """
 
@@ -69,8 +69,13 @@ def _segment_footprint(segment: SegmentShape, sharding: Sharding, states: int) -
 
     stored = sharding.stored(segment)
     parameters = 0 if stored is StoredCopies.CAST else ITEM_BYTES[segment.compute] * numel(layout.parameters)
+    if sharding.keeps_copy(segment) and sharding.keeps_apart:
+        parameters *= 2  # the other one to take a step back
+    resting = 0
+    if sharding.rests_on_host(segment):
+        parameters, resting = 0, parameters
     if stored is StoredCopies.ALONE:
-        return Footprint(0, 0, 0, parameters) if sharding.rests_on_host(segment) else Footprint(parameters, 0, 0)
+        return Footprint(parameters, 0, 0, resting)
     item = ITEM_BYTES[precision.master]
     held = sharding.nest.range(layout.optimizer, segment.map.padded)
     covered = sum(part.stop - part.start for part in segment.map.slices(held))
@@ -83,8 +88,7 @@ def _segment_footprint(segment: SegmentShape, sharding: Sharding, states: int) -
     if stored is StoredCopies.SHARED:
         coarse = min(layout.parameters, layout.optimizer)
         return Footprint(item * numel(coarse), gradients, kept)
-    copies = 2 if sharding.keeps_copy(segment) and sharding.keeps_apart else 1  # the other one to take a step back
-    return Footprint(copies * parameters, gradients, kept + (0 if away else item * len(held)), away)
+    return Footprint(parameters, gradients, kept + (0 if away else item * len(held)), away + resting)
 
 
 def saved_bytes(segments: Sequence[SegmentShape], sharding: Sharding) -> int:
@@ -92,7 +96,13 @@ def saved_bytes(segments: Sequence[SegmentShape], sharding: Sharding) -> int:
     masters and the optimizer's state, divided by all ranks that hold them, and what is saved besides."""
     sliced = None if sharding.whole is None else sharding.whole.sliced
     everywhere = replace(
-        sharding, layout=Layout("GGG"), codecs=NO_CODECS, whole=sliced, on_host=False, frozen_on_host=False
+        sharding,
+        layout=Layout("GGG"),
+        codecs=NO_CODECS,
+        whole=sliced,
+        on_host=False,
+        frozen_on_host=False,
+        trained_on_host=False,
     )
     found = footprint(segments, everywhere)
     return found.parameters + found.optimizer + saved_besides(segments, sharding)

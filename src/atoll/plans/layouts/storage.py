@@ -78,7 +78,7 @@ class Sharding:
     codecs: of moves between groups.  anchors: tensors that outer steps store for every trained parameter, at level G.
     tp: the place in the tensor-parallel group.  along: the axes of the mesh that INTER and INTRA go along.
     on_host: whether master and states rest in host memory (`atoll.plans.host`).  steps_on_host: whether its processors
-    step them.  frozen_on_host: whether parameters that are not trained rest there.
+    step them.  frozen_on_host, trained_on_host: whether parameters that are not trained, or those that are, rest there.
     """
 
     layout: Layout
@@ -94,6 +94,7 @@ class Sharding:
     on_host: bool = False
     steps_on_host: bool = False
     frozen_on_host: bool = False
+    trained_on_host: bool = False
 
     def codec(self, of: Literal["gradient", "parameter"], move: Move) -> Codec | None:
         """The codec of a move of gradients or parameters; None where elements are sent as they are."""
@@ -123,7 +124,7 @@ class Sharding:
         """The copies of a segment's parameters that are stored between steps."""
         if not segment.trainable:
             return StoredCopies.ALONE
-        if self.keeps_apart or self.on_host or self.keeps_copy(segment):
+        if self.keeps_apart or self.on_host or self.trained_on_host or self.keeps_copy(segment):
             return StoredCopies.APART
         if segment.compute == self.precision.master:
             return StoredCopies.SHARED
@@ -133,7 +134,12 @@ class Sharding:
 
     def rests_on_host(self, segment: SegmentShape) -> bool:
         """Return True if the parameters rest in host memory, and a gather begins with their copy to the device."""
-        return self.frozen_on_host and not segment.trainable
+        return self.trained_on_host if segment.trainable else self.frozen_on_host
+
+    @property
+    def is_spread(self) -> bool:
+        """True if ranks send each other the parameters that they have stepped, to where they are stored."""
+        return bool(self.real(SYNC_PARAMETER[self.layout.optimizer, self.layout.parameters]))
 
     def rests_whole(self, segment: SegmentShape) -> bool:
         """Return True if the parameters are stored whole in the dtype of the forward, so that nothing is gathered or

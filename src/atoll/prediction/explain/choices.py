@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.base.errors import PlanError
 from atoll.plans import schedules
-from atoll.plans.host import FROZEN, UPDATES, HostState
+from atoll.plans.host import ALL, FROZEN, UPDATES, HostState
 from atoll.plans.layouts import EFFECTIVE, GATHER_PARAMETER, SYNC_PARAMETER, Axis, Codec, Layout, Level, Precision
 from atoll.plans.plan import AXES, ORDERS, RECOMPUTE, MeshShape, Plan
 from atoll.plans.schedules import CATALOGUE
@@ -46,6 +46,10 @@ def _has_experts(prediction: Prediction) -> bool:
 
 def _knows_host(prediction: Prediction) -> bool:
     return prediction.cluster is not None and prediction.cluster.node.host is not None
+
+
+def _has_all_states(plan: Plan) -> bool:
+    return plan.host is not None and plan.host.optimizer is not None and plan.host.fraction == 1
 
 
 def _has_frozen(prediction: Prediction) -> bool:
@@ -222,6 +226,8 @@ def _host(key: str, of: Callable[[str], Any] = str, none: Any = None) -> Callabl
             {} if plan.host is None else {f.name: getattr(plan.host, f.name) for f in fields(plan.host)}
         )
         given[key] = of(value) if value != NO else none
+        if given.get("optimizer") is None and given.get("parameters") == ALL:
+            given["parameters"] = None  # trained ones rest there with their state alone
         is_left = any(given.get(other) for other in ("optimizer", "parameters", "activations"))
         return replace(plan, host=HostState(**given) if is_left else None)
 
@@ -349,13 +355,13 @@ _CHOICES = (
         applies=_knows_host,
     ),
     Choice(
-        "frozen parameters in host memory",
+        "parameters in host memory",
         "parallel.host.parameters",
         now=lambda plan: _of_host(plan, "parameters"),
-        others=lambda plan: iter((NO, FROZEN)),
+        others=lambda plan: iter((NO, FROZEN, *([ALL] if _has_all_states(plan) else []))),
         make=_host("parameters"),
         plain=NO,
-        applies=_has_frozen,
+        applies=lambda prediction: _has_frozen(prediction) or _has_all_states(prediction.plan),
     ),
     Choice(
         "activations in host memory",

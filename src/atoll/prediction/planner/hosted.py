@@ -1,4 +1,4 @@
-"""Plans with host memory: of optimizer state, of frozen parameters, of activations."""
+"""Plans with host memory: of optimizer state, of parameters, of activations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from atoll.plans.host import FROZEN, UPDATES, HostState
+from atoll.plans.host import ALL, FROZEN, UPDATES, HostState
 from atoll.prediction.planner.candidate import Candidate
 from atoll.prediction.planner.search import WORTH, Found, PlanSearch
 
@@ -49,7 +49,7 @@ def with_host(search: PlanSearch, found: Found) -> Found:
 
 def _hosts(search: PlanSearch) -> Iterator[tuple[HostState, bool]]:
     """Yield what may be in host memory, and whether it is tried only if nothing fits: of a model with adapters its base
-    first, and then its few states besides; activations; states and activations."""
+    first, and then its few states besides; activations; states and activations; states and all parameters."""
     frozen = FROZEN if search.workload.frozen else None
     if frozen:
         yield HostState(parameters=frozen), False
@@ -61,12 +61,16 @@ def _hosts(search: PlanSearch) -> Iterator[tuple[HostState, bool]]:
         yield HostState(parameters=frozen, activations=1.0), True
     for update in updates:
         yield HostState(update, parameters=frozen, activations=1.0), True
+    for update in updates:
+        yield HostState(update, parameters=ALL), True
+    for update in updates:
+        yield HostState(update, parameters=ALL, activations=1.0), True
 
 
 def _lesser(host: HostState) -> Iterator[HostState]:
     """Yield smaller shares: what the link has no time for stays on the device."""
     for share in SHARES:
-        if host.optimizer:
+        if host.optimizer and host.parameters != ALL:
             yield replace(host, fraction=share)
         if host.activations:
             yield replace(host, activations=share)

@@ -130,6 +130,8 @@ class HostSteps:
                     )
                 own.data = away(own.data, own.device)
             hosted.offload(is_ahead=before is not None)
+        for segment in unit.segments:
+            segment.shards.wait_for_host()
 
     def drop(self, unit: Unit) -> None:
         """Wait for the copies of a unit's state, and free them on the device."""

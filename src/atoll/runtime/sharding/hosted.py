@@ -23,6 +23,11 @@ empty. The computation only begins each of these:
     STEPPED       waits for the thread, in the next program
     ONLOAD_PARAM  copies `raised`, or the master, to the parameters, and sends them to where they are stored
 
+[Note: parameters at home] Where the parameters rest in host memory too, `resting` is that shard, which gathers copy to
+the device. RETURN gives what the device has stepped to OFFLOAD, which copies it there with the state (`take_along`).
+The thread casts the stepped master to it in place of `raised`. Where ranks send each other what they have stepped,
+ONLOAD_PARAM brings that to the device first, and then to `resting` (`ParameterShards._begin_return`).
+
 A step ahead of its verdict copies `home` to other buffers first, and steps those. Whoever reads parameters between two
 programs does the work of STEPPED and ONLOAD_PARAM himself (`Unit.bring_up`).
 
@@ -94,6 +99,10 @@ class HostedState:
         self._raising: lanes.Job | None = None
         # The master in the dtype of the forward, in pinned memory, where that is another one.
         self._raised: torch.Tensor | None = None
+        # The parameters, where they rest in host memory: a shard of `ParameterShards`.
+        self.resting: torch.Tensor | None = None
+        # Stepped parameters on the device from RETURN to OFFLOADED, and the sync that completes them.
+        self._along: tuple[torch.Tensor, lanes.Job | None] | None = None
         # The copy in flight: one at a time, since a state does not leave before it has come. Until the computation has
         # waited for it, it keeps what is here.
         self._job: lanes.Job | None = None
@@ -132,6 +141,12 @@ class HostedState:
         rest = (each for each in (self.gradient, self._raised) if each is not None)
         return [*self._home.values(), *self._ahead.values(), *rest]
 
+    @property
+    def visiting(self) -> list[torch.Tensor]:
+        """The buffers on the device, until OFFLOADED."""
+        along = [] if self._along is None else [self._along[0]]
+        return [*self._here.values(), *along]
+
     # ---- the way here and back
 
     def onload(self) -> None:
@@ -139,7 +154,7 @@ class HostedState:
         self.leave()
         device = self._flat.around.device
         self._here = {key: torch.empty_like(held, device=device) for key, held in self._home.items()}
-        self._job = self._copying("onload", [(here, self._home[key]) for key, here in self._here.items()])
+        self._job = self.copying("onload", [(here, self._home[key]) for key, here in self._here.items()])
 
     def arrive(self) -> None:
         """Wait until everything is here."""
@@ -165,7 +180,21 @@ class HostedState:
             if key not in to:
                 to[key] = self._at_home(here.dtype)
         pairs = [*((to[key], here) for key, here in self._here.items()), *self._made]
-        self._job = self._returning = self._copying("offload", pairs)
+        after = None
+        if self._along is not None:
+            assert self.resting is not None, "parameters leave for where they rest"
+            stepped, after = self._along
+            pairs.append((self.resting, stepped))
+        self._job = self._returning = self.copying("offload", pairs, after=after)
+
+    def take_along(self, stepped: torch.Tensor, after: lanes.Job | None) -> None:
+        """Let OFFLOAD copy stepped parameters to where they rest, behind the job that completes them."""
+        self._along = stepped, after
+
+    @property
+    def carries(self) -> lanes.Job | None:
+        """The copy in flight if it has stepped parameters: gathers wait for it."""
+        return None if self._along is None else self._job
 
     def take(self) -> None:
         """Keep the step ahead: it is at home from now on."""
@@ -183,7 +212,7 @@ class HostedState:
         if self._job is not None:
             self._job.wait()
             self._job = None
-        self._here, self._made = {}, []
+        self._here, self._made, self._along = {}, [], None
 
     def land(self) -> None:
         """Wait on the host until everything is at home: this processor may read it."""
@@ -201,7 +230,7 @@ class HostedState:
         """Begin to copy the gradients to host memory."""
         if self.gradient is None:
             self.gradient = self._at_home(gradient.dtype)
-        self._lowering = self._copying("offload", [(self.gradient, gradient)])
+        self._lowering = self.copying("offload", [(self.gradient, gradient)])
 
     def lowered(self) -> None:
         """Wait until the gradients have left the device: they may be freed."""
@@ -240,11 +269,15 @@ class HostedState:
         return None if buffer is None else _view(buffer, part)
 
     def cast(self, *, is_ahead: bool) -> None:
-        """Cast what the parameters take of a stepped master, if they have another dtype."""
+        """Cast what the parameters take of a stepped master to where they rest, or, if they have another dtype, for the
+        copy to the device."""
         flat, master = self._flat, (self._ahead if is_ahead else self._home)[MASTER]
-        if flat.compute == master.dtype:
-            return
         part = flat.part(master, flat.layout.optimizer, max(flat.layout.parameters, flat.layout.optimizer))
+        if self.resting is not None and not flat.sharding.is_spread:
+            self.resting.copy_(part)
+            return
+        if flat.compute == master.dtype or flat.sharding.keeps_copy(flat.shape):
+            return
         if self._raised is None:
             self._raised = self._at_home(flat.compute, len(part))
         self._raised.copy_(part)
@@ -259,16 +292,22 @@ class HostedState:
             return master, self._raised
         return master, flat.part(master, flat.layout.optimizer, max(flat.layout.parameters, flat.layout.optimizer))
 
-    def _copying(self, kind: lanes.LaneKind, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> lanes.Job:
-        """Begin to copy the second of each pair to the first."""
+    def copying(
+        self,
+        kind: lanes.LaneKind,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        *,
+        after: lanes.Job | None = None,
+    ) -> lanes.Job:
+        """Begin to copy the second of each pair to the first, behind another job."""
         around = self._flat.around
         around.transport.count(_WAYS[kind], sum(source.nbytes for _, source in pairs))
-        return around.lanes[kind].start(partial(_copy, tuple(pairs)), unit=self._flat.tag[0])
+        return around.lanes[kind].start(partial(_copy, tuple(pairs)), unit=self._flat.tag[0], after=after)
 
     def raise_to(self, own: torch.Tensor, raised: torch.Tensor) -> lanes.Job:
         """Begin to copy what has come up to the parameters. The next step on the host, which writes that memory again,
         waits for it: one that is made again after a verdict needs no gradients of these values."""
-        self._raising = self._copying("onload", [(own, raised)])
+        self._raising = self.copying("onload", [(own, raised)])
         return self._raising
 
 

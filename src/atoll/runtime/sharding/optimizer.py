@@ -429,9 +429,9 @@ class ShardedOptimizer:
     def state_tensors(self) -> list[torch.Tensor]:
         """Return the state tensors of slices and of whole matrices on the device, without step counters."""
         found = []
-        for name, state in self.states().items():
-            if name not in self.hosted.homes:
-                found += [value for value in state.values() if is_state_of(self.slices[name], value)]
+        for name, own in self.slices.items():
+            if name not in self.hosted.homes:  # those need not have come home
+                found += [value for value in self.torch.state.get(own, {}).values() if is_state_of(own, value)]
         for exchange in chain.from_iterable(self._exchanges.values()):
             found += exchange.tensors()
         return found

@@ -13,7 +13,7 @@ each with its own jobs:
     other dtype, p and os at one level  the master alone; p is cast from it when gathered
     other dtype, other levels           p and master
     frozen                              p alone, perhaps in host memory
-    state in host memory                p on the device, master and states in hosted.py
+    state in host memory                p on the device or in host memory, master and states in hosted.py
     post-validated steps                p and master, whatever their dtypes and levels: p is a step ahead of it
 
 [Note: phases] Gradients come out in two phases of a backward: I, through autograd, and W, where the weight gradients
@@ -143,17 +143,18 @@ class Segment:
     def held(self) -> dict[str, list[torch.Tensor]]:
         """Tensors whose storages this segment holds, by component; the optimizer's states are not among them."""
         shards, gradients = self.shards, self.gradients
+        own_shards = [shards.parameter, shards.previous]
         own: dict[str, list[torch.Tensor | None]] = {
             # Where the shard is the copy it is listed twice: who adds up counts storages.
-            "parameters": [None if shards.rests_on_host else shards.parameter, shards.previous, self.unsharded.buffer],
+            "parameters": [*([] if shards.rests_on_host else own_shards), self.unsharded.buffer],
             "gradients": [*gradients.shards.values(), *gradients.unsharded.values()],
             "optimizer": [
                 *gradients.residuals.values(),
-                None if shards.are_one or shards.hosted is not None else shards.master,
+                None if shards.hosted is not None or shards.are_one else shards.master,
             ],
             "host": [
                 *([] if shards.hosted is None else shards.hosted.tensors),
-                shards.parameter if shards.rests_on_host else None,
+                *(own_shards if shards.rests_on_host else []),
             ],
         }
         return {component: [t for t in tensors if t is not None] for component, tensors in own.items()}

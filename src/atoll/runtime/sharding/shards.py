@@ -19,6 +19,7 @@ kept or rolled back when the verdict is known:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -26,6 +27,7 @@ import torch
 
 from atoll.base._torch import local_part
 from atoll.plans.layouts import SYNC_PARAMETER, Level, StoredCopies
+from atoll.program.host import IN
 from atoll.runtime import lanes
 from atoll.runtime.sharding import coding
 from atoll.runtime.sharding.collectives import Collectives, Purpose
@@ -51,6 +53,8 @@ class ParameterShards:
         # Master and states, where they rest in host memory.
         self.hosted: HostedState | None = None
         self._allocate()
+        if self.hosted is not None and self.rests_on_host:
+            self.hosted.resting = self.parameter
         # Whether the parameters follow the master by encoded differences: [Note: copies and residuals].
         self.keeps_copy = flat.sharding.keeps_copy(flat.shape)
         # The copy without the step that was applied before its verdict; valid while `_is_ahead`. Adding a decoded
@@ -66,6 +70,8 @@ class ParameterShards:
         # The master that the sync of a copy encodes; a clone for a step ahead. Lives as long as `syncing`: on a GPU the
         # job has only been launched when it is started, see [Note: streams and memory] in runtime/lanes.py.
         self._encoded: torch.Tensor | None = None
+        # Stepped parameters on their way over the device to where they rest in host memory; as long as `syncing`.
+        self._passing: torch.Tensor | None = None
         with torch.no_grad():
             if self.master is not None:
                 self._fill(self.master, flat.layout.optimizer)
@@ -85,12 +91,7 @@ class ParameterShards:
         is_read = is_last_part or (p is Level.N and os is not p)
         match sharding.stored(flat.shape):
             case StoredCopies.ALONE:
-                device = flat.around.device
-                # The host's processors are the device: others of the group may read in place what rests in its memory.
-                if sharding.rests_on_host(flat.shape) and not (is_last_part and device.type == "cpu"):
-                    self.parameter = host_zeros(self, len(flat.range(p)), flat.compute, device=device)
-                else:
-                    self.parameter = flat.zeros(p, flat.compute, is_read=is_last_part)
+                self.parameter = self._stored_at(p, is_read=is_last_part)
             case StoredCopies.SHARED:
                 coarse = min(p, os)
                 # One of the two views is the whole storage: the optimizer writes p in place, and a sync only sends it.
@@ -104,7 +105,15 @@ class ParameterShards:
                     self.hosted = HostedState(flat, master_dtype)
                 else:
                     self._master = flat.zeros(os, master_dtype, is_read=False)
-                self.parameter = flat.zeros(p, flat.compute, is_read=is_read)
+                self.parameter = self._stored_at(p, is_read=is_last_part if self.rests_on_host else is_read)
+
+    def _stored_at(self, level: Level, *, is_read: bool) -> torch.Tensor:
+        """Return memory for the parameters, where they rest. is_read: in place, by the other ranks of the group."""
+        flat, device = self._flat, self._flat.around.device
+        # Without a GPU the host's processors are the device: others may read in place what rests in its memory.
+        if self.rests_on_host and not (is_read and device.type == "cpu"):
+            return host_zeros(self, len(flat.range(level)), flat.compute, device=device)
+        return flat.zeros(level, flat.compute, is_read=is_read)
 
     def _fill(self, target: torch.Tensor, level: Level) -> None:
         """Fill a shard with the parameters' first values, at their full precision."""
@@ -167,8 +176,17 @@ class ParameterShards:
             if is_ahead:
                 self._save_previous()
                 master = master.clone()  # the optimizer's is restored at once
+            if raised is not None:
+                flat.around.transport.count(IN, master.nbytes)
             self._encoded = master.to(flat.around.device)  # it may rest in host memory
-            self.syncing = self._collectives.start("sync", self._all_gather_differences, after=None)
+            if self.rests_on_host:
+                self._begin_passing(self._all_gather_differences, self.parameter, level=p, comes=True)
+            else:
+                sync = partial(self._all_gather_differences, self.parameter)
+                self.syncing = self._collectives.start("sync", sync, after=None)
+            return
+        if self.rests_on_host:
+            self._begin_return(master, None if is_exact else raised)
             return
         if raised is not None and not is_exact:
             self._raise(raised)
@@ -183,7 +201,7 @@ class ParameterShards:
             else:
                 self.parameter.copy_(flat.part(master, os, p))
         if SYNC_PARAMETER[os, p]:
-            self.syncing = self._collectives.start("sync", self._all_gather, after=None)
+            self.syncing = self._collectives.start("sync", partial(self._all_gather, self.parameter), after=None)
 
     def _raise(self, raised: torch.Tensor) -> None:
         """Begin to copy what the host has stepped to the device, and to send it to the other ranks."""
@@ -194,7 +212,60 @@ class ParameterShards:
         self._is_ahead = False
         self.syncing = self.hosted.raise_to(flat.part(parameter, p, max(p, os)), raised)
         if SYNC_PARAMETER[os, p]:
-            self.syncing = self._collectives.start("sync", self._all_gather, after=self.syncing)
+            self.syncing = self._collectives.start("sync", partial(self._all_gather, parameter), after=self.syncing)
+
+    def _begin_return(self, master: torch.Tensor, raised: torch.Tensor | None) -> None:
+        """Begin to bring parameters to host memory, where they rest: [Note: parameters at home] in hosted.py.
+
+        raised: what the host has stepped, in their dtype.
+        """
+        flat, resting, hosted = self._flat, self.parameter, self.hosted
+        assert resting is not None, "they are stored"
+        assert hosted is not None, "trained parameters rest in host memory with their state"
+        p, os = flat.layout.parameters, flat.layout.optimizer
+        own = flat.part(master, os, max(p, os)) if raised is None else raised
+        with torch.no_grad():
+            if not flat.sharding.is_spread:
+                if hosted.is_here:
+                    hosted.take_along(own.to(flat.compute), None)
+                elif raised is None:  # written from outside, or restored; the thread has written what it has stepped
+                    self._quiet()
+                    resting.copy_(own)
+                return
+            self._begin_passing(self._all_gather, own, level=max(p, os), comes=not hosted.is_here)
+
+    def _begin_passing(
+        self, sync: Callable[[torch.Tensor], None], first: torch.Tensor, *, level: Level, comes: bool
+    ) -> None:
+        """Begin to sync parameters on the device that rest in host memory, and to bring them there.
+
+        first: what is known of them before, at a level.  comes: whether that comes from host memory.
+        """
+        flat, hosted, p = self._flat, self.hosted, self._flat.layout.parameters
+        assert hosted is not None, "trained parameters rest in host memory with their state"
+        assert self.parameter is not None, "they are stored"
+        self._passing = passing = torch.empty(len(flat.range(p)), dtype=flat.compute, device=flat.around.device)
+        part, came = flat.part(passing, p, level), None
+        if comes:
+            came = hosted.raise_to(part, first)
+        else:
+            part.copy_(first)
+        self.syncing = self._collectives.start("sync", partial(sync, passing), after=came)
+        if hosted.is_here:
+            hosted.take_along(passing, self.syncing)
+        else:
+            self.syncing = hosted.copying("offload", [(self.parameter, passing)], after=self.syncing)
+
+    def wait_for_host(self) -> None:
+        """Let gathers wait for stepped parameters that leave with the state."""
+        if self.hosted is not None and self.hosted.carries is not None:
+            self.syncing = self.hosted.carries
+
+    def _quiet(self) -> None:
+        """Wait on the host for copies in flight, before this processor writes what they read, or reads what they
+        write."""
+        if self.rests_on_host and self._flat.around.device.type == "cuda":  # this stream has waited for each copy
+            torch.cuda.current_stream(self._flat.around.device).synchronize()
 
     def wait(self) -> None:
         """Wait for the sync in flight: until it ends, the parameters are stale."""
@@ -204,7 +275,7 @@ class ParameterShards:
 
     def mark_synced(self) -> None:
         """Release the sync's job and buffer, once somebody has waited for it."""
-        self.syncing = self._encoded = None
+        self.syncing = self._encoded = self._passing = None
 
     def confirm(self) -> None:
         """Keep the step that was applied ahead of its verdict."""
@@ -215,6 +286,7 @@ class ParameterShards:
         if self._is_ahead:
             assert self.parameter is not None, "a copy is stored"
             assert self.previous is not None, "a step was applied ahead"
+            self._quiet()
             self.parameter.copy_(self.previous)
             self._is_ahead = False
 
@@ -222,30 +294,29 @@ class ParameterShards:
         assert self.parameter is not None, "a copy is stored"
         assert self.previous is not None, "post-validated steps keep the copy before"
         self.roll_back()  # CORRECT applies a unit's step a second time
+        self._quiet()
         self.previous.copy_(self.parameter)
         self._is_ahead = True
 
-    def _all_gather(self) -> None:
-        assert self.parameter is not None, "parameters that are not stored are not synced"
+    def _all_gather(self, parameter: torch.Tensor) -> None:
         p, os = self._flat.layout.parameters, self._flat.layout.optimizer
         for move in SYNC_PARAMETER[os, p]:
-            buffer = self._flat.part(self.parameter, p, move.coarse)
+            buffer = self._flat.part(parameter, p, move.coarse)
             self._collectives.move(buffer, move, Purpose.SYNC_PARAMETER)
 
-    def _all_gather_differences(self) -> None:
+    def _all_gather_differences(self, parameter: torch.Tensor) -> None:
         """Update copies by encoded differences: [Note: copies and residuals]."""
-        assert self.parameter is not None, "a copy is stored"
         assert self._encoded is not None, "the sync of a copy encodes a master"
         flat = self._flat
         p, os = flat.layout.parameters, flat.layout.optimizer
         for move in SYNC_PARAMETER[os, p]:
-            buffer = flat.part(self.parameter, p, move.coarse)
+            buffer = flat.part(parameter, p, move.coarse)
             codec = flat.sharding.codec("parameter", move)
             if codec is None:
                 self._collectives.move(buffer, move, Purpose.SYNC_PARAMETER)
                 continue
             # An encoded move goes along inter, so it is the first: the copy's own part is still that of the last step.
             dtype = coding.wide(self._encoded.dtype)
-            difference = self._encoded.to(dtype) - flat.part(self.parameter, p, os).to(dtype)
+            difference = self._encoded.to(dtype) - flat.part(parameter, p, os).to(dtype)
             collective = partial(coding.gather, replace(codec, rounding="nearest"), difference, buffer)
             self._collectives.move_encoded(collective, move, Purpose.SYNC_PARAMETER, adds=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from atoll.base.errors import LayoutError
-from atoll.plans.host import HostState
+from atoll.plans.host import ALL, HostState
 from atoll.plans.layouts import NO_CODECS, Codecs, Layout
 
 WHERE = "parallel.zero_optimization"
@@ -16,18 +16,23 @@ WHERE = "parallel.zero_optimization"
 LAYOUT_WORDS = ("stage", "paro_strategy", "mics_shard_size", "zero_hpz_partition_size")
 
 PARAMETER_WORDS = ("offload_param", "cpu_offload_params")
-"""Keys of parameters that rest in host memory or on a disk."""
+"""Keys of parameters that rest in host memory."""
 
 OPTIMIZER_WORDS = ("offload_optimizer", "cpu_offload")
 """Keys of the optimizer's state there."""
 
 OFFLOAD_WORDS = (*PARAMETER_WORDS, *OPTIMIZER_WORDS, "cpu_offload_use_pin_memory")
 
+_OF_PARAMETERS = ("device", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "nvme_path")
+"""Keys of `offload_param`. `max_in_cpu` is of parameters on a disk."""
+
 ON_HOST = "update-on-host"
 """`parallel.host.optimizer` as ZeRO-Offload has it: its Adam steps in host memory."""
 
 _OF_OPTIMIZER = ("device", "ratio", "pin_memory", "buffer_count", "fast_init", "nvme_path")
 """Keys of `offload_optimizer`. Memory is pinned where the device is a GPU; buffers are as large as what rests there."""
+
+_TABLES = {"offload_param": _OF_PARAMETERS, "offload_optimizer": _OF_OPTIMIZER}
 
 QUANTIZED_WORDS = ("zero_quantized_weights", "zero_quantized_gradients", "zeropp_loco_param")
 
@@ -99,6 +104,8 @@ def zero_block(
     if found is not None and found["stage"] > 0 and host is not None and host.optimizer == ON_HOST:
         share = {} if host.fraction == 1 else {"ratio": host.fraction}
         found["offload_optimizer"] = {"device": "cpu", "pin_memory": True, **share}
+        if found["stage"] == 3 and host.parameters == ALL:
+            found["offload_param"] = {"device": "cpu", "pin_memory": True}
     if found is not None and found["stage"] == 3:
         if codecs.parameter is not None and codecs.parameter.name == WEIGHTS:
             found["zero_quantized_weights"] = True
@@ -134,15 +141,31 @@ def _with_codecs(found: Translation, block: Mapping[str, Any]) -> Translation:
 
 
 def _with_host(found: Translation, block: Mapping[str, Any]) -> Translation:
-    """Return the translation with the optimizer's state in host memory."""
+    """Return the translation with the optimizer's state, and perhaps all parameters, in host memory."""
     given = block.get("offload_optimizer")
+    parameters = next((word for word in PARAMETER_WORDS if _rests(block.get(word))), None)
     if not _rests(given) and not _rests(block.get("cpu_offload")):
-        return found
+        if parameters is None:
+            return found
+        return _problem(
+            f"{WHERE}.{parameters}: parameters rest in host memory with the optimizer's state, which takes more of the "
+            "device; add offload_optimizer. Frozen ones alone rest there with parallel.host.parameters = 'frozen'"
+        )
     ratio = given.get("ratio", 1.0) if isinstance(given, Mapping) else 1.0
     host = {"optimizer": ON_HOST} | ({} if ratio == 1 else {"fraction": ratio})
     word = "offload_optimizer" if _rests(given) else "cpu_offload"
-    note = f"{WHERE}.{word} becomes parallel.host.optimizer = {ON_HOST!r}"
-    return replace(found, host=host, notes=(*found.notes, note))
+    notes = [f"{WHERE}.{word} becomes parallel.host.optimizer = {ON_HOST!r}"]
+    if parameters is not None:
+        if "paro_strategy" not in block and block.get("stage", 0) != 3:
+            return _problem(f"{WHERE}: {parameters} needs stage = 3, the block has stage = {block.get('stage', 0)}")
+        if ratio != 1:
+            return _problem(
+                f"{WHERE}.{word}.ratio = {ratio} with {parameters}: parameters rest in host memory with the whole "
+                "state; use ratio = 1, or leave the parameters on the device"
+            )
+        host["parameters"] = ALL
+        notes.append(f"{WHERE}.{parameters} becomes parallel.host.parameters = {ALL!r}")
+    return replace(found, host=host, notes=(*found.notes, *notes))
 
 
 def _rests(value: Any) -> bool:
@@ -188,18 +211,14 @@ def _problem(text: str) -> Translation:
 
 
 def _refused(block: Mapping[str, Any]) -> list[str]:
-    problems = [
-        f"{WHERE}.{word}: trained parameters do not rest in host memory; remove it, and shard them more finely (IGG, "
-        "GGG). Frozen ones, such as the base of adapters, rest there with parallel.host.parameters = 'frozen'"
-        for word in PARAMETER_WORDS
-        if _rests(block.get(word))
-    ]
-    given = block.get("offload_optimizer")
-    if isinstance(given, Mapping) and given.get("device", "none") not in ("none", "cpu"):
-        problems.append(
-            f"{WHERE}.offload_optimizer.device = {given['device']!r}: state rests in host memory at most: a disk gives "
-            'less than a tenth of its bytes a second; use "cpu"'
-        )
+    problems = []
+    for word in _TABLES:
+        given = block.get(word)
+        if isinstance(given, Mapping) and given.get("device", "none") not in ("none", "cpu"):
+            problems.append(
+                f"{WHERE}.{word}.device = {given['device']!r}: state rests in host memory at most: a disk gives "
+                'less than a tenth of its bytes a second; use "cpu"'
+            )
     if block.get(STORED_WORD, False) is not False:
         problems.append(
             f"{WHERE}.{STORED_WORD}: frozen parameters are stored in the training precision; remove it, and encode "
@@ -236,13 +255,14 @@ def _ill_typed(block: Mapping[str, Any]) -> list[str]:
     loco = block.get("zeropp_loco_param")
     if loco is not None and not isinstance(loco, Mapping):
         problems.append(f"{WHERE}.zeropp_loco_param = {loco!r}: must be a table, as in {LOCO}")
+    for word, words in _TABLES.items():
+        given = block.get(word)
+        if isinstance(given, Mapping):
+            problems += [
+                f"{WHERE}.{word}.{key}: unknown word; known: {', '.join(words)}" for key in given if key not in words
+            ]
     given = block.get("offload_optimizer")
     if isinstance(given, Mapping):
-        problems += [
-            f"{WHERE}.offload_optimizer.{key}: unknown word; known: {', '.join(_OF_OPTIMIZER)}"
-            for key in given
-            if key not in _OF_OPTIMIZER
-        ]
         ratio = given.get("ratio", 1.0)
         if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
             problems.append(f"{WHERE}.offload_optimizer.ratio = {ratio!r}: must be a share above 0, up to 1")

@@ -54,7 +54,7 @@ _ANSWERS: Mapping[str, str] = {
     "fsdp_version data_parallel_sharding_strategy": _LAYOUT,
     "offload_optimizer offload_optimizer_device enable_cpu_offload": _HOST,
     "cpu_checkpointing activation_offloading enable_activation_offloading cpu_offloading_activations": _KEPT,
-    "fsdp_offload_params offload_param": f"{_HOST}; frozen parameters rest there with parallel.host.parameters",
+    "fsdp_offload_params offload_param": f'{_HOST}, with parameters = "all"; "frozen" for the base of adapters alone',
     "fsdp_auto_wrap_policy": "a block of the model is one unit; parallel.unit joins several",
     "zero_stage": f'{_LAYOUT}: stage 1 is "NNG", 2 "NGG", 3 "GGG"; or parallel.zero_optimization = {{ stage = 2 }}',
     "use_distributed_optimizer": f'{_LAYOUT}: "NNG" shards the optimizer state alone',

@@ -79,9 +79,9 @@ class HostSection(Section):
     """share of a rank's trained units whose masters and states rest there"""
     budget: Annotated[int, Field(ge=0)] | None = None
     """bytes of that state which may be on the device at once; if not given, what the three largest units need"""
-    parameters: Literal["frozen"] | None = None
-    """"frozen": parameters that are not trained, such as the base of adapters, rest there, and every gather begins with
-    their copy to the device"""
+    parameters: Literal["frozen", "all"] | None = None
+    """parameters that rest there, so that every gather begins with their copy to the device: "frozen" ones, such as the
+    base of adapters, or "all", which needs `optimizer`"""
     activations: Annotated[float, Field(ge=0, le=1)] = 0.0
     """share of activations that is copied to host memory after a block's forward and back before its backward; those
     with the longest time in between come first, and those needed again soon stay on the device"""

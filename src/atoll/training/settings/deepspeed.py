@@ -17,10 +17,10 @@ _VERSION = "DeepSpeed 0.19.2"
 def deepspeed(subject: Subject) -> Settings:
     """Return the DeepSpeed settings of a subject."""
     plan, train, adam = subject.plan, subject.train, subject.adam
-    limits = subject.shared_limits("codecs", "update-on-host")
     block = zero_block(plan.layout, plan.mesh.intra, plan.codecs, plan.host)
     block = block or zero_block(_nearest(subject), plan.mesh.intra, plan.codecs, plan.host)
     assert block is not None
+    limits = subject.shared_limits("codecs", "update-on-host", *(["all"] if "offload_param" in block else []))
     if plan.mesh.pipeline > 1 and block["stage"] > 1:
         block = {"stage": 1}
         limits.append(f"layout {plan.layout}: PipelineEngine refuses ZeRO stages above 1; the file has stage 1")

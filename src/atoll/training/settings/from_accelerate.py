@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from atoll.plans.host import ALL
 from atoll.training.config.foreign import WORDS
 from atoll.training.settings.from_deepspeed import zero
 from atoll.training.settings.rules import (
-    ON_DEVICE,
-    TRAINED,
+    GRADIENTS_STAY,
     Conversion,
     Given,
     Rule,
@@ -51,6 +51,19 @@ def _shard_size(into: Conversion, path: str, value: Any) -> None:
         into.put("parallel.layout", into.get("parallel.layout", "GGG"))
 
 
+def _parameters_to_host(into: Conversion, path: str, value: Any) -> None:
+    if value in (None, "none"):
+        return
+    if value != "cpu":
+        into.leave(path, value, "state rests in host memory at most")
+    elif into.get("parallel.host.optimizer", None) is None:
+        into.leave(path, value, "parameters rest in host memory with the optimizer's state; set its device to cpu too")
+    elif into.get("parallel.layout", "") != "GGG":
+        into.leave(path, value, "DeepSpeed reads it in ZeRO stage 3 alone")
+    else:
+        into.put("parallel.host.parameters", ALL)
+
+
 _NEEDLESS = (
     *("fsdp_config.fsdp_cpu_ram_efficient_loading", "fsdp_config.fsdp_transformer_layer_cls_to_wrap"),
     *("fsdp_config.fsdp_min_num_params", "fsdp_config.fsdp_backward_prefetch"),
@@ -76,13 +89,13 @@ _RULES: Mapping[str, Rule] = {
     "fsdp_config.fsdp_sharding_strategy": _reshards,
     "fsdp_config.fsdp_reshard_after_forward": _reshards,
     "fsdp_config.fsdp_activation_checkpointing": enabled("parallel.recompute", "block"),
-    "fsdp_config.fsdp_offload_params": state_to_host(leaves=ON_DEVICE),
+    "fsdp_config.fsdp_offload_params": state_to_host(parameters=ALL, leaves=GRADIENTS_STAY),
     "fsdp_config.fsdp_auto_wrap_policy": unless("TRANSFORMER_BASED_WRAP", WORDS["fsdp_auto_wrap_policy"]),
     "deepspeed_config.zero_stage": lambda into, path, value: zero(into, path, {"stage": value}),
     "deepspeed_config.gradient_clipping": to("train.clip"),
     "deepspeed_config.gradient_accumulation_steps": says(WORDS["gradient_accumulation_steps"]),
     "deepspeed_config.offload_optimizer_device": state_to_host(),
-    "deepspeed_config.offload_param_device": if_set(TRAINED),
+    "deepspeed_config.offload_param_device": _parameters_to_host,
     "deepspeed_config.deepspeed_config_file": says("convert that file"),
     "parallelism_config.parallelism_config_dp_replicate_size": positive(counts("replicas")),
     "parallelism_config.parallelism_config_dp_shard_size": positive(_shard_size),

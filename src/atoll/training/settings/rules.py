@@ -197,8 +197,9 @@ def _data_ranks(into: Conversion) -> int:
     return into.get("parallel.ranks", 0) // (into.get("parallel.pipeline", 1) * into.get("parallel.tensor", 1))
 
 
-def state_to_host(*, leaves: str = "") -> Rule:
-    """Return a rule for state that rests in host memory and is stepped there. leaves: what is not converted of it."""
+def state_to_host(*, parameters: str | None = None, leaves: str = "") -> Rule:
+    """Return a rule for state that rests in host memory and is stepped there. parameters: those that rest there too.
+    leaves: what is not converted of it."""
 
     def rule(into: Conversion, path: str, value: Any) -> None:
         if value in (None, False, "none"):
@@ -207,15 +208,16 @@ def state_to_host(*, leaves: str = "") -> Rule:
             into.leave(path, value, "state rests in host memory at most")
             return
         into.put("parallel.host.optimizer", ON_HOST)
+        if parameters is not None:
+            into.put("parallel.host.parameters", parameters)
         if leaves:
             into.leave(path, value, leaves)
 
     return rule
 
 
-TRAINED = "parameters stay on the device, but for frozen ones with parallel.host.parameters"
+GRADIENTS_STAY = "state and parameters are converted; gradients stay on the device until the step's end"
 """What does not rest in host memory."""
-ON_DEVICE = f"the optimizer's state is converted; {TRAINED}"
 
 Given = Mapping[str, Any]
 """Settings of a file, by path."""

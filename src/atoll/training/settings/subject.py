@@ -142,8 +142,8 @@ class Subject:
                 found.append(f"train.router.{key} = {value}: the settings do not balance experts so")
         if plan.host is not None and plan.host.optimizer not in (None, *has):
             found.append(f"state in host memory ({plan.host.optimizer}): it rests on the device")
-        if plan.host is not None and plan.host.parameters:
-            found.append("frozen parameters in host memory: they rest on the device")
+        if plan.host is not None and plan.host.parameters not in (None, *has):
+            found.append(f"{plan.host.parameters} parameters in host memory: they rest on the device")
         if plan.offloads:
             found.append(f"a share of {plan.offloads:g} of activations in host memory: they stay on the device")
         if plan.stays == "run":
