@@ -68,8 +68,9 @@ HOSTS = (
     HostState("update-on-device", parameters="frozen"),
     HostState(activations=1.0),
     HostState("update-on-host", activations=0.5),
-    HostState("update-on-device", parameters="all"),
+    HostState("update-on-device", parameters="all", gradients=True),
     HostState("update-on-host", parameters="all"),
+    HostState("update-on-host", gradients=True),
 )
 """What is in host memory."""
 

@@ -28,8 +28,9 @@ from tests.hosts import PIPELINE, RECOMPUTE, SCHEDULES, assert_same_bits, parame
 ON_DEVICE, ON_HOST = HostState("update-on-device"), HostState("update-on-host")
 TIGHT = HostState("update-on-device", budget=0)
 HALF = HostState("update-on-host", fraction=0.5)
-HERE, THERE = HostState("update-on-device", parameters="all"), HostState("update-on-host", parameters="all")
-EVERY = (ON_DEVICE, TIGHT, ON_HOST, HALF, HERE, THERE)
+HERE, THERE = HostState("update-on-device", parameters="all", gradients=True), replace(ON_HOST, parameters="all")
+SUMS = replace(HALF, gradients=True)
+EVERY = (ON_DEVICE, TIGHT, ON_HOST, HALF, HERE, THERE, SUMS)
 
 ODD, TIED = TinyConfig(layers=5, odd=True, dropout=0.2), TinyConfig(layers=5, tied=True, vocabulary=17, small=True)
 FROZEN, UNUSED = TinyConfig(layers=5, frozen=True), TinyConfig(layers=5, unused=True)
@@ -45,7 +46,7 @@ MODELS = (ODD, TIED, FROZEN, UNUSED)
 def test_every_layout_equals_one_process(schedule: str) -> None:
     """Each kind of host memory, with each recompute."""
     for at, layout in enumerate(EFFECTIVE):
-        host, recompute = EVERY[at % 6], RECOMPUTE[(at // 2) % 3]
+        host, recompute = EVERY[at % 7], RECOMPUTE[at % 3]
         given = {**PIPELINE, "schedule": schedule, "recompute": recompute, "model": MODELS[(at // 3) % 4]}
         assert_parity(Case(layout=layout.name, host=host, **given))
 
@@ -108,7 +109,8 @@ def test_a_fraction_of_the_units_is_spread_over_the_model(fraction: float, found
 
 
 @pytest.mark.parametrize(
-    ("saves", "loads"), [(ON_DEVICE, None), (None, ON_HOST), (ON_HOST, TIGHT), (HALF, HALF), (HERE, THERE)]
+    ("saves", "loads"),
+    [(ON_DEVICE, None), (None, ON_HOST), (ON_HOST, TIGHT), (HALF, HALF), (HERE, SUMS), (THERE, None)],
 )
 def test_a_checkpoint_loads_in_any_place(saves: HostState | None, loads: HostState | None, tmp_path: Path) -> None:
     first = Case(layout="IIG", inter=2, intra=2, host=saves, model=ODD)
@@ -198,7 +200,7 @@ def test_the_budget_is_what_is_on_the_device(budget: int | None) -> None:
 
 
 def test_an_evaluation_reads_what_the_host_has_stepped() -> None:
-    for host in (ON_DEVICE, ON_HOST, HERE, THERE):
+    for host in (ON_DEVICE, ON_HOST, HERE, THERE, SUMS):
         case = Case(layout="GGG", intra=2, host=host, model=ODD)
         for own, other in zip(
             run_ranks(evaluated, 2, case), run_ranks(evaluated, 2, replace(case, host=None)), strict=True

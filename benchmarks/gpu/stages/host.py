@@ -1,4 +1,4 @@
-"""Host memory, of states, frozen parameters and activations: equal to one process, and a decoder that does not fit
+"""Host memory, of states, parameters, gradients and activations: equal to one process, and a decoder that does not fit
 without it.
 
 Copies and steps on the host run beside the computation; a difference between two runs of one case is a race.
@@ -22,15 +22,18 @@ from benchmarks.gpu.stages.ranks import twice
 
 ON_DEVICE, ON_HOST = HostState("update-on-device"), HostState("update-on-host")
 FROZEN = HostState(parameters="frozen")
+EVERYTHING = HostState("update-on-device", parameters="all", gradients=True)
 KEPT, ALSO_KEPT = HostState(activations=1.0), HostState("update-on-device", activations=1.0)
 
 CASES = (
     Case("NNN", host=ON_DEVICE),
     Case("NNN", host=ON_HOST),
     Case("NNN", host=FROZEN),
+    Case("NNN", host=EVERYTHING),
     Case("NNN", host=KEPT),
     Case("NNN", host=KEPT, recompute="block"),
     Case("GGG", intra=2, host=replace(ON_DEVICE, budget=0)),
+    Case("NGG", intra=2, microbatches=8, host=replace(EVERYTHING, optimizer="update-on-host")),
     Case("NGG", pipeline=2, schedule="zb-h1", host=ON_DEVICE, post_validation=True),
     Case("NGG", pipeline=2, schedule="zb-h1", host=ON_HOST, post_validation=True),
     Case("GGG", pipeline=2, schedule="zb-h1", host=replace(ON_HOST, parameters="frozen")),
@@ -52,7 +55,7 @@ def run(run: Run) -> None:
     recompute."""
     rows: list[dict[str, Any]] = []
     with RankPool(sees_gpus=not run.rehearse) as pool:
-        for case in CASES[:5] if run.rehearse else CASES:
+        for case in CASES[:6] if run.rehearse else CASES:
             if run.left < 15.0 + 2 * FOR_SPEED:
                 break
             case = replace(case, model=TinyConfig.everything(), device=run.device.type, steps=run.choose(4, 2))
@@ -69,6 +72,7 @@ def run(run: Run) -> None:
         (ON_DEVICE.words, ON_DEVICE, "block"),
         (ON_HOST.words, ON_HOST, "block"),
         (ALSO_KEPT.words, ALSO_KEPT, "none"),
+        (EVERYTHING.words, EVERYTHING, "block"),
     )
     for name, host, recompute in each:
         if host is not None and run.left < FOR_SPEED and not run.rehearse:

@@ -97,6 +97,8 @@ def _plan(prediction: Prediction) -> Iterator[str]:
             yield f"optimizer state in host memory, {plan.host.optimizer}{share}"
         if plan.host.parameters is not None:
             yield f"{plan.host.parameters} parameters in host memory, which every gather copies to the device"
+        if plan.host.gradients:
+            yield "gradients in host memory between the microbatches that add to them, and until the step"
         if plan.offloads:
             share = "" if plan.offloads == 1 else f"{plan.offloads:.0%} of "
             yield f"{share}activations in host memory from their forward to their backward"

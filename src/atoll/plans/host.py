@@ -49,6 +49,8 @@ class HostState:
     given, what the three largest units need. The largest unit always may.
     parameters: those that rest in host memory: "frozen" ones, or "all". Trained ones need `optimizer` and all of its
     state.
+    gradients: whether the gradients of units whose state rests in host memory rest there too, between the microbatches
+    that add to them and until the step.
     activations: the share of activations that is offloaded, counted in pairs of a block and a microbatch of a rank.
     Those with the longest time between forward and backward are offloaded first; those needed again soon are not.
 
@@ -60,6 +62,7 @@ class HostState:
     budget: int | None = None
     parameters: Resting | None = None
     activations: float = 0.0
+    gradients: bool = False
 
     def __post_init__(self) -> None:
         if self.optimizer is None and self.parameters is None and self.activations == 0:
@@ -77,6 +80,8 @@ class HostState:
                 "host: parameters = 'all' needs the whole state in host memory, which takes more of the device than "
                 "the parameters: give optimizer, and leave fraction out"
             )
+        if self.gradients and self.optimizer is None:
+            raise PlanError("host: gradients rest in host memory with the optimizer's state; give optimizer")
         if not 0 <= self.activations <= 1:
             raise PlanError(f"host: activations = {self.activations}; a share from 0 to 1")
         if self.budget is not None and self.budget < 0:
@@ -88,7 +93,8 @@ class HostState:
         frozen = f"{self.parameters} parameters" if self.parameters else None
         share = "" if self.activations == 1 else f"{self.activations:.0%} of "
         kept = f"{share}activations" if self.activations else None
-        return " and ".join(each for each in (self.optimizer, frozen, kept) if each)
+        gradients = "gradients" if self.gradients else None
+        return " and ".join(each for each in (self.optimizer, frozen, gradients, kept) if each)
 
     @property
     def steps_there(self) -> bool:
@@ -103,14 +109,16 @@ class HostState:
                 "train adapters ([lora]) or a part of the model"
             )
 
-    def placed(self, sharding: Sharding, *, is_on_host: bool) -> Sharding:
-        """Return the sharding of a unit whose state rests in host memory, or does not."""
+    def placed(self, sharding: Sharding, *, is_on_host: bool, has_copies: bool = False) -> Sharding:
+        """Return the sharding of a unit whose state rests in host memory, or does not. has_copies: whether several
+        pipeline ranks have it: they sum its gradients on the device."""
         return replace(
             sharding,
             on_host=is_on_host,
             steps_on_host=is_on_host and self.steps_there,
             frozen_on_host=self.parameters is not None,
             trained_on_host=self.parameters == ALL,
+            gradients_on_host=is_on_host and self.gradients and not has_copies,
         )
 
     def rests(self, units: Iterable[int]) -> frozenset[int]:

@@ -14,6 +14,7 @@ from atoll.program.laws import check_program
 from atoll.program.lower import lower_row
 from atoll.program.memory import Bytes, Held, WorkingMemory, needed_in_a_step, peaks, working_memory
 from atoll.program.operation import OPERATIONS, PHASES, Lane, Operation, Partners, Phase, operation_of
+from atoll.program.partial import Partial
 from atoll.program.parts import Part, parts_of
 from atoll.program.program import Program, Programs
 from atoll.program.rank import ModelShape, Using, by_index, groups_of, unit_shape, using
@@ -40,6 +41,7 @@ __all__ = [
     "ModelShape",
     "Operation",
     "Part",
+    "Partial",
     "Partners",
     "Phase",
     "Program",

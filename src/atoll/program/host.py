@@ -20,7 +20,7 @@ The copies of the last units overlap with the next step's first forward.
 
 Stepped by the processors of the host:
 
-    OFFLOAD_GRAD  begins to copy a unit's gradients to host memory
+    OFFLOAD_GRAD  begins to copy a unit's gradients to host memory (see also `atoll.program.partial`)
     STEP_ON_HOST  begins to step the unit there, behind that
     STEPPED       waits for that, in the next program, before the unit's first use
     ONLOAD_PARAM  begins to copy the parameters to the device, and to where they are stored, as RETURN does
@@ -42,10 +42,11 @@ from atoll.plans.layouts import SegmentShape, Sharding
 from atoll.plans.layouts.resting import (
     compared_bytes,
     lowered_bytes,
-    onloaded_bytes,
+    offloaded_bytes,
     raised_bytes,
     returned_bytes,
     stepped_bytes,
+    visiting_bytes,
 )
 from atoll.program.instruction import Instruction
 from atoll.program.operation import Amount, Fact, Lane, Need, Operation, Over, Partners, Per, Phase, Scope, Workspace
@@ -96,6 +97,12 @@ class HostFacts:
         left="the gradients of unit {unit} are in host memory, and nothing steps it there",
         lane="offload", colour="OFFLOAD", bar="offload {unit}",
     )  # fmt: skip
+    GRAD_LEAVING = Fact(
+        per=Per.UNIT, applies=lambda unit, _: unit.gradients_leave, is_flight=True,
+        left="the gradients of unit {unit} leave for host memory, and are not waited for",
+        lane="offload", colour="OFFLOAD", bar="offload {unit}",
+    )  # fmt: skip
+    GRAD_LEFT = Fact(per=Per.UNIT, applies=lambda unit, _: unit.gradients_leave)
     STEPPING = Fact(
         per=Per.UNIT, applies=_is_stepped_there, is_flight=True, lane="host", colour="STEP", bar="step {unit}",
     )  # fmt: skip
@@ -116,7 +123,10 @@ class Hosted:
     )  # fmt: skip
     ONLOAD = Operation(
         lane=Lane.HOST, begins=True, is_aside=True, moves=True, carries="state", peers=Partners.NONE,
-        needs=(Need(HostFacts.HOME, "the state of unit {unit} is onloaded, and may still be on its way back"),),
+        needs=(
+            Need(HostFacts.HOME, "the state of unit {unit} is onloaded, and may still be on its way back"),
+            Need(HostFacts.GRAD_LEFT, "unit {unit} is onloaded before its gradients are in host memory"),
+        ),
         ends=(HostFacts.HOME,), gives=(HostFacts.ONLOADING, HostFacts.HELD), takes=(Amount(_STATE, _size),),
     )  # fmt: skip
     ONLOADED = Operation(
@@ -147,7 +157,13 @@ class Hosted:
     OFFLOAD_GRAD = Operation(
         lane=Lane.HOST, begins=True, is_aside=True, moves=True, carries="lowered", peers=Partners.NONE,
         needs=(Need(Facts.SYNCED, "the gradients of unit {unit} are offloaded before they are there"),),
-        gives=(HostFacts.LOWERING,),
+        gives=(HostFacts.LOWERING, HostFacts.GRAD_LEAVING),
+    )  # fmt: skip
+    OFFLOADED_GRAD = Operation(
+        lane=Lane.HOST, waits=True, is_aside=True, peers=Partners.NONE,
+        needs=(Need(HostFacts.GRAD_LEAVING, "unit {unit} waits for gradients that have not begun to leave"),),
+        ends=(HostFacts.GRAD_LEAVING,), gives=(HostFacts.GRAD_LEFT,),
+        frees=(Amount(Workspaces.SHARDED, of_all=True),), cause="host",
     )  # fmt: skip
     STEP_ON_HOST = Operation(
         lane=Lane.HOST, begins=True, is_aside=True, moves=True, carries="steps", peers=Partners.NONE,
@@ -177,12 +193,12 @@ def host_travel(segments: Sequence[SegmentShape], sharding: Sharding, travel: _T
     """Return what the instructions above send for a unit, by direction of the link; STEP_ON_HOST by what it reads and
     writes. travel: what others send."""
 
-    def offloaded_bytes(segment: SegmentShape, sharding: Sharding) -> int:
-        return onloaded_bytes(segment, sharding) + (0 if sharding.steps_on_host else returned_bytes(segment, sharding))
+    def leaving_bytes(segment: SegmentShape, sharding: Sharding) -> int:
+        return offloaded_bytes(segment, sharding) + (0 if sharding.steps_on_host else returned_bytes(segment, sharding))
 
     ways = {
-        Hosted.ONLOAD: (IN, onloaded_bytes),
-        Hosted.OFFLOAD: (OUT, offloaded_bytes),
+        Hosted.ONLOAD: (IN, visiting_bytes),
+        Hosted.OFFLOAD: (OUT, leaving_bytes),
         Hosted.OFFLOAD_GRAD: (OUT, lowered_bytes),
         Hosted.STEP_ON_HOST: (STEPS, stepped_bytes),
         Hosted.ONLOAD_PARAM: (IN, raised_bytes),
@@ -218,10 +234,12 @@ def _with_state(instructions: Sequence[Instruction], shape: RankShape) -> Iterat
     end = next((at for at, each in enumerate(instructions) if each.do is Do.FINISH_F), 0)
     # Before the stage's last block, which may be the head: the memory of logits is needed from there on.
     first = next((at for at in range(end, -1, -1) if instructions[at].do is Do.F), 0)
+    drained = next((at for at, each in enumerate(instructions) if each.do is Do.DRAIN), len(instructions))
     turns = _Turns(
         [shape.units[each.of] for each in instructions if each.do in _STEPS and shape.units[each.of].on_host],
         shape.room,
     )
+    turns.lacking |= {index for index, unit in shape.units.items() if unit.gradients_leave}
     for at, each in enumerate(instructions):
         is_step = each.do in _STEPS and shape.units[each.of].on_host > 0
         if is_step:
@@ -229,8 +247,10 @@ def _with_state(instructions: Sequence[Instruction], shape: RankShape) -> Iterat
         if at == first:
             yield Instruction(Hosted.LANDED, each.action)
         yield each
-        if each.do is Do.DRAIN and each.action.op is Op.STEP:
-            yield from turns.look(each.action)
+        if each.do is Hosted.OFFLOADED_GRAD:
+            turns.lacking.discard(each.of)
+        if (each.do is Do.DRAIN and each.action.op is Op.STEP) or (each.do is Hosted.OFFLOADED_GRAD and at > drained):
+            yield from turns.look(instructions[drained].action)
         if is_step:
             yield from turns.leave(each.action, each.of)
 
@@ -250,7 +270,7 @@ def _stepped_there(instructions: Sequence[Instruction], shape: RankShape) -> Ite
             yield Instruction(Hosted.STEP_ON_HOST, each.action, each.of)
             continue
         yield each
-        if each.of in there and last.get(each.of) == at:
+        if each.of in there and last.get(each.of) == at and not shape.units[each.of].gradients_leave:
             yield Instruction(Hosted.OFFLOAD_GRAD, each.action, each.of)
 
 
@@ -277,6 +297,8 @@ class _Turns:
         self._here: set[int] = set()
         self._leaving: deque[int] = deque()
         self._room = room
+        # Units whose gradients have not left for host memory, from where they come back with the state.
+        self.lacking: set[int] = set()
 
     def look(self, action: Action, *, waits_for_all: bool = False) -> Iterator[Instruction]:
         """Onload the next units for which there is room, once what has been offloaded leaves it to them.
@@ -284,7 +306,7 @@ class _Turns:
         The unit that was offloaded last is waited for only if the next one could not be stepped otherwise: nothing
         else would run meanwhile.
         """
-        while self._coming:
+        while self._coming and self._coming[0] not in self.lacking:
             size = self._sizes[self._coming[0]]
             while self._room < size and len(self._leaving) > (0 if waits_for_all else 1):
                 gone = self._leaving.popleft()

@@ -6,7 +6,7 @@
     + gathers         GATHER 0, WHOLE 0, GATHER 1, 0F0.0, FREE 0, WHOLE 1, 0F0.1, FREE 1, 0FINISH_F0, 0SEND_F0
     + posts           each receive is posted two receives before its wait
     + the step's end  see `atoll.program.end`
-    + host memory     see `atoll.program.host`, `atoll.program.kept`
+    + host memory     see `atoll.program.partial`, `atoll.program.host`, `atoll.program.kept`
 
 Each pass is a function from one list of steps to another, with access to the whole row. A step is an instruction, or a
 mark that a later pass replaces: a stage is opened, closed or reduced.
@@ -28,6 +28,7 @@ from atoll.program.host import insert_host
 from atoll.program.instruction import Instruction
 from atoll.program.kept import insert_kept
 from atoll.program.operation import OPERATIONS, PHASES, Phase, Scope, operation_of
+from atoll.program.partial import insert_partial
 from atoll.program.program import Program
 from atoll.program.shape import RankShape
 from atoll.program.table import Do
@@ -62,7 +63,7 @@ def lower_row(
     steps = cut_into_blocks(row, shape)
     steps = insert_reductions(steps, row, shape, reduces_each=reduces_each)
     instructions = list(insert_posts(insert_gathers(steps, row, shape, frees=frees)))
-    ended = insert_host(list(insert_end(instructions, shape, end)), shape)
+    ended = insert_host(list(insert_partial(insert_end(instructions, shape, end), shape)), shape)
     return Program(tuple(insert_kept(ended, shape)), shape)
 
 

@@ -451,7 +451,9 @@ def _of_view(segments: Sequence[SegmentShape], sharding: Sharding, *, is_shared:
             if g is not Level.N:
                 arriving += _arriving(REDUCE_GRADIENT[g], "gradient", sharding, segment, is_shared=is_shared)
             coarse = min(g, os)
-            arriving += AT_ONCE * _arriving(SYNC_GRADIENT[g, os], "gradient", sharding, segment, is_shared=is_shared)
+            # What rests in host memory is not read in place.
+            in_place = is_shared and not sharding.gradients_on_host
+            arriving += AT_ONCE * _arriving(SYNC_GRADIENT[g, os], "gradient", sharding, segment, is_shared=in_place)
             arriving += AT_ONCE * _arriving(SYNC_PARAMETER[os, p], "parameter", sharding, segment, is_shared=is_shared)
             if not nest.is_same(coarse, g):
                 arriving += syncs * len(nest.range(coarse, padded))

@@ -165,8 +165,8 @@ class Sharing(StrEnum):
 @dataclass(frozen=True, eq=False, slots=True)
 class Workspace:
     """Memory of a unit, a phase of its gradients, a block, a stage, or the rank. part: the component of
-    `atoll.program.memory.Working` that it belongs to.  shared: whether several may be in use at once.  before: bytes that
-    the program before has left, until an instruction frees them."""
+    `atoll.program.memory.Working` that it belongs to.  shared: whether several may be in use at once.  before: bytes
+    that the program before has left, until an instruction frees them."""
 
     part: str
     per: Per

@@ -22,11 +22,12 @@ from atoll.plans.layouts import (
     Sharding,
     StoredCopies,
 )
-from atoll.plans.layouts.resting import lowered_bytes, onloaded_bytes, resting_bytes, returned_bytes
+from atoll.plans.layouts.resting import lowered_bytes, resting_bytes, returned_bytes, visiting_bytes
 from atoll.plans.plan import Place, Plan, View
 from atoll.program.host import IN, bytes_leaving, host_travel
 from atoll.program.memory import arriving_bytes, needed_in_a_step, reduced_at_once
 from atoll.program.operation import PHASES, Operation, Phase
+from atoll.program.partial import partial_travel
 from atoll.program.shape import BlockShape, RankShape, StageShape, UnitShape
 from atoll.program.table import Do
 
@@ -132,7 +133,7 @@ class ModelShape:
             index: unit_shape(
                 index,
                 own,
-                self._placed(shardings[self.units[index].view], is_on_host=index in on_host),
+                self._placed(index, shardings[self.units[index].view], is_on_host=index in on_host),
                 blocks=self.units[index].blocks,
                 is_shared=self.units[index].is_shared,
                 copies=max(1, len(self.owners(index))),
@@ -161,8 +162,10 @@ class ModelShape:
         ordered = list(units.values())[:: -1 if plan.post_validation else 1]
         return replace(shape, room=room, leaving=bytes_leaving(ordered, room))
 
-    def _placed(self, sharding: Sharding, *, is_on_host: bool) -> Sharding:
-        return sharding if self.plan.host is None else self.plan.host.placed(sharding, is_on_host=is_on_host)
+    def _placed(self, index: int, sharding: Sharding, *, is_on_host: bool) -> Sharding:
+        if self.plan.host is None:
+            return sharding
+        return self.plan.host.placed(sharding, is_on_host=is_on_host, has_copies=len(self.owners(index)) > 1)
 
     def on_host(self, units: Mapping[int, bool]) -> frozenset[int]:
         """Return a rank's units whose state rests in host memory. units: the rank's, in the model's order, each with
@@ -204,8 +207,8 @@ def unit_shape(
         if any(phase in segment.phases for segment in trained)
     }
     exchanges = [sharding.exchange_bytes(segment) for segment in segments if segment.matrices]
-    on_host = sum(onloaded_bytes(segment, sharding) for segment in segments)
-    stays = sharding.keeps_apart or sharding.layout.gradients is Level.N
+    on_host = sum(visiting_bytes(segment, sharding) for segment in segments)
+    stays = (sharding.keeps_apart or sharding.layout.gradients is Level.N) and not sharding.gradients_on_host
     travel = _travel(segments, sharding)
     return UnitShape(
         index,
@@ -216,7 +219,7 @@ def unit_shape(
         ahead=sum(sharding.bytes_ahead(segment, reads_in_place=reads_in_place) for segment in segments),
         flows=flows,
         is_left_alone=all(map(sharding.stays_alone, segments)),
-        travel={**travel, **host_travel(segments, sharding, travel)},
+        travel={**travel, **host_travel(segments, sharding, travel), **partial_travel(segments, sharding)},
         matrices=sum(len(segment.matrices) for segment in segments),
         exchanged=sum(held for held, _ in exchanges),
         transformed=max((besides for _, besides in exchanges), default=0),
@@ -229,7 +232,8 @@ def unit_shape(
         },
         on_host=on_host,
         returned=sum(returned_bytes(segment, sharding) for segment in segments),
-        is_stepped_on_host=any(lowered_bytes(segment, sharding) for segment in segments),
+        is_stepped_on_host=sharding.steps_on_host and any(lowered_bytes(each, sharding) for each in segments),
+        gradients_leave=sharding.gradients_on_host and any(lowered_bytes(each, sharding) for each in segments),
         segments=tuple(segments),
         sharding=sharding,
     )

@@ -36,8 +36,10 @@ class UnitShape:
     transformed: bytes that come and go within TRANSFORM.
     arriving: bytes that are received while its gradients are reduced and synced.
     sharded: bytes of the sharded gradients of each phase, from the first of a step on; none if they are always there.
-    on_host: bytes of its master and states that rest in host memory, and come to the device for a step.
+    on_host: bytes of its master and states, and perhaps gradients, that rest in host memory, and come to the device for
+    a step.
     is_stepped_on_host: whether they are stepped there instead.
+    gradients_leave: whether its gradients rest in host memory too.
     returned: bytes of stepped parameters on the device, until they are in host memory, where they rest.
     segments: its flat buffers.  sharding: their layout.
     """
@@ -58,6 +60,7 @@ class UnitShape:
     sharded: Mapping[Phase, int] = field(default_factory=dict)
     on_host: int = 0
     is_stepped_on_host: bool = False
+    gradients_leave: bool = False
     returned: int = 0
     segments: tuple[SegmentShape, ...] = field(default=(), compare=False)
     sharding: Sharding | None = field(default=None, compare=False)

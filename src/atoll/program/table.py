@@ -75,6 +75,24 @@ class Facts:
     UPDATED = Fact(per=Per.UNIT, applies=lambda unit, _: bool(unit.matrices or unit.on_host))
     RETURNING = Fact(per=Per.UNIT, is_flight=True)
     CURRENT = Fact(per=Per.UNIT, applies=lambda unit, _: unit.is_stepped_on_host)
+    PART_LEAVING = Fact(
+        per=Per.PHASE, is_flight=True, applies=lambda unit, phase: unit.gradients_leave and phase in unit.flows,
+        left="gradients of unit {unit} in phase {phase} leave for host memory, and are not waited for",
+        lane="offload", colour="OFFLOAD", bar="gradients {unit} {phase}",
+    )  # fmt: skip
+    PART_AWAY = Fact(
+        per=Per.PHASE, applies=lambda unit, phase: unit.gradients_leave and phase in unit.flows,
+        left="gradients of unit {unit} in phase {phase} stay in host memory, and are not complete",
+    )  # fmt: skip
+    PART_COMING = Fact(
+        per=Per.PHASE, is_flight=True, applies=lambda unit, phase: unit.gradients_leave and phase in unit.flows,
+        left="gradients of unit {unit} in phase {phase} come from host memory, and are not waited for",
+        lane="onload", colour="ONLOAD", bar="gradients {unit} {phase}",
+    )  # fmt: skip
+    SUM_AWAY = Fact(
+        per=Per.PHASE,
+        applies=lambda unit, phase: unit.gradients_leave and phase in unit.flows and not _flow(unit, phase),
+    )
     LEAVING = Fact(
         per=Per.PASSAGE, is_flight=True, most=lambda _: MOVING,
         above="what {sum} blocks keep is leaving for host memory, and {most} may be",
@@ -153,6 +171,8 @@ def _transformed(unit: UnitShape, _: Phase | None) -> int:
 WORKS = Need(Facts.OPEN, "microbatches are over")
 READS = Need(Facts.UNSHARDED, "unit {unit} is used before it is unsharded")
 WRITES = Need(Facts.SYNCING, "a gradient of unit {unit} is made after its sync", holds=False, of_all=True)
+ADDS = Need(Facts.SUM_AWAY, "a gradient of unit {unit} is made while earlier ones are in host memory", holds=False)
+_AWAY = Need(Facts.PART_AWAY, "unit {unit} is reduced while earlier gradients are in host memory", holds=False)
 GRADIENT = (Amount(Workspaces.GRADIENT, _flow), Amount(Workspaces.SHARDED, _accumulated))
 _ARRIVING = Amount(Workspaces.ARRIVING, _arriving)
 _HERE = tuple(
@@ -259,14 +279,14 @@ class Do:
     )
     I = computes(  # noqa: E741  (the field's name for it)
         scope=Scope.BLOCK, over=Over.BLOCK, phase="I", reads=True, exchanges=True,
-        needs=(READS, WRITES, WORKS, *_HERE), ends=(Facts.BACK,), gives=(Facts.MADE,),
+        needs=(READS, WRITES, ADDS, WORKS, *_HERE), ends=(Facts.BACK,), gives=(Facts.MADE,),
         takes=(*GRADIENT, Amount(Workspaces.PENDING, lambda block, _: block.pending)), cause="backward", column="I",
         frees=(Amount(Workspaces.KEPT, lambda block, _: block.freed),),
         within=(Amount(Workspaces.PASSING, lambda block, _: block.in_backward),),
     )  # fmt: skip
     FINISH_I = computes()
     W = computes(
-        scope=Scope.UNIT, over=Over.UNIT, phase="W", needs=(WRITES, WORKS), gives=(Facts.MADE,),
+        scope=Scope.UNIT, over=Over.UNIT, phase="W", needs=(WRITES, ADDS, WORKS), gives=(Facts.MADE,),
         takes=(*GRADIENT, Amount(Workspaces.ANSWERED, lambda weight, _: weight.answered)), cause="weights", column="W",
         frees=(Amount(Workspaces.WEIGHED, lambda weight, _: weight.pending),),
     )  # fmt: skip
@@ -310,7 +330,7 @@ class Do:
 
     REDUCE = Operation(
         lane=Lane.DATA, scope=Scope.PHASE, begins=True, is_aside=True, moves=True, carries="reductions",
-        needs=(WORKS, Need(Facts.SYNCING, "unit {unit} is reduced after its sync", holds=False)),
+        needs=(WORKS, _AWAY, Need(Facts.SYNCING, "unit {unit} is reduced after its sync", holds=False)),
         ends=(Facts.MADE,), gives=(Facts.REDUCING, Facts.SETTLING),
         # The next microbatch's gradients go to another buffer; where none was made, zeros are reduced.
         frees=(Amount(Workspaces.GRADIENT),),
@@ -326,9 +346,10 @@ class Do:
         needs=(
             Need(Facts.SYNCING, "unit {unit} is synced twice", holds=False),
             Need(Facts.MADE, "unit {unit} is synced before it is reduced", holds=False),
+            _AWAY,
         ),
         ends=(Facts.SETTLING,), gives=(Facts.SYNCING, Facts.SETTLING),
-        takes=(Amount(Workspaces.SHARDED, _sharded, of_all=True), _ARRIVING),
+        takes=(Amount(Workspaces.SHARDED, _sharded), _ARRIVING),
         bar=("reduce", "REDUCE", "sync {unit} {phase}"),
     )  # fmt: skip
 

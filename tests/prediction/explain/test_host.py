@@ -88,7 +88,7 @@ def test_an_explanation_lists_the_lane_and_the_alternatives() -> None:
     assert "host memory update-on-host" in text
     other = " ".join("\n".join(describe_explanation(Explanation(prediction(ON_HOST)))).split())
     assert "in host memory steps on the host" in other
-    assert "to host memory gradients for the host" in other
+    assert "to host memory gradients of the step" in other
 
 
 def test_it_is_no_choice_on_a_cluster_whose_host_is_not_known() -> None:
@@ -199,7 +199,7 @@ def test_an_explanation_of_a_frozen_base_says_what_it_costs() -> None:
     own = Prediction(with_adapters(), plan, cluster(1), use)
     plain = replace(own, plan=replace(plan, host=None))
     text = " ".join("\n".join(describe_explanation(Explanation(own))).split())
-    assert "frozen parameters" in text
+    assert "parameters in host memory" in text
     assert own.peak(0).total < plain.peak(0).total
     each = own.ranks.programs.ranks[0].sent["host in"]
     # Each block comes once for a forward and once for a backward of each microbatch, but where a forward ends in it.

@@ -118,11 +118,8 @@ def test_accelerate() -> None:
     assert found.system == "accelerate"
     assert (config.parallel.ranks, config.parallel.layout, config.parallel.intra) == (16, "III", 8)
     assert (config.parallel.recompute, config.train.precision) == ("block", "bf16")
-    assert found.tables["parallel"]["host"] == {"optimizer": "update-on-host", "parameters": "all"}
-    assert found.left == [
-        "fsdp_config.fsdp_offload_params = True: state and parameters are converted; gradients stay on the device "
-        "until the step's end"
-    ]
+    assert found.tables["parallel"]["host"] == {"optimizer": "update-on-host", "parameters": "all", "gradients": True}
+    assert not found.left
 
 
 @pytest.mark.parametrize(("given", "parameters", "words"), [
@@ -179,9 +176,15 @@ ON_HOST = {
     "parallel.host.optimizer": "update-on-host",
     "parallel.host.fraction": 1.0,
     "parallel.host.activations": 0.0,
+    "parallel.host.gradients": False,
 }
-ALL_ON_HOST = {**ON_HOST, "parallel.host.parameters": "all"}
-KEPT_ON_HOST = {"parallel.recompute": "block", "parallel.host.fraction": 1.0, "parallel.host.activations": 1.0}
+ALL_ON_HOST = {**ON_HOST, "parallel.host.parameters": "all", "parallel.host.gradients": True}
+KEPT_ON_HOST = {
+    "parallel.recompute": "block",
+    "parallel.host.fraction": 1.0,
+    "parallel.host.activations": 1.0,
+    "parallel.host.gradients": False,
+}
 Expected = dict[str, Any] | str
 
 ADAM: dict[str, Any] = {"optimizer.type": "Adam"}
@@ -331,7 +334,7 @@ RULES: dict[str, dict[str, list[Row]]] = {
             (4, {"parallel.layout": "III"}),
         ],
         "fsdp_config.fsdp_activation_checkpointing": [(True, {"parallel.recompute": "block"}), (False, NOTHING)],
-        "fsdp_config.fsdp_offload_params": [(True, (ALL_ON_HOST, LEFT)), (False, NOTHING)],
+        "fsdp_config.fsdp_offload_params": [(True, ALL_ON_HOST), ("nvme", LEFT), (False, NOTHING)],
         "fsdp_config.fsdp_cpu_ram_efficient_loading": [(True, NOTHING)],
         "fsdp_config.fsdp_auto_wrap_policy": [("TRANSFORMER_BASED_WRAP", NOTHING), ("NO_WRAP", LEFT)],
         "fsdp_config.fsdp_transformer_layer_cls_to_wrap": [("LlamaDecoderLayer", NOTHING)],
@@ -467,7 +470,7 @@ RULES: dict[str, dict[str, list[Row]]] = {
         "training.mixed_precision_reduce": [("float32", NOTHING), ("bfloat16", LEFT)],
         "training.gc_freq": [(50, NOTHING)],
         "training.gc_debug": [(True, NOTHING)],
-        "training.enable_cpu_offload": [(True, (ALL_ON_HOST, LEFT)), (False, NOTHING)],
+        "training.enable_cpu_offload": [(True, ALL_ON_HOST), (False, NOTHING)],
         "parallelism.pipeline_parallel_schedule": [
             ("GPipe", {"parallel.schedule": "gpipe"}),
             ("1F1B", NOTHING),

@@ -22,10 +22,27 @@ def host_bytes(segment: SegmentShape, sharding: Sharding, states: int | None = N
     """Return all bytes in host memory: master and states, a second time for a post-validated step, which leaves those
     before it as they were; and, for a step that is made there, gradients and parameters on their ways."""
     found = (2 if sharding.keeps_apart else 1) * state_bytes(segment, sharding, states)
-    if not found or not sharding.steps_on_host:
-        return found
+    if not found:
+        return 0
+    if sharding.gradients_on_host:
+        found += len(segment.phases) * partial_bytes(segment, sharding)
+    if not final_is_part(segment, sharding):
+        found += lowered_bytes(segment, sharding)
     casts = segment.compute != sharding.precision.master and not sharding.keeps_copy(segment)
-    return found + lowered_bytes(segment, sharding) + (raised_bytes(segment, sharding) if casts else 0)
+    return found + (raised_bytes(segment, sharding) if casts else 0)
+
+
+def partial_bytes(segment: SegmentShape, sharding: Sharding) -> int:
+    """Return the bytes of accumulated gradients of a phase that rest in host memory between microbatches."""
+    return sharding.gradient_bytes(segment) if sharding.gradients_on_host and segment.trainable else 0
+
+
+def final_is_part(segment: SegmentShape, sharding: Sharding) -> bool:
+    """Return True if the optimizer's gradients in host memory are a part of the accumulated ones, whose buffer they
+    use."""
+    stored = sharding.nest.range(sharding.layout.gradients, segment.map.padded)
+    held = _held(segment, sharding)
+    return sharding.gradients_on_host and stored.start <= held.start and held.stop <= stored.stop
 
 
 def resting_bytes(segment: SegmentShape, sharding: Sharding) -> int:
@@ -47,15 +64,20 @@ def compared_bytes(segment: SegmentShape, sharding: Sharding) -> int:
     return returned_bytes(segment, sharding) if sharding.keeps_copy(segment) else 0
 
 
-def onloaded_bytes(segment: SegmentShape, sharding: Sharding) -> int:
-    """Return the bytes of state that come to the device to be stepped there, and go back."""
+def offloaded_bytes(segment: SegmentShape, sharding: Sharding) -> int:
+    """Return the bytes of state that go back to host memory after a step on the device."""
     return 0 if sharding.steps_on_host else state_bytes(segment, sharding)
 
 
+def visiting_bytes(segment: SegmentShape, sharding: Sharding) -> int:
+    """Return the bytes that come to the device for a step there: of state, and of gradients that have left."""
+    return 0 if sharding.steps_on_host else state_bytes(segment, sharding) + lowered_bytes(segment, sharding)
+
+
 def lowered_bytes(segment: SegmentShape, sharding: Sharding) -> int:
-    """Return the bytes of gradients that go to host memory to be stepped there."""
-    is_stepped = sharding.steps_on_host and state_bytes(segment, sharding) > 0
-    return ITEM_BYTES[sharding.precision.gradient] * len(_held(segment, sharding)) if is_stepped else 0
+    """Return the bytes of the optimizer's gradients that go to host memory."""
+    goes = (sharding.steps_on_host or sharding.gradients_on_host) and state_bytes(segment, sharding) > 0
+    return ITEM_BYTES[sharding.precision.gradient] * len(_held(segment, sharding)) if goes else 0
 
 
 def raised_bytes(segment: SegmentShape, sharding: Sharding) -> int:
@@ -73,7 +95,7 @@ def raised_bytes(segment: SegmentShape, sharding: Sharding) -> int:
 
 def stepped_bytes(segment: SegmentShape, sharding: Sharding) -> int:
     """Return the bytes that a step in host memory reads and writes: gradient, master and states."""
-    if not lowered_bytes(segment, sharding):
+    if not sharding.steps_on_host or not lowered_bytes(segment, sharding):
         return 0
     item, held = ITEM_BYTES[sharding.precision.master], _held(segment, sharding)
     return lowered_bytes(segment, sharding) + 2 * (1 + sharding.states_of(segment)) * item * len(held)

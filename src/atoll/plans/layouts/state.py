@@ -22,7 +22,7 @@ class Footprint:
     """Bytes of one rank's model state. Only tensors count, not step counters.
 
     optimizer: masters, states, residuals of codecs, and what outer steps store.
-    host: masters, states and parameters that rest in host memory; `total` is the device's.
+    host: masters, states, parameters and gradients that rest in host memory; `total` is the device's.
     Sharded gradients are freed at the end of a step; everything else is kept between steps.
     """
 
@@ -79,7 +79,7 @@ def _segment_footprint(segment: SegmentShape, sharding: Sharding, states: int) -
     item = ITEM_BYTES[precision.master]
     held = sharding.nest.range(layout.optimizer, segment.map.padded)
     covered = sum(part.stop - part.start for part in segment.map.slices(held))
-    gradients = len(segment.phases) * sharding.gradient_bytes(segment)
+    gradients = 0 if sharding.gradients_on_host else len(segment.phases) * sharding.gradient_bytes(segment)
     away = host_bytes(segment, sharding, states)
     kept = (0 if away else states * item * covered) + sharding.anchors * item * numel(Level.G)
     kept += len(sharding.owing(segment)) * item * numel(Level.I)
@@ -103,6 +103,7 @@ def saved_bytes(segments: Sequence[SegmentShape], sharding: Sharding) -> int:
         on_host=False,
         frozen_on_host=False,
         trained_on_host=False,
+        gradients_on_host=False,
     )
     found = footprint(segments, everywhere)
     return found.parameters + found.optimizer + saved_besides(segments, sharding)

@@ -79,6 +79,7 @@ class Sharding:
     tp: the place in the tensor-parallel group.  along: the axes of the mesh that INTER and INTRA go along.
     on_host: whether master and states rest in host memory (`atoll.plans.host`).  steps_on_host: whether its processors
     step them.  frozen_on_host, trained_on_host: whether parameters that are not trained, or those that are, rest there.
+    gradients_on_host: whether accumulated gradients rest there.
     """
 
     layout: Layout
@@ -95,6 +96,7 @@ class Sharding:
     steps_on_host: bool = False
     frozen_on_host: bool = False
     trained_on_host: bool = False
+    gradients_on_host: bool = False
 
     def codec(self, of: Literal["gradient", "parameter"], move: Move) -> Codec | None:
         """The codec of a move of gradients or parameters; None where elements are sent as they are."""

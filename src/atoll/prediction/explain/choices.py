@@ -226,8 +226,9 @@ def _host(key: str, of: Callable[[str], Any] = str, none: Any = None) -> Callabl
             {} if plan.host is None else {f.name: getattr(plan.host, f.name) for f in fields(plan.host)}
         )
         given[key] = of(value) if value != NO else none
-        if given.get("optimizer") is None and given.get("parameters") == ALL:
-            given["parameters"] = None  # trained ones rest there with their state alone
+        if given.get("optimizer") is None:  # what is trained rests there with its state alone
+            given["gradients"] = False
+            given["parameters"] = None if given.get("parameters") == ALL else given.get("parameters")
         is_left = any(given.get(other) for other in ("optimizer", "parameters", "activations"))
         return replace(plan, host=HostState(**given) if is_left else None)
 
@@ -362,6 +363,15 @@ _CHOICES = (
         make=_host("parameters"),
         plain=NO,
         applies=lambda prediction: _has_frozen(prediction) or _has_all_states(prediction.plan),
+    ),
+    Choice(
+        "gradients in host memory",
+        "parallel.host.gradients",
+        now=lambda plan: "yes" if plan.host is not None and plan.host.gradients else NO,
+        others=lambda plan: _if(plan.host is not None and plan.host.optimizer is not None, NO, "yes"),
+        make=_host("gradients", lambda value: value == "yes", none=False),
+        plain=NO,
+        applies=lambda prediction: prediction.plan.host is not None and prediction.plan.host.optimizer is not None,
     ),
     Choice(
         "activations in host memory",

@@ -22,7 +22,8 @@ _KINDS = {
     "matrices": MATRICES,
     "return": RETURNS,
     "state": "optimizer state",
-    "lowered": "gradients for the host",
+    "lowered": "gradients of the step",
+    "partial": "gradients between microbatches",
     "steps": "steps on the host",
     "kept": "activations",
 }

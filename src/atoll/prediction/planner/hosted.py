@@ -1,4 +1,4 @@
-"""Plans with host memory: of optimizer state, of parameters, of activations."""
+"""Plans with host memory: of optimizer state, of parameters, of gradients, of activations."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def with_host(search: PlanSearch, found: Found) -> Found:
 
 def _hosts(search: PlanSearch) -> Iterator[tuple[HostState, bool]]:
     """Yield what may be in host memory, and whether it is tried only if nothing fits: of a model with adapters its base
-    first, and then its few states besides; activations; states and activations; states and all parameters."""
+    first, and then its few states besides; activations; states and activations; states and all parameters, and then
+    gradients too."""
     frozen = FROZEN if search.workload.frozen else None
     if frozen:
         yield HostState(parameters=frozen), False
@@ -61,10 +62,10 @@ def _hosts(search: PlanSearch) -> Iterator[tuple[HostState, bool]]:
         yield HostState(parameters=frozen, activations=1.0), True
     for update in updates:
         yield HostState(update, parameters=frozen, activations=1.0), True
-    for update in updates:
-        yield HostState(update, parameters=ALL), True
-    for update in updates:
-        yield HostState(update, parameters=ALL, activations=1.0), True
+    for gradients in (False, True):
+        for activations in (0.0, 1.0):
+            for update in updates:
+                yield HostState(update, parameters=ALL, gradients=gradients, activations=activations), True
 
 
 def _lesser(host: HostState) -> Iterator[HostState]:

@@ -138,7 +138,8 @@ class _Model:
         if spec.view is View.DENSE and not is_on_host and (host is None or host.parameters is None):
             return around
         if host is not None:
-            sharding = host.placed(sharding, is_on_host=is_on_host)
+            has_copies = len(self.shape.owners(spec.index)) > 1
+            sharding = host.placed(sharding, is_on_host=is_on_host, has_copies=has_copies)
         return replace(around, sharding=sharding)
 
     @property

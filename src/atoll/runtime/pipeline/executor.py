@@ -31,7 +31,7 @@ from torch.profiler import record_function
 from atoll.base._torch import is_profiling
 from atoll.base.errors import AtollError, RunError
 from atoll.plans.ir import Action, Op
-from atoll.program import Do, Ending, Instruction, Kept, Operation, Part, Program, RankShape, parts_of
+from atoll.program import Do, Ending, Instruction, Kept, Operation, Part, Partial, Program, RankShape, parts_of
 from atoll.program.operation import OPERATIONS
 from atoll.program.trace import Span
 from atoll.runtime.failure import Doing
@@ -429,6 +429,10 @@ PLAYS.update(
         Do.REDUCE: of_phase(Unit.reduce_gradients),
         Do.REDUCED: of_phase(Unit.end_reduction),
         Do.SYNC: of_phase(Unit.sync_gradients),
+        Partial.OFFLOAD_PART: of_phase(partial(Unit.begin_part, is_back=False)),
+        Partial.OFFLOADED_PART: of_phase(partial(Unit.end_part, is_back=False)),
+        Partial.ONLOAD_PART: of_phase(partial(Unit.begin_part, is_back=True)),
+        Partial.ONLOADED_PART: of_phase(partial(Unit.end_part, is_back=True)),
         Kept.OFFLOAD_ACT: _of_kept(KeptActivations.offload),
         Kept.OFFLOADED_ACT: _of_kept(KeptActivations.free),
         Kept.ONLOAD_ACT: _of_kept(KeptActivations.onload),

@@ -88,7 +88,7 @@ def whole_gradients(units: Sequence[Unit], names: Collection[str]) -> dict[str, 
     """Return the step's gradients as the optimizer will get them, apart from clipping; every rank takes part."""
     found = {}
     for segment in _segments_with(units, names):
-        if segment.gradients.final is not None:
+        if segment.gradients.is_complete:
             found.update({name: value for name, value in segment.read_gradients().items() if name in names})
     return found
 

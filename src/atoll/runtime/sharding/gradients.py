@@ -28,12 +28,15 @@ from functools import partial
 import torch
 
 from atoll.plans.layouts import REDUCE_GRADIENT, SYNC_GRADIENT, Axis, Level, Move, MoveKind
+from atoll.plans.layouts.resting import final_is_part
 from atoll.program import Phase
+from atoll.program.host import IN, OUT
 from atoll.runtime import lanes
 from atoll.runtime.sharding import coding
 from atoll.runtime.sharding.collectives import Collectives, Purpose
 from atoll.runtime.sharding.flat_group import FlatGroup
 from atoll.runtime.sharding.gradient_buffer import GradientBuffer
+from atoll.runtime.sharding.hosted import host_zeros
 from atoll.runtime.sharding.norm import sum_of_squares
 from atoll.runtime.sharding.tensors import Spread, dtype_of
 from atoll.runtime.transport import Channel, Tag
@@ -77,14 +80,25 @@ class Gradients:
         self.reducing: deque[tuple[lanes.Job, torch.Tensor]] = deque()
         # The sync and its buffer, at the coarser level of g and os, until waited for. `final` may keep a view of it.
         self.syncing: tuple[lanes.Job, torch.Tensor] | None = None
+        # What `final` in host memory is to be multiplied with, from `note_squares` to the next one.
+        self.factor = 1.0
         # The optimizer's, at the level of os, from the sync to `clear`: with a post-validated step until the verdict,
         # in the next program. May be a view of the shards, which others may read in place.
         self.final: torch.Tensor | None = None
         # phase -> accumulated gradients, at level g. Between steps they have no memory, unless they are at N: then the
         # sync before a step is read in place by the group, whose mappings a new allocation would not have.
-        self.shards = {
-            phase: flat.zeros(g, dtype_of(precision.gradient), is_read=g is Level.N) for phase in flat.phases
-        }
+        dtype = dtype_of(precision.gradient)
+        self._leaves = sharding.gradients_on_host
+        self.shards = {phase: flat.zeros(g, dtype, is_read=g is Level.N and not self._leaves) for phase in flat.phases}
+        # Where they rest in host memory: phase -> what is accumulated, between two microbatches that add to it.
+        self.away: dict[Phase, torch.Tensor] = {}
+        if self._leaves:
+            device, numel = flat.around.device, len(flat.range(g))
+            self.away = {phase: host_zeros(self, numel, dtype, device=device) for phase in flat.phases}
+        # The copy of a phase in flight, until waited for.
+        self._moving: dict[Phase, lanes.Job] = {}
+        # The sum of squares of gradients that have left for host memory, until `clear`.
+        self._squares: torch.Tensor | None = None
         if self._accumulates:
             # Before the storages are freed: views are made of memory that is there, and stay valid.
             self._views = {phase: flat.views_of(shard) for phase, shard in self.shards.items()}
@@ -92,7 +106,7 @@ class Gradients:
 
     def _free_shards(self) -> None:
         """Free the shards between steps, so that a forward can use their memory, unless others read them in place."""
-        if self._flat.layout.gradients is not Level.N:
+        if self._leaves or self._flat.layout.gradients is not Level.N:
             for shard in self.shards.values():
                 shard.untyped_storage().resize_(0)
 
@@ -192,6 +206,49 @@ class Gradients:
         # Lent memory is free once every rank of the group has read it; any other is freed when `reducing` drops it.
         flat.around.transport.memory.give_back(unsharded)
 
+    # ---- to host memory and back
+
+    @property
+    def at_home(self) -> torch.Tensor | None:
+        """The optimizer's part of what rests in host memory; None if it has no place there."""
+        flat = self._flat
+        if not self.away or not final_is_part(flat.shape, flat.sharding):
+            return None
+        return flat.part(self.away[flat.phases[0]], flat.layout.gradients, flat.layout.optimizer)
+
+    def begin_part(self, phase: Phase, *, is_back: bool) -> None:
+        """Begin to copy what is accumulated of a phase to host memory, or back."""
+        if phase in self.away:
+            shard, away, around = self._shard(phase), self.away[phase], self._flat.around
+            kind: lanes.LaneKind = "onload" if is_back else "offload"
+            around.transport.count(IN if is_back else OUT, shard.nbytes)
+            to, source = (shard, away) if is_back else (away, shard)
+            copy = partial(_copy, to, source)
+            self._moving[phase] = around.lanes[kind].start(copy, unit=self._flat.tag[0])
+
+    def end_part(self, phase: Phase, *, is_back: bool) -> None:
+        """Wait for that; what has left is freed on the device."""
+        if phase in self._moving:
+            self._moving.pop(phase).wait()
+            if not is_back:
+                self.shards[phase].untyped_storage().resize_(0)
+
+    @property
+    def is_complete(self) -> bool:
+        """True between a step's gradients and its update, if this rank has any: on the device, or in host memory."""
+        return self.final is not None or self._squares is not None
+
+    def note_squares(self) -> None:
+        """Keep the sum of squares of `final`, which is about to leave."""
+        if self._leaves:
+            self._squares, self.factor = self.squared_norm(), 1.0
+
+    def leave(self) -> None:
+        """Free the step's gradients on the device, which have left it."""
+        if self._leaves:
+            self.final = None
+            self._free_shards()
+
     # ---- the step's end
 
     def begin_sync(self) -> None:
@@ -284,6 +341,10 @@ class Gradients:
 
     def clear(self) -> None:
         """Discard the step's gradients: shards at N are overwritten later, others are freed."""
+        for job in self._moving.values():  # of a program that was not finished
+            job.wait()
+        self._moving.clear()
+        self._squares = None
         # The optimizer's slices have dropped their gradients, which may be views of this memory.
         self._filled.clear()
         self._reductions.clear()
@@ -304,6 +365,12 @@ class Gradients:
         others would wait for it at the step's end.
         """
         flat, around = self._flat, self._flat.around
+        if self._squares is not None:
+            return self._squares * self.factor**2
         if self.final is None or (flat.spread is not Spread.SPLIT and around.transport.place.tp != 0):
             return torch.zeros((), dtype=torch.float64, device=around.device)
         return sum_of_squares(flat.part(self.final, flat.layout.optimizer, Level.G))
+
+
+def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
+    to.copy_(source, non_blocking=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -132,6 +132,7 @@ class HostSteps:
             hosted.offload(is_ahead=before is not None)
         for segment in unit.segments:
             segment.shards.wait_for_host()
+            segment.gradients.leave()
 
     def drop(self, unit: Unit) -> None:
         """Wait for the copies of a unit's state, and free them on the device."""
@@ -144,7 +145,12 @@ class HostSteps:
             self.drop(unit)
 
     def _bring(self, unit: Unit) -> None:
-        """Let the optimizer see a unit's state on the device."""
+        """Let the optimizer see a unit's state on the device, and gradients that have come with it."""
+        for segment in unit.segments:
+            hosted = segment.shards.hosted
+            if hosted is not None and hosted.gradient_here is not None:
+                hosted.arrive()
+                segment.gradients.final = hosted.gradient_here.mul_(segment.gradients.factor)
         for hosted in hosted_of(unit):
             hosted.arrive()
             hosted.is_here = True
@@ -166,10 +172,19 @@ class HostSteps:
         for segment in unit.segments:
             hosted, final = segment.shards.hosted, segment.gradients.final
             if hosted is not None and final is not None:
+                segment.gradients.note_squares()
                 hosted.lower(final)
+
+    def lowered(self, unit: Unit) -> None:
+        """Wait until a unit's gradients are in host memory, and free them on the device."""
+        for segment in unit.segments:
+            if segment.shards.hosted is not None:
+                segment.shards.hosted.lowered()
+                segment.gradients.leave()
 
     def begin(self, unit: Unit, terms: StepTerms, *, is_ahead: bool = False) -> None:
         """Begin to step a unit, once its gradients are in host memory. is_ahead: as `begin_ahead`."""
+        terms = replace(terms, scale=terms.scale * unit.gradient_factor)
         apart = self._apart(unit, terms.options)
         step = partial(self._step_there, unit, apart, terms, is_ahead=is_ahead)
         job = unit.around.lanes["host"].start(step, unit=unit.spec.index)

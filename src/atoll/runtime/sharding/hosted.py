@@ -84,6 +84,8 @@ class HostedState:
         self._ahead: dict[str, torch.Tensor] = {}
         # From `onload` to `land`.
         self._here: dict[str, torch.Tensor] = {}
+        # The gradients, where they have left for host memory, as long as `here`.
+        self._gradient_here: torch.Tensor | None = None
         # States that the optimizer has made in this step, until they are at home.
         self._made: list[tuple[torch.Tensor, torch.Tensor]] = []
         # Whether the optimizer sees `here`.
@@ -144,8 +146,13 @@ class HostedState:
     @property
     def visiting(self) -> list[torch.Tensor]:
         """The buffers on the device, until OFFLOADED."""
-        along = [] if self._along is None else [self._along[0]]
-        return [*self._here.values(), *along]
+        along = () if self._along is None else self._along[:1]
+        return [*self._here.values(), *(each for each in (self._gradient_here, *along) if each is not None)]
+
+    @property
+    def gradient_here(self) -> torch.Tensor | None:
+        """The gradients that have come back to the device with the state."""
+        return self._gradient_here
 
     # ---- the way here and back
 
@@ -154,7 +161,12 @@ class HostedState:
         self.leave()
         device = self._flat.around.device
         self._here = {key: torch.empty_like(held, device=device) for key, held in self._home.items()}
-        self._job = self.copying("onload", [(here, self._home[key]) for key, here in self._here.items()])
+        pairs = [(here, self._home[key]) for key, here in self._here.items()]
+        if self._flat.sharding.gradients_on_host:
+            assert self.gradient is not None, "they have left"
+            self._gradient_here = torch.empty_like(self.gradient, device=device)
+            pairs.append((self._gradient_here, self.gradient))
+        self._job = self.copying("onload", pairs)
 
     def arrive(self) -> None:
         """Wait until everything is here."""
@@ -212,7 +224,7 @@ class HostedState:
         if self._job is not None:
             self._job.wait()
             self._job = None
-        self._here, self._made, self._along = {}, [], None
+        self._here, self._made, self._along, self._gradient_here = {}, [], None, None
 
     def land(self) -> None:
         """Wait on the host until everything is at home: this processor may read it."""

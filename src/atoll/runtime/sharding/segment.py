@@ -63,6 +63,8 @@ class Segment:
         # Ranks allocate what a group reads in place in one order: parameters, then gradients.
         self.shards = ParameterShards(self.flat, self.collectives)
         self.gradients = Gradients(self.flat, self.collectives)
+        if self.shards.hosted is not None:
+            self.shards.hosted.gradient = self.gradients.at_home
         # Last: it makes the parameters views of the copy, and the shards have to read their first values before that.
         self.unsharded = UnshardedParameters(self.flat, self.shards, self.collectives)
 
@@ -113,8 +115,11 @@ class Segment:
 
     def read_gradients(self) -> dict[str, torch.Tensor]:
         """Return the step's whole gradients by name, as new tensors."""
-        assert self.gradients.final is not None, "asked only between a step's gradients and its update"
-        return self._read(self.gradients.final, self.flat.layout.optimizer)
+        own = self.gradients.final
+        if own is None:
+            assert self.shards.hosted is not None, "asked only between a step's gradients and its update"
+            own = self.shards.hosted.arrived() * self.gradients.factor
+        return self._read(own, self.flat.layout.optimizer)
 
     def _read(self, own: torch.Tensor, level: Level) -> dict[str, torch.Tensor]:
         flat = self.flat
@@ -155,6 +160,7 @@ class Segment:
             "host": [
                 *([] if shards.hosted is None else shards.hosted.tensors),
                 *(own_shards if shards.rests_on_host else []),
+                *gradients.away.values(),
             ],
         }
         return {component: [t for t in tensors if t is not None] for component, tensors in own.items()}

@@ -82,6 +82,9 @@ class HostSection(Section):
     parameters: Literal["frozen", "all"] | None = None
     """parameters that rest there, so that every gather begins with their copy to the device: "frozen" ones, such as the
     base of adapters, or "all", which needs `optimizer`"""
+    gradients: bool = False
+    """gradients rest there too, from the microbatch that adds to them to the next one, and to the step; it needs
+    `optimizer`"""
     activations: Annotated[float, Field(ge=0, le=1)] = 0.0
     """share of activations that is copied to host memory after a block's forward and back before its backward; those
     with the longest time in between come first, and those needed again soon stay on the device"""
@@ -89,7 +92,7 @@ class HostSection(Section):
     @property
     def value(self) -> HostState:
         """The host memory of the plan."""
-        return HostState(self.optimizer, self.fraction, self.budget, self.parameters, self.activations)
+        return HostState(self.optimizer, self.fraction, self.budget, self.parameters, self.activations, self.gradients)
 
 
 class OuterOptimizer(Section):

@@ -52,7 +52,7 @@ LABELLED = 0.2
 
 CAUSE_COLOURS = (
     *("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#f0e442", "#56b4e9", "#8a8a8a", "#b4a7d6"),
-    *("#44aa99", "#999933", "#c9a227", "#8c7a2b", "#882255", "#6699cc"),
+    *("#44aa99", "#999933", "#c9a227", "#8c7a2b", "#882255", "#6699cc", "#aa4499"),
 )
 """Colours of `FLOW_CAUSES`, in their order."""
 SCRIPTS = ("charts", "timeline", "memory", "metrics", "page")

@@ -35,7 +35,8 @@ FLOW_CAUSES = {
     "exchanges": "rows of experts",
     "outer": "outer gradients, mean of a step",
     "state": "master and optimizer states",
-    "lowered": "gradients for the host's step",
+    "lowered": "gradients of the step to host memory",
+    "partial": "gradients between microbatches",
     "steps": "what the host's step reads and writes",
     "kept": "activations until their backward",
 }

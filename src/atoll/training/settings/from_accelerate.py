@@ -9,7 +9,6 @@ from atoll.plans.host import ALL
 from atoll.training.config.foreign import WORDS
 from atoll.training.settings.from_deepspeed import zero
 from atoll.training.settings.rules import (
-    GRADIENTS_STAY,
     Conversion,
     Given,
     Rule,
@@ -89,7 +88,7 @@ _RULES: Mapping[str, Rule] = {
     "fsdp_config.fsdp_sharding_strategy": _reshards,
     "fsdp_config.fsdp_reshard_after_forward": _reshards,
     "fsdp_config.fsdp_activation_checkpointing": enabled("parallel.recompute", "block"),
-    "fsdp_config.fsdp_offload_params": state_to_host(parameters=ALL, leaves=GRADIENTS_STAY),
+    "fsdp_config.fsdp_offload_params": state_to_host(everything=True),
     "fsdp_config.fsdp_auto_wrap_policy": unless("TRANSFORMER_BASED_WRAP", WORDS["fsdp_auto_wrap_policy"]),
     "deepspeed_config.zero_stage": lambda into, path, value: zero(into, path, {"stage": value}),
     "deepspeed_config.gradient_clipping": to("train.clip"),

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from atoll.plans.host import ALL
 from atoll.training.config.foreign import WORDS
 from atoll.training.settings.rules import (
-    GRADIENTS_STAY,
     Conversion,
     Given,
     Rule,
@@ -168,7 +166,7 @@ _RULES: Mapping[str, Rule] = {
     "training.dtype": unless("float32", "parameters are stored in fp32"),
     "training.mixed_precision_param": to_or("bf16", "train.precision", bfloat16="bf16", float32="fp32"),
     "training.mixed_precision_reduce": unless("float32", "gradients are reduced in fp32"),
-    "training.enable_cpu_offload": state_to_host(parameters=ALL, leaves=GRADIENTS_STAY),
+    "training.enable_cpu_offload": state_to_host(everything=True),
     "parallelism.pipeline_parallel_schedule": to(
         "parallel.schedule", **{theirs.lower(): ours for ours, theirs in SCHEDULES.items()}
     ),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atoll.base.toml import value_to_toml
+from atoll.plans.host import ALL
 from atoll.training.config.deepspeed import ON_HOST
 from atoll.training.config.foreign import WORDS
 
@@ -197,9 +198,9 @@ def _data_ranks(into: Conversion) -> int:
     return into.get("parallel.ranks", 0) // (into.get("parallel.pipeline", 1) * into.get("parallel.tensor", 1))
 
 
-def state_to_host(*, parameters: str | None = None, leaves: str = "") -> Rule:
-    """Return a rule for state that rests in host memory and is stepped there. parameters: those that rest there too.
-    leaves: what is not converted of it."""
+def state_to_host(*, everything: bool = False) -> Rule:
+    """Return a rule for state that rests in host memory and is stepped there. everything: parameters and gradients rest
+    there too."""
 
     def rule(into: Conversion, path: str, value: Any) -> None:
         if value in (None, False, "none"):
@@ -208,16 +209,12 @@ def state_to_host(*, parameters: str | None = None, leaves: str = "") -> Rule:
             into.leave(path, value, "state rests in host memory at most")
             return
         into.put("parallel.host.optimizer", ON_HOST)
-        if parameters is not None:
-            into.put("parallel.host.parameters", parameters)
-        if leaves:
-            into.leave(path, value, leaves)
+        if everything:
+            into.put("parallel.host.parameters", ALL)
+            into.put("parallel.host.gradients", True)
 
     return rule
 
-
-GRADIENTS_STAY = "state and parameters are converted; gradients stay on the device until the step's end"
-"""What does not rest in host memory."""
 
 Given = Mapping[str, Any]
 """Settings of a file, by path."""
