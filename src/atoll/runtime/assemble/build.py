@@ -233,7 +233,7 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
             recompute="none" if is_table else plan.recompute,
             end=exit_ if exit_ is not None and exit_.lies_in(block) else None,
             keeping=Selective(collector, by_layers=plan.offloads > 0 or model.experts.replaces(at, waits=waits))
-            if keeps
+            if keeps and not is_table
             else None,
         )
         own_blocks.append(local)
