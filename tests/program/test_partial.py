@@ -157,6 +157,7 @@ def test_the_device_has_the_gradients_of_few_units(layout: str) -> None:
     assert whole == sum(sizes) > 0
     assert 0 < max(held) <= sum(sizes[:6]) < whole
     assert held[-1] == 0
+    assert [each.gradients for each in prediction(HERE, layout).held(0)] == [0, *held]
     assert found.shape.footprint().host - plain.shape.footprint().host >= whole
 
 

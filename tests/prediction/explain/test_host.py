@@ -147,6 +147,29 @@ def test_a_given_kind_is_kept_and_a_node_with_too_little_memory_is_no_plan() -> 
         Answer.of(poor)
 
 
+@pytest.mark.slow
+def test_on_one_device_what_does_not_fit_goes_to_host_memory_bit_by_bit() -> None:
+    """2 bytes of 119 million parameters are 238 MB, 4 of their gradients 477 MB, and 12 of their state are elsewhere."""
+    found, goal = cluster(1), Goal(global_batch=8, sequence=512, ranks=1)
+    space = Space(precision=("bf16",), recompute=("block",), pipeline=(1,), tensor=(1,))
+    kinds = []
+    for memory in (900_000_000, 650_000_000, 450_000_000):
+        device = found.device.model_copy(update={"memory": memory, "context": 0})
+        given = found.model_copy(update={"device": device})
+        answer = Answer.of(PlanSearch(SMALL.workload, given, goal, space, effort=60_000))
+        host = answer.best.travel.host
+        assert host is not None
+        assert answer.prediction.peak(0).total < memory
+        assert min(min(each) for each in answer.prediction.held(0)) >= 0
+        kinds.append((host.parameters, host.gradients))
+        changes = {each.what: each for each in answer.changes}
+        assert changes["half the global batch"].best is not None  # with host memory, as nothing fits without
+        slower = changes["the slow link half as fast"]  # of one device, that to host memory
+        assert slower.same is not None
+        assert slower.same > 1.05 * answer.best.seconds
+    assert kinds == [(None, False), ("all", False), ("all", True)]
+
+
 # ---- frozen parameters
 
 

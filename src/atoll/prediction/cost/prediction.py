@@ -136,8 +136,9 @@ class Prediction:
         outer, state = self.plan.outer, shape.footprint()
         # Without a delay outer gradients are in flight only between steps. A unit's sharded gradients take memory from
         # their first reduction, or from the first gradient where nothing is reduced, to the optimizer's step, which for
-        # a post-validated step is in the next step.
-        to_come = sum(sum(unit.sharded.values()) for unit in shape.units.values())
+        # a post-validated step is in the next step. Those that rest in host memory are not in the footprint.
+        units = (unit for unit in shape.units.values() if not unit.gradients_leave)
+        to_come = sum(sum(unit.sharded.values()) for unit in units)
         beside = rest.buffers if outer is not None and outer.delay else 0
         before = rest._replace(gradients=state.gradients - to_come, buffers=beside)
         yield from held_in(program.instructions, shape, before)

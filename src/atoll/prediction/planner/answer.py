@@ -152,7 +152,7 @@ class Answer:
         """Return the changes: the slowest link half as fast, less memory, twice the nodes, half the batch."""
         search, cluster = self.search, self.search.cluster
         found = [
-            self._changed("the slow link half as fast", replace(search, cluster=_slower(cluster))),
+            self._changed("the slow link half as fast", replace(search, cluster=_slower(search))),
             self._changed("10% less memory", replace(search, cluster=_smaller(cluster))),
         ]
         if cluster.network is not None:
@@ -164,8 +164,11 @@ class Answer:
 
     def _changed(self, what: str, search: PlanSearch, *, is_same: bool = True) -> Change:
         """Return the effect of a change. is_same: whether the plan is also valid for the changed goal."""
-        easier = replace(search, effort=search.effort // EASIER)
-        fitting = easier.run().fitting
+        easier, host = replace(search, effort=search.effort // EASIER), self.best.travel.host
+        fitting = list(easier.run().fitting)
+        if host is not None and search.space.host is None:  # perhaps nothing fits without
+            fitting += replace(easier, space=replace(search.space, host=host)).run().fitting
+            fitting.sort(key=lambda each: each.seconds)
         known = [self._again(each, search) for each in (self.best, *self.runners_up)] if is_same else [None]
         best = min((*filter(None, known), *fitting[:1]), key=lambda each: each.seconds, default=None)
         return Change(what, None if known[0] is None else known[0].seconds, best)
@@ -187,15 +190,18 @@ def _gib(nbytes: float) -> str:
     return f"{nbytes / 2**30:.2f} GiB"
 
 
-def _slower(cluster: Cluster) -> Cluster:
-    """Return the cluster with its slowest link half as fast: between nodes, or inside if there is one node."""
+def _slower(search: PlanSearch) -> Cluster:
+    """Return the cluster with its slowest link half as fast: between nodes, inside if there is one node, or to host
+    memory for one device."""
+    cluster = search.cluster
     if cluster.network is not None and cluster.nodes > 1:
         return cluster.model_copy(update={"network": cluster.network.times(0.5)})
-    link = cluster.node.link
-    if link is None:
-        return cluster
-    node = cluster.node.model_copy(update={"link": link.times(0.5)})
-    return cluster.model_copy(update={"node": node})
+    link, host = cluster.node.link, cluster.node.host
+    if link is not None and world_of(search.goal, cluster) > 1:
+        changed: dict[str, Any] = {"link": link.times(0.5)}
+    else:
+        changed = {"host": None if host is None else host.times(0.5)}
+    return cluster.model_copy(update={"node": cluster.node.model_copy(update=changed)})
 
 
 def _smaller(cluster: Cluster) -> Cluster:
