@@ -149,7 +149,7 @@ def test_a_given_kind_is_kept_and_a_node_with_too_little_memory_is_no_plan() -> 
 
 @pytest.mark.slow
 def test_on_one_device_what_does_not_fit_goes_to_host_memory_bit_by_bit() -> None:
-    """2 bytes of 119 million parameters are 238 MB, 4 of their gradients 477 MB, and 12 of their state are elsewhere."""
+    """119 million parameters take 238 MB in bf16, and their gradients 477 MB in fp32."""
     found, goal = cluster(1), Goal(global_batch=8, sequence=512, ranks=1)
     space = Space(precision=("bf16",), recompute=("block",), pipeline=(1,), tensor=(1,))
     kinds = []
