@@ -35,6 +35,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
             "num_key_value_heads": 4,
         },
     },
+    "tall": {"layers": 12, "hidden": 384, "heads": 6, "vocabulary": 2048, "config": {"tie_embeddings": False}},
     "tiny": {"layers": 8, "hidden": 64, "heads": 4, "vocabulary": 256, "config": {"tie_embeddings": False}},
     "mixture": {
         "layers": 4,
@@ -185,3 +186,27 @@ def _mixtures() -> Iterator[Row]:
 
 MIXTURES = tuple(_mixtures())
 """Those with experts, whose bytes are counted."""
+
+
+def _hosted() -> Iterator[Row]:
+    """Two ranks, with state, parameters, gradients or activations in host memory. Adam's fused kernel is a GPU's."""
+    given = "train.precision=bf16", "train.optimizer_options.fused=true"
+    on_device, on_host = "parallel.host.optimizer=update-on-device", "parallel.host.optimizer=update-on-host"
+    parameters, gradients = "parallel.host.parameters=all", "parallel.host.gradients=true"
+    activations, block = "parallel.host.activations=1.0", "parallel.recompute=block"
+
+    def staged(schedule: str) -> tuple[str, ...]:
+        return *given, "parallel.pipeline=2", f"parallel.schedule={schedule}"
+
+    yield Row("tall", 2, (*staged("zb-v"), on_device))
+    yield Row("tall", 2, (*staged("1f1b"), on_host, parameters))
+    yield Row("tall", 2, (*staged("zb-h1"), on_device, parameters, gradients))
+    yield Row("tall", 2, (*staged("1f1b"), activations))
+    yield Row("tall", 2, (*staged("zb-v"), on_host, activations, block))
+    yield Row("tall", 2, (*given, "parallel.layout=NGG", on_device, gradients))
+    yield Row("tall", 2, (*given, "parallel.layout=NGG", on_host, parameters, block))
+    yield Row("tall", 2, (*given, "parallel.layout=GGG", on_host, parameters, gradients, block))
+
+
+HOSTED = tuple(_hosted())
+"""Those with host memory, whose bytes on the device are counted."""
