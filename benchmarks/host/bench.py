@@ -29,7 +29,7 @@ from atoll.plans import schedules
 from atoll.plans.host import HostState
 from atoll.plans.layouts import Layout, Precision
 from atoll.plans.plan import MeshShape, Plan
-from atoll.program import BlockShape, Hosted, Kept, Operation, Program, Programs
+from atoll.program import BlockShape, Do, Hosted, Kept, Operation, Partial, Program, Programs
 from atoll.program.host import IN, OUT, STEPS
 from atoll.program.kept import travel_of
 from atoll.program.sim import Rates, Speed, play_programs
@@ -37,12 +37,16 @@ from atoll.runtime.engine import Engine
 from atoll.runtime.models.adapter import SequentialAdapter
 from atoll.runtime.pipeline import kept as activations
 from atoll.runtime.pipeline.kept import KeptActivations
-from atoll.runtime.sharding import hosted
+from atoll.runtime.sharding import gradients, hosted
 from atoll.runtime.sharding.host_steps import HostSteps
 from atoll.runtime.sharding.unit import Unit
+from atoll.runtime.sharding.unsharded import UnshardedParameters
 from atoll.testing import run_ranks
 from benchmarks.islands import tables
 from benchmarks.saving.bench import Block
+
+STEPPED = 7
+"""Elements that a step reads and writes for each one that is gathered or reduced: gradient, master and two states."""
 
 SIMULATED = 3
 """Steps that are simulated; the last one counts, as in `atoll.prediction.cost`."""
@@ -52,8 +56,8 @@ SIMULATED = 3
 class Case:
     """One plan on a link.
 
-    seconds: that a block's state, or what it keeps of a microbatch, takes over the link in one direction, or its step
-    on the host.  slept: of a block's forward, and half of what its backward takes.
+    seconds: that a block's state, its parameters or gradients, or what it keeps of a microbatch, takes over the link in
+    one direction, or its step on the host.  slept: of a block's forward, and half of what its backward takes.
     """
 
     name: str
@@ -72,6 +76,7 @@ class Case:
 ON_DEVICE, ON_HOST = HostState("update-on-device"), HostState("update-on-host")
 TIGHT = HostState("update-on-device", budget=0)
 ACTIVATIONS = HostState(activations=1.0)
+PARAMETERS, GRADIENTS = replace(ON_HOST, parameters="all"), replace(ON_HOST, gradients=True)
 PIPELINE: dict[str, Any] = {"pipeline": 2, "schedule": "zb-h1"}
 
 CASES = (
@@ -84,13 +89,21 @@ CASES = (
     Case("on the host, hidden", ON_HOST, 0.004),
     Case("on the host, slow memory", ON_HOST, 0.080),
     Case("on the host, pipeline", ON_HOST, 0.020, **PIPELINE),
+    Case("parameters, hidden", PARAMETERS, 0.008),
+    Case("parameters, slow link", PARAMETERS, 0.030),
+    Case("gradients, hidden", GRADIENTS, 0.008),
+    Case("gradients, slow link", GRADIENTS, 0.030),
+    Case("parameters and gradients, pipeline", replace(PARAMETERS, gradients=True), 0.008, **PIPELINE),
     Case("activations, hidden", ACTIVATIONS, 0.008),
     Case("activations, slow link", ACTIVATIONS, 0.030),
     Case("activations, half of them, slow link", replace(ACTIVATIONS, activations=0.5), 0.030),
     Case("activations, pipeline, hidden", ACTIVATIONS, 0.008, **PIPELINE),
     Case("activations and states on the host, pipeline", replace(ON_HOST, activations=1.0), 0.008, **PIPELINE),
 )
-HIDDEN = ("on the host, hidden", "activations, hidden", "activations, pipeline, hidden")
+HIDDEN = (
+    *("on the host, hidden", "parameters, hidden", "gradients, hidden"),
+    *("activations, hidden", "activations, pipeline, hidden"),
+)
 """Cases whose link, or memory, hides behind the computation."""
 
 
@@ -161,12 +174,16 @@ def measure(case: Case) -> dict[str, Any]:
     kept = [block.leaves for block in program.shape.blocks.values() if block.leaves]
     rates = [max(sizes) / case.seconds if sizes else math.inf for sizes in (own, kept)]
     # One link has one speed: where both leave, that of the states, and activations of this size take their part of it.
-    rate = rates[0] if own else rates[1]
-    speeds = {IN: Speed(rate=rate), OUT: Speed(rate=rate), STEPS: Speed(rate=rate)}
+    rate = memory = rates[0] if own else rates[1]
+    if (
+        case.host.parameters or case.host.gradients
+    ):  # of four bytes an element; a step reads and writes seven times that
+        rate, memory = rate / STEPPED, rate
+    speeds = {IN: Speed(rate=rate), OUT: Speed(rate=rate), STEPS: Speed(rate=memory)}
     found: dict[str, Any] = {"with": [], "without": [], "links": speeds, "program": program}
     found["placement"] = engine.plan.schedule.placement
     found["bytes"] = program.sent[OUT]
-    with paced(engine, rate):
+    with paced(engine, rate, memory):
         for name, each in (("with", engine), ("without", plain)):
             for _ in range(3):
                 each.submit(batch, batch)
@@ -192,7 +209,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 _OF_HOST = frozenset(row for row in vars(Hosted).values() if isinstance(row, Operation) and row is not Hosted.STEP_UNIT)
-_OF_HOST |= {Kept.OFFLOADED_ACT, Kept.ONLOADED_ACT}
+_OF_HOST |= {Kept.OFFLOADED_ACT, Kept.ONLOADED_ACT, Partial.OFFLOADED_PART, Partial.ONLOADED_PART, Do.WHOLE, Do.FETCH}
 
 
 def _with_activations(engine: Engine, batch: Mapping[str, torch.Tensor]) -> Program:
@@ -233,9 +250,22 @@ def _difference(engine: Engine, other: Engine) -> float:
 
 
 @contextmanager
-def paced(engine: Engine, rate: float) -> Iterator[None]:
-    """Let each copy, and each step on the host, take at least its bytes' time."""
-    copy, step, copy_kept = hosted._copy, HostSteps._step_there, activations._copy
+def paced(engine: Engine, rate: float, memory: float) -> Iterator[None]:
+    """Let each copy, and each step on the host, take at least its bytes' time. rate, memory: of the link and of host
+    memory, in bytes a second."""
+    copy, step, copy_kept, copy_part = hosted._copy, HostSteps._step_there, activations._copy, gradients._copy
+    gather = UnshardedParameters._all_gather
+
+    def paced_gather(self: UnshardedParameters) -> None:
+        begin = time.perf_counter()
+        gather(self)
+        if self._shards.rests_on_host:
+            _sleep_until(begin + self._shards.gathered_from.nbytes / rate)
+
+    def paced_part(to: torch.Tensor, source: torch.Tensor) -> None:
+        begin = time.perf_counter()
+        copy_part(to, source)
+        _sleep_until(begin + source.nbytes / rate)
 
     def paced_copy(pairs: Any) -> None:
         begin = time.perf_counter()
@@ -251,12 +281,14 @@ def paced(engine: Engine, rate: float) -> Iterator[None]:
         begin = time.perf_counter()
         step(self, unit, *rest, **options)
         shape = engine.program.shape.units[unit.spec.index]
-        _sleep_until(begin + _sent(shape, Hosted.STEP_ON_HOST) / rate)
+        _sleep_until(begin + _sent(shape, Hosted.STEP_ON_HOST) / memory)
 
     with (
         patch.object(hosted, "_copy", paced_copy),
         patch.object(activations, "_copy", paced_kept),
         patch.object(HostSteps, "_step_there", paced_step),
+        patch.object(gradients, "_copy", paced_part),
+        patch.object(UnshardedParameters, "_all_gather", paced_gather),
     ):
         yield
 
@@ -274,11 +306,11 @@ def report(result: Mapping[str, Any]) -> str:
         [
             "# Host memory on an emulated device",
             "Written by `python benchmarks/run.py host`. **The device and the link are emulated**: compute sleeps; "
-            "copies of masters, states and activations are real, and take at least as long as over a link of the given "
-            "speed, as do steps on the host. *link*: milliseconds of the largest unit over the link in one direction, "
-            "or on the host; of activations, of what one block keeps of a microbatch. *MB a rank*: to host memory in a "
-            "step. *simulated*: `atoll.program.sim` with timed instructions and that speed. Medians of steps back to "
-            "back.",
+            "copies of masters, states, parameters, gradients and activations are real, and take at least as long as "
+            "over a link of the given speed, as do steps on the host. *link*: milliseconds of the largest unit over "
+            "the link in one direction, or on the host; of activations, of what one block keeps of a microbatch. *MB a "
+            "rank*: to host memory in a step. *simulated*: `atoll.program.sim` with timed instructions and that speed. "
+            "Medians of steps back to back.",
             tables.measured_in(result["environment"]) if "environment" in result else "",
             "\n".join(
                 [

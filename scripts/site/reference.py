@@ -129,7 +129,7 @@ PAGES = (
                 ),
                 *("RankShape", "StageShape", "BlockShape", "UnitShape", "unit_shape", "Ending"),
                 *("ModelShape", "Using", "using", "groups_of", "by_index"),
-                *("Held", "WorkingMemory", "working_memory", "needed_in_a_step", "Hosted", "Kept"),
+                *("Held", "WorkingMemory", "working_memory", "needed_in_a_step", "Hosted", "Kept", "Partial"),
                 *("Bytes", "peaks", "sent_by", "way_of", "makes", "BACKWARD", "PHASES", "EMBEDDING", "HEAD"),
             ],
         },

@@ -223,9 +223,9 @@ def save_early(case: Case, folder: str, steps: int) -> tuple[History, dict[str, 
     """Save while the differences of the last step are still being sent."""
     sync = ParameterShards._all_gather_differences
 
-    def late(shards: ParameterShards) -> None:
+    def late(shards: ParameterShards, parameter: Tensor) -> None:
         time.sleep(0.1)
-        sync(shards)
+        sync(shards, parameter)
 
     with patch.object(ParameterShards, "_all_gather_differences", late):
         return save(case, folder, steps)

@@ -34,7 +34,7 @@ Resting = Literal["frozen", "all"]
 """The parameters that rest in host memory: those that are not trained, or all."""
 
 FROZEN: Resting = "frozen"
-ALL: Resting = "all"
+TRAINED_TOO: Resting = "all"
 
 AHEAD = 3
 """Units whose state is on the device at once, if there is no budget: one arrives, one is stepped and one leaves."""
@@ -72,10 +72,10 @@ class HostState:
         if self.optimizer not in (None, *UPDATES):
             raise PlanError(f"host: optimizer = {self.optimizer!r}; known: {', '.join(UPDATES)}")
         if self.parameters not in (None, *get_args(Resting)):
-            raise PlanError(f"host: parameters = {self.parameters!r}; known: {FROZEN}, {ALL}")
+            raise PlanError(f"host: parameters = {self.parameters!r}; known: {FROZEN}, {TRAINED_TOO}")
         if not 0 < self.fraction <= 1:
             raise PlanError(f"host: fraction = {self.fraction}; a share above 0, up to 1; leave host out for none")
-        if self.parameters == ALL and (self.optimizer is None or self.fraction != 1):
+        if self.parameters == TRAINED_TOO and (self.optimizer is None or self.fraction != 1):
             raise PlanError(
                 "host: parameters = 'all' needs the whole state in host memory, which takes more of the device than "
                 "the parameters: give optimizer, and leave fraction out"
@@ -117,7 +117,7 @@ class HostState:
             on_host=is_on_host,
             steps_on_host=is_on_host and self.steps_there,
             frozen_on_host=self.parameters is not None,
-            trained_on_host=self.parameters == ALL,
+            trained_on_host=self.parameters == TRAINED_TOO,
             gradients_on_host=is_on_host and self.gradients and not has_copies,
         )
 

@@ -14,7 +14,7 @@ computes:
 
     I of u, OFFLOAD_PART u, I of v, OFFLOADED_PART u, I of w, .., ONLOAD_PART u, I of x, ONLOADED_PART u, I of u
 
-Where another microbatch adds to a unit's gradients before `LEAST` others have been computed, they stay.
+Where another microbatch adds to a unit's gradients before `LEAST_AWAY` others have been computed, they stay.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from atoll.program.operation import PHASES, Amount, Lane, Need, Operation, Partn
 from atoll.program.shape import RankShape, UnitShape
 from atoll.program.table import Do, Facts, Workspaces
 
-LEAST = 3
+LEAST_AWAY = 3
 """Blocks that are computed from one use of accumulated gradients to the next, at least, if they leave in between."""
 
 
@@ -114,7 +114,7 @@ def _inserted(instructions: Sequence[Instruction], shape: RankShape, leaving: se
     for (unit, phase), uses in every.items():
         for (_, last), (first, _) in pairwise(uses):
             between = computed[bisect_right(computed, last) : bisect_left(computed, first)]
-            if len(between) >= LEAST:
+            if len(between) >= LEAST_AWAY:
                 left, comes = ((instructions[at].action, unit, phase) for at in (last, first))
                 before[2][last + 1].append(Instruction(Partial.OFFLOAD_PART, *left))
                 before[1][behind(last + 1)].append(Instruction(Partial.OFFLOADED_PART, *left))

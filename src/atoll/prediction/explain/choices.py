@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.base.errors import PlanError
 from atoll.plans import schedules
-from atoll.plans.host import ALL, FROZEN, UPDATES, HostState
+from atoll.plans.host import FROZEN, TRAINED_TOO, UPDATES, HostState
 from atoll.plans.layouts import EFFECTIVE, GATHER_PARAMETER, SYNC_PARAMETER, Axis, Codec, Layout, Level, Precision
 from atoll.plans.plan import AXES, ORDERS, RECOMPUTE, MeshShape, Plan
 from atoll.plans.schedules import CATALOGUE
@@ -228,7 +228,7 @@ def _host(key: str, of: Callable[[str], Any] = str, none: Any = None) -> Callabl
         given[key] = of(value) if value != NO else none
         if given.get("optimizer") is None:  # what is trained rests there with its state alone
             given["gradients"] = False
-            given["parameters"] = None if given.get("parameters") == ALL else given.get("parameters")
+            given["parameters"] = None if given.get("parameters") == TRAINED_TOO else given.get("parameters")
         is_left = any(given.get(other) for other in ("optimizer", "parameters", "activations"))
         return replace(plan, host=HostState(**given) if is_left else None)
 
@@ -359,7 +359,7 @@ _CHOICES = (
         "parameters in host memory",
         "parallel.host.parameters",
         now=lambda plan: _of_host(plan, "parameters"),
-        others=lambda plan: iter((NO, FROZEN, *([ALL] if _has_all_states(plan) else []))),
+        others=lambda plan: iter((NO, FROZEN, *([TRAINED_TOO] if _has_all_states(plan) else []))),
         make=_host("parameters"),
         plain=NO,
         applies=lambda prediction: _has_frozen(prediction) or _has_all_states(prediction.plan),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from atoll.plans.host import ALL, FROZEN, UPDATES, HostState
+from atoll.plans.host import FROZEN, TRAINED_TOO, UPDATES, HostState
 from atoll.prediction.planner.candidate import Candidate
 from atoll.prediction.planner.search import WORTH, Found, PlanSearch
 
@@ -65,13 +65,13 @@ def _hosts(search: PlanSearch) -> Iterator[tuple[HostState, bool]]:
     for gradients in (False, True):
         for activations in (0.0, 1.0):
             for update in updates:
-                yield HostState(update, parameters=ALL, gradients=gradients, activations=activations), True
+                yield HostState(update, parameters=TRAINED_TOO, gradients=gradients, activations=activations), True
 
 
 def _lesser(host: HostState) -> Iterator[HostState]:
     """Yield smaller shares: what the link has no time for stays on the device."""
     for share in SHARES:
-        if host.optimizer and host.parameters != ALL:
+        if host.optimizer and host.parameters != TRAINED_TOO:
             yield replace(host, fraction=share)
         if host.activations:
             yield replace(host, activations=share)

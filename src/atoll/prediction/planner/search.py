@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from atoll.base.errors import UserError
 from atoll.plans import schedules
-from atoll.plans.host import ALL
+from atoll.plans.host import TRAINED_TOO
 from atoll.plans.ir import Schedule
 from atoll.plans.layouts import ITEM_BYTES, Layout, Precision, Whole
 from atoll.plans.outer import Outer
@@ -461,7 +461,7 @@ class PlanSearch:
             item = ITEM_BYTES[precision.compute]
             host = self.space.host
             if host is not None and host.optimizer and host.fraction == 1:
-                each = 0 if host.parameters == ALL else item
+                each = 0 if host.parameters == TRAINED_TOO else item
             frozen = 0 if host is not None and host.parameters else item
             state = each * trained[0] + frozen * dense.frozen, each * trained[1] + frozen * experts.frozen
             seconds = sum(sum(prediction.durations.parts(work)) for work in works)

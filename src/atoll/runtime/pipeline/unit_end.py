@@ -89,7 +89,7 @@ OF_UNIT: Mapping[Operation, Callable[[StepEnd, Unit], None]] = {
     Hosted.STEP_UNIT: _step_unit,
     Hosted.OFFLOAD: lambda end, unit: end.optimizer.hosted.offload(unit),
     Hosted.OFFLOAD_GRAD: lambda end, unit: end.optimizer.hosted.lower(unit),
-    Hosted.OFFLOADED_GRAD: lambda end, unit: end.optimizer.hosted.lowered(unit),
+    Hosted.OFFLOADED_GRAD: lambda end, unit: unit.leave_gradients(),
     Hosted.STEP_ON_HOST: _step_on_host,
     Hosted.STEPPED: lambda end, unit: unit.end_step(),
     Hosted.ONLOAD_PARAM: lambda end, unit: unit.bring_up(),

@@ -175,13 +175,6 @@ class HostSteps:
                 segment.gradients.note_squares()
                 hosted.lower(final)
 
-    def lowered(self, unit: Unit) -> None:
-        """Wait until a unit's gradients are in host memory, and free them on the device."""
-        for segment in unit.segments:
-            if segment.shards.hosted is not None:
-                segment.shards.hosted.lowered()
-                segment.gradients.leave()
-
     def begin(self, unit: Unit, terms: StepTerms, *, is_ahead: bool = False) -> None:
         """Begin to step a unit, once its gradients are in host memory. is_ahead: as `begin_ahead`."""
         terms = replace(terms, scale=terms.scale * unit.gradient_factor)

@@ -237,6 +237,13 @@ class Unit:
         for segment in self.segments:
             segment.gradients.end_part(phase, is_back=is_back)
 
+    def leave_gradients(self) -> None:
+        """Wait until the step's gradients are in host memory, and free them on the device."""
+        for segment in self.segments:
+            if segment.shards.hosted is not None:
+                segment.shards.hosted.lowered()
+                segment.gradients.leave()
+
     @property
     def gradient_factor(self) -> float:
         """What gradients in host memory are to be multiplied with."""

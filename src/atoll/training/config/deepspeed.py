@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from atoll.base.errors import LayoutError
-from atoll.plans.host import ALL, HostState
+from atoll.plans.host import TRAINED_TOO, HostState
 from atoll.plans.layouts import NO_CODECS, Codecs, Layout
 
 WHERE = "parallel.zero_optimization"
@@ -104,7 +104,7 @@ def zero_block(
     if found is not None and found["stage"] > 0 and host is not None and host.optimizer == ON_HOST:
         share = {} if host.fraction == 1 else {"ratio": host.fraction}
         found["offload_optimizer"] = {"device": "cpu", "pin_memory": True, **share}
-        if found["stage"] == 3 and host.parameters == ALL:
+        if found["stage"] == 3 and host.parameters == TRAINED_TOO:
             found["offload_param"] = {"device": "cpu", "pin_memory": True}
     if found is not None and found["stage"] == 3:
         if codecs.parameter is not None and codecs.parameter.name == WEIGHTS:
@@ -163,8 +163,8 @@ def _with_host(found: Translation, block: Mapping[str, Any]) -> Translation:
                 f"{WHERE}.{word}.ratio = {ratio} with {parameters}: parameters rest in host memory with the whole "
                 "state; use ratio = 1, or leave the parameters on the device"
             )
-        host["parameters"] = ALL
-        notes.append(f"{WHERE}.{parameters} becomes parallel.host.parameters = {ALL!r}")
+        host["parameters"] = TRAINED_TOO
+        notes.append(f"{WHERE}.{parameters} becomes parallel.host.parameters = {TRAINED_TOO!r}")
     return replace(found, host=host, notes=(*found.notes, *notes))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from atoll.plans.host import ALL
+from atoll.plans.host import TRAINED_TOO
 from atoll.training.config.foreign import WORDS
 from atoll.training.settings.from_deepspeed import zero
 from atoll.training.settings.rules import (
@@ -60,7 +60,7 @@ def _parameters_to_host(into: Conversion, path: str, value: Any) -> None:
     elif into.get("parallel.layout", "") != "GGG":
         into.leave(path, value, "DeepSpeed reads it in ZeRO stage 3 alone")
     else:
-        into.put("parallel.host.parameters", ALL)
+        into.put("parallel.host.parameters", TRAINED_TOO)
 
 
 _NEEDLESS = (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atoll.base.toml import value_to_toml
-from atoll.plans.host import ALL
+from atoll.plans.host import TRAINED_TOO
 from atoll.training.config.deepspeed import ON_HOST
 from atoll.training.config.foreign import WORDS
 
@@ -210,7 +210,7 @@ def state_to_host(*, everything: bool = False) -> Rule:
             return
         into.put("parallel.host.optimizer", ON_HOST)
         if everything:
-            into.put("parallel.host.parameters", ALL)
+            into.put("parallel.host.parameters", TRAINED_TOO)
             into.put("parallel.host.gradients", True)
 
     return rule
