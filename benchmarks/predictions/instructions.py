@@ -15,6 +15,7 @@ import torch
 from atoll.program import Do, Operation
 from atoll.program.memory import Held
 from atoll.runtime.engine import Engine
+from atoll.runtime.sharding.hosted import visiting
 from benchmarks.islands.allocations import Allocations
 
 Key = tuple[int, bool]
@@ -136,7 +137,7 @@ class Count:
             for segment in unit.segments:
                 shards, gradients = segment.shards, segment.gradients
                 own["parameters"].append(shards.parameter)
-                own["optimizer"] += [shards.master] if shards.hosted is None else shards.hosted.visiting
+                own["optimizer"] += [shards.master] if shards.hosted is None else visiting(shards.hosted)
                 own["gathered"] += [segment.unsharded.buffer, segment.unsharded._staged]
                 own["gradients"] += gradients.shards.values()
                 own["buffers"] += [

@@ -19,7 +19,7 @@ from atoll.plans.layouts import EFFECTIVE, Footprint
 from atoll.program import Hosted
 from atoll.program.host import IN, OUT
 from atoll.runtime.pipeline.step_end import LossScaler
-from atoll.runtime.sharding.hosted import HostedState
+from atoll.runtime.sharding.hosted import HostedState, visiting
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_checkpoint_parity, assert_parity
 from atoll.testing.tiny import TinyConfig
@@ -181,7 +181,7 @@ def most_on_the_device(case: Case) -> tuple[int, int]:
     def look(then: Callable[..., None]) -> Callable[..., None]:
         def both(state: HostedState) -> None:
             then(state)
-            found.append(sum(t.nbytes for each in hosted for t in each.visiting))
+            found.append(sum(t.nbytes for each in hosted for t in visiting(each)))
 
         return both
 

@@ -61,6 +61,7 @@ from atoll.runtime.plays import (
     of_phase,
     of_unit,
 )
+from atoll.runtime.sharding.away import begin_part, end_part
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Transport
 
@@ -429,10 +430,10 @@ PLAYS.update(
         Do.REDUCE: of_phase(Unit.reduce_gradients),
         Do.REDUCED: of_phase(Unit.end_reduction),
         Do.SYNC: of_phase(Unit.sync_gradients),
-        Partial.OFFLOAD_PART: of_phase(partial(Unit.begin_part, is_back=False)),
-        Partial.OFFLOADED_PART: of_phase(partial(Unit.end_part, is_back=False)),
-        Partial.ONLOAD_PART: of_phase(partial(Unit.begin_part, is_back=True)),
-        Partial.ONLOADED_PART: of_phase(partial(Unit.end_part, is_back=True)),
+        Partial.OFFLOAD_PART: of_phase(partial(begin_part, is_back=False)),
+        Partial.OFFLOADED_PART: of_phase(partial(end_part, is_back=False)),
+        Partial.ONLOAD_PART: of_phase(partial(begin_part, is_back=True)),
+        Partial.ONLOADED_PART: of_phase(partial(end_part, is_back=True)),
         Kept.OFFLOAD_ACT: _of_kept(KeptActivations.offload),
         Kept.OFFLOADED_ACT: _of_kept(KeptActivations.free),
         Kept.ONLOAD_ACT: _of_kept(KeptActivations.onload),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 
 from atoll.program import Do, Hosted, Operation
 from atoll.runtime.pipeline.step_end import StepEnd
+from atoll.runtime.sharding.away import end_offload
 from atoll.runtime.sharding.unit import Unit
 
 
@@ -89,7 +90,7 @@ OF_UNIT: Mapping[Operation, Callable[[StepEnd, Unit], None]] = {
     Hosted.STEP_UNIT: _step_unit,
     Hosted.OFFLOAD: lambda end, unit: end.optimizer.hosted.offload(unit),
     Hosted.OFFLOAD_GRAD: lambda end, unit: end.optimizer.hosted.lower(unit),
-    Hosted.OFFLOADED_GRAD: lambda end, unit: unit.leave_gradients(),
+    Hosted.OFFLOADED_GRAD: lambda _, unit: end_offload(unit),
     Hosted.STEP_ON_HOST: _step_on_host,
     Hosted.STEPPED: lambda end, unit: unit.end_step(),
     Hosted.ONLOAD_PARAM: lambda end, unit: unit.bring_up(),

@@ -18,6 +18,7 @@ import torch
 
 from atoll.base._torch import scaled_gradients, takes_scale
 from atoll.plans.layouts import Slice
+from atoll.runtime.sharding.away import factor_of
 from atoll.runtime.sharding.hosted import MASTER, HostedState
 from atoll.runtime.sharding.matrices import Options
 from atoll.runtime.sharding.slices import ParameterSlice, away, hosted_of, is_state_of
@@ -177,7 +178,7 @@ class HostSteps:
 
     def begin(self, unit: Unit, terms: StepTerms, *, is_ahead: bool = False) -> None:
         """Begin to step a unit, once its gradients are in host memory. is_ahead: as `begin_ahead`."""
-        terms = replace(terms, scale=terms.scale * unit.gradient_factor)
+        terms = replace(terms, scale=terms.scale * factor_of(unit))
         apart = self._apart(unit, terms.options)
         step = partial(self._step_there, unit, apart, terms, is_ahead=is_ahead)
         job = unit.around.lanes["host"].start(step, unit=unit.spec.index)

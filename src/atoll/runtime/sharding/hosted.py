@@ -24,7 +24,7 @@ empty. The computation only begins each of these:
     ONLOAD_PARAM  copies `raised`, or the master, to the parameters, and sends them to where they are stored
 
 [Note: parameters at home] Where the parameters rest in host memory too, `resting` is that shard, which gathers copy to
-the device. RETURN gives what the device has stepped to OFFLOAD, which copies it there with the state (`take_along`).
+the device. RETURN gives what the device has stepped to OFFLOAD, which copies it there with the state (`along`).
 The thread casts the stepped master to it in place of `raised`. Where ranks send each other what they have stepped,
 ONLOAD_PARAM brings that to the device first, and then to `resting` (`ParameterShards._begin_return`).
 
@@ -84,8 +84,8 @@ class HostedState:
         self._ahead: dict[str, torch.Tensor] = {}
         # From `onload` to `land`.
         self._here: dict[str, torch.Tensor] = {}
-        # The gradients, where they have left for host memory, as long as `here`.
-        self._gradient_here: torch.Tensor | None = None
+        # The gradients that have come back from host memory with the state, as long as `here`.
+        self.gradient_here: torch.Tensor | None = None
         # States that the optimizer has made in this step, until they are at home.
         self._made: list[tuple[torch.Tensor, torch.Tensor]] = []
         # Whether the optimizer sees `here`.
@@ -103,8 +103,11 @@ class HostedState:
         self._raised: torch.Tensor | None = None
         # The parameters, where they rest in host memory: a shard of `ParameterShards`.
         self.resting: torch.Tensor | None = None
-        # Stepped parameters on the device from RETURN to OFFLOADED, and the sync that completes them.
-        self._along: tuple[torch.Tensor, lanes.Job | None] | None = None
+        # Stepped parameters on the device from RETURN to OFFLOADED, and the sync that completes them; OFFLOAD copies
+        # them to where they rest.
+        self.along: tuple[torch.Tensor, lanes.Job | None] | None = None
+        # That copy, for which gathers wait.
+        self.carrying: lanes.Job | None = None
         # The copy in flight: one at a time, since a state does not leave before it has come. Until the computation has
         # waited for it, it keeps what is here.
         self._job: lanes.Job | None = None
@@ -143,17 +146,6 @@ class HostedState:
         rest = (each for each in (self.gradient, self._raised) if each is not None)
         return [*self._home.values(), *self._ahead.values(), *rest]
 
-    @property
-    def visiting(self) -> list[torch.Tensor]:
-        """The buffers on the device, until OFFLOADED."""
-        along = () if self._along is None else self._along[:1]
-        return [*self._here.values(), *(each for each in (self._gradient_here, *along) if each is not None)]
-
-    @property
-    def gradient_here(self) -> torch.Tensor | None:
-        """The gradients that have come back to the device with the state."""
-        return self._gradient_here
-
     # ---- the way here and back
 
     def onload(self) -> None:
@@ -164,8 +156,8 @@ class HostedState:
         pairs = [(here, self._home[key]) for key, here in self._here.items()]
         if self._flat.sharding.gradients_on_host:
             assert self.gradient is not None, "they have left"
-            self._gradient_here = torch.empty_like(self.gradient, device=device)
-            pairs.append((self._gradient_here, self.gradient))
+            self.gradient_here = torch.empty_like(self.gradient, device=device)
+            pairs.append((self.gradient_here, self.gradient))
         self._job = self.copying("onload", pairs)
 
     def arrive(self) -> None:
@@ -193,20 +185,12 @@ class HostedState:
                 to[key] = self._at_home(here.dtype)
         pairs = [*((to[key], here) for key, here in self._here.items()), *self._made]
         after = None
-        if self._along is not None:
+        if self.along is not None:
             assert self.resting is not None, "parameters leave for where they rest"
-            stepped, after = self._along
+            stepped, after = self.along
             pairs.append((self.resting, stepped))
         self._job = self._returning = self.copying("offload", pairs, after=after)
-
-    def take_along(self, stepped: torch.Tensor, after: lanes.Job | None) -> None:
-        """Let OFFLOAD copy stepped parameters to where they rest, behind the job that completes them."""
-        self._along = stepped, after
-
-    @property
-    def carries(self) -> lanes.Job | None:
-        """The copy in flight if it has stepped parameters: gathers wait for it."""
-        return None if self._along is None else self._job
+        self.carrying = None if self.along is None else self._job
 
     def take(self) -> None:
         """Keep the step ahead: it is at home from now on."""
@@ -224,7 +208,7 @@ class HostedState:
         if self._job is not None:
             self._job.wait()
             self._job = None
-        self._here, self._made, self._along, self._gradient_here = {}, [], None, None
+        self._here, self._made, self.along, self.carrying, self.gradient_here = {}, [], None, None, None
 
     def land(self) -> None:
         """Wait on the host until everything is at home: this processor may read it."""
@@ -321,6 +305,12 @@ class HostedState:
         waits for it: one that is made again after a verdict needs no gradients of these values."""
         self._raising = self.copying("onload", [(own, raised)])
         return self._raising
+
+
+def visiting(hosted: HostedState) -> list[torch.Tensor]:
+    """Return the buffers of a state that are on the device until OFFLOADED."""
+    along = () if hosted.along is None else hosted.along[:1]
+    return [*hosted._here.values(), *(each for each in (hosted.gradient_here, *along) if each is not None)]
 
 
 def host_zeros(owner: object, count: int, dtype: torch.dtype, *, device: torch.device) -> torch.Tensor:

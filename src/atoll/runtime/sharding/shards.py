@@ -227,7 +227,7 @@ class ParameterShards:
         with torch.no_grad():
             if not flat.sharding.is_spread:
                 if hosted.is_here:
-                    hosted.take_along(own.to(flat.compute), None)
+                    hosted.along = own.to(flat.compute), None
                 elif raised is None:  # written from outside, or restored; the thread has written what it has stepped
                     self._quiet()
                     resting.copy_(own)
@@ -252,14 +252,14 @@ class ParameterShards:
             part.copy_(first)
         self.syncing = self._collectives.start("sync", partial(sync, passing), after=came)
         if hosted.is_here:
-            hosted.take_along(passing, self.syncing)
+            hosted.along = passing, self.syncing
         else:
             self.syncing = hosted.copying("offload", [(self.parameter, passing)], after=self.syncing)
 
     def wait_for_host(self) -> None:
         """Let gathers wait for stepped parameters that leave with the state."""
-        if self.hosted is not None and self.hosted.carries is not None:
-            self.syncing = self.hosted.carries
+        if self.hosted is not None and self.hosted.carrying is not None:
+            self.syncing = self.hosted.carrying
 
     def _quiet(self) -> None:
         """Wait on the host for copies in flight, before this processor writes what they read, or reads what they

@@ -227,28 +227,6 @@ class Unit:
         for segment in self.segments:
             segment.gradients.wait()
 
-    def begin_part(self, phase: Phase, *, is_back: bool) -> None:
-        """Begin to copy what is accumulated of a phase to host memory, or back."""
-        for segment in self.segments:
-            segment.gradients.begin_part(phase, is_back=is_back)
-
-    def end_part(self, phase: Phase, *, is_back: bool) -> None:
-        """Wait for that; what has left is freed on the device."""
-        for segment in self.segments:
-            segment.gradients.end_part(phase, is_back=is_back)
-
-    def leave_gradients(self) -> None:
-        """Wait until the step's gradients are in host memory, and free them on the device."""
-        for segment in self.segments:
-            if segment.shards.hosted is not None:
-                segment.shards.hosted.lowered()
-                segment.gradients.leave()
-
-    @property
-    def gradient_factor(self) -> float:
-        """What gradients in host memory are to be multiplied with."""
-        return next((each.gradients.factor for each in self.segments if each.flat.trainable), 1.0)
-
     def sum_copies(self) -> None:
         """Sum the gradients of every copy of the unit, after `wait_for_gradients`."""
         for part, segment in enumerate(self.segments):
