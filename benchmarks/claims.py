@@ -379,6 +379,8 @@ def predictions(raw: Raw) -> Figures:
         "emulated": bench.errors(raw["emulated"]),
         "bytes": bench.byte_errors(raw["real"]),
         "layouts": bench.byte_errors(raw["layouts"]),
+        "mixtures": bench.byte_errors(raw["mixtures"]),
+        "hosted": bench.byte_errors(raw["hosted"]),
     }
     figures: dict[str, Any] = {"judged": len(judged), "fitted": len(raw["real"]) - len(judged)}
     figures |= {"runs": len(raw["real"]), "sleeping": len(raw["emulated"])}
@@ -660,9 +662,11 @@ ALL_CLAIMS = (
     ),
     Claim(
         what="— peak memory",
-        how="bytes counted by the allocator in the same runs, and by component for 14 effective layouts on 2×2 ranks",
+        how="bytes counted by the allocator in the same runs, by component for 14 effective layouts on 2×2 ranks, for "
+        "mixtures on four ranks, and for plans with host memory on two",
         result="median error {bytes_median:.1%}, worst {bytes_worst:.1%}; for the layouts {layouts_median:.1%} and "
-        "{layouts_worst:.1%}",
+        "{layouts_worst:.1%}, for mixtures {mixtures_median:.1%} and {mixtures_worst:.1%}, with host memory "
+        "{hosted_median:.1%} and {hosted_worst:.1%}",
         raw="predictions",
         figures=predictions,
     ),
