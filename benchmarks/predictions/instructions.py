@@ -152,7 +152,7 @@ class Count:
         return {component: self._new(tensors, seen) for component, tensors in own.items()}
 
     def _at_home(self) -> Iterator[torch.Tensor | None]:
-        """What rests in host memory."""
+        """Yield the tensors that are stored in host memory."""
         for unit in self.engine.units:
             for segment in unit.segments:
                 yield from segment.held()["host"]

@@ -1,4 +1,4 @@
-"""What a plan places in host memory: optimizer state, frozen parameters, and activations until their backward.
+"""Host memory of a plan: optimizer state, parameters, gradients, and activations until their backward.
 
 The optimizer's state of a unit that rests there is its master and the tensors that the optimizer keeps of each
 parameter. The parameters of the forward rest on the device, apart from the master.
@@ -7,10 +7,11 @@ parameter. The parameters of the forward rest on the device, apart from the mast
     update-on-host     gradients are copied to host memory, where the processors step while the next step begins; the
                        parameters come back for their first use
 
-Of frozen parameters, such as the base of low-rank adapters, or of all, each rank has its shard in host memory, or all
-of them at level N. A gather begins with the copy to the device, and nothing else is different: the copy is freed after
-its use, and prefetched as if it came from another rank. Trained ones are written there by the host's step, or leave
-with the state that the device has stepped.
+Parameters in host memory are the frozen ones, such as the base of low-rank adapters, or all of them. Each rank stores
+its shard there. A gather first copies the shard to the device; the copy is prefetched and freed like any gathered one.
+The step writes trained parameters in host memory directly, or OFFLOAD copies them there together with the state.
+
+Gradients in host memory are on the device only while a microbatch adds to them (`atoll.program.partial`).
 
 Activations that a block saves for its backward are copied to host memory after its forward, and copied back before its
 backward, while other blocks compute (`atoll.program.kept`).

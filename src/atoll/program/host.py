@@ -27,9 +27,9 @@ Stepped by the processors of the host:
 
 So the steps of all units but the first overlap with the next program, in the order in which it needs them.
 
-Parameters that rest in host memory (`HostState.parameters`) are copied to the device by each gather. What the device
-has stepped leaves with the state, by OFFLOAD. What the host has stepped is where it rests; only if ranks send it each
-other does ONLOAD_PARAM bring it to the device, and then to host memory.
+If parameters are stored in host memory (`HostState.parameters`), each gather copies them to the device. OFFLOAD copies
+parameters that the device has updated together with the state. Parameters that the host has updated are already in
+place, unless ranks exchange them: then ONLOAD_PARAM copies them to the device, and the result back to host memory.
 """
 
 from __future__ import annotations
@@ -340,7 +340,7 @@ class _Turns:
 
 
 def bytes_leaving(units: Sequence[UnitShape], room: int) -> int:
-    """Return the bytes that are on their way back when a program ends. units: in the order of their steps."""
+    """Return the bytes that are still being offloaded when a program ends. units: in the order of their steps."""
     action = Action(0, Op.STEP)
     turns = _Turns((unit for unit in units if unit.on_host), room)
     deque(turns.look(action), maxlen=0)

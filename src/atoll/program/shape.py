@@ -40,7 +40,7 @@ class UnitShape:
     a step.
     is_stepped_on_host: whether they are stepped there instead.
     gradients_leave: whether its gradients rest in host memory too.
-    returned: bytes of stepped parameters on the device, until they are in host memory, where they rest.
+    returned: bytes of updated parameters that are on the device until they have been copied to host memory.
     segments: its flat buffers.  sharding: their layout.
     """
 

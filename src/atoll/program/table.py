@@ -89,6 +89,7 @@ class Facts:
         left="gradients of unit {unit} in phase {phase} come from host memory, and are not waited for",
         lane="onload", colour="ONLOAD", bar="gradients {unit} {phase}",
     )  # fmt: skip
+    # Where nothing is reduced, I and W add to what is stored; otherwise only REDUCE does.
     SUM_AWAY = Fact(
         per=Per.PHASE,
         applies=lambda unit, phase: unit.gradients_leave and phase in unit.flows and not _flow(unit, phase),

@@ -52,8 +52,8 @@ def resting_bytes(segment: SegmentShape, sharding: Sharding) -> int:
 
 
 def returned_bytes(segment: SegmentShape, sharding: Sharding) -> int:
-    """Return the bytes of stepped parameters that leave the device for host memory, where they rest: none of those
-    that the host has stepped itself, unless ranks send them each other first."""
+    """Return the bytes of updated parameters that are copied from the device to host memory: 0 if the host has updated
+    them itself, unless ranks exchange them first."""
     if not sharding.on_host or not segment.trainable or (sharding.steps_on_host and not sharding.is_spread):
         return 0
     return resting_bytes(segment, sharding)

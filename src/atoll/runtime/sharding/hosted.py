@@ -23,10 +23,14 @@ empty. The computation only begins each of these:
     STEPPED       waits for the thread, in the next program
     ONLOAD_PARAM  copies `raised`, or the master, to the parameters, and sends them to where they are stored
 
-[Note: parameters at home] Where the parameters rest in host memory too, `resting` is that shard, which gathers copy to
-the device. RETURN gives what the device has stepped to OFFLOAD, which copies it there with the state (`along`).
-The thread casts the stepped master to it in place of `raised`. Where ranks send each other what they have stepped,
-ONLOAD_PARAM brings that to the device first, and then to `resting` (`ParameterShards._begin_return`).
+[Note: parameters at home] If parameters are stored in host memory too, `resting` is their shard, which gathers copy to
+the device. Three ways lead there (`ParameterShards._begin_return`):
+
+    stepped on the device       RETURN casts the master to `along`, and OFFLOAD copies that together with the state
+    stepped on the host         the thread casts the master to `resting`; nothing is copied
+    and exchanged among ranks   in a buffer on the device, which OFFLOAD or a copy of its own then brings to `resting`
+
+A gather copies `resting` in its job, behind `ParameterShards.syncing`: the last of these jobs, also across programs.
 
 A step ahead of its verdict copies `home` to other buffers first, and steps those. Whoever reads parameters between two
 programs does the work of STEPPED and ONLOAD_PARAM himself (`Unit.bring_up`).
@@ -101,10 +105,10 @@ class HostedState:
         self._raising: lanes.Job | None = None
         # The master in the dtype of the forward, in pinned memory, where that is another one.
         self._raised: torch.Tensor | None = None
-        # The parameters, where they rest in host memory: a shard of `ParameterShards`.
+        # The shard of `ParameterShards`, if parameters are stored in host memory.
         self.resting: torch.Tensor | None = None
-        # Stepped parameters on the device from RETURN to OFFLOADED, and the sync that completes them; OFFLOAD copies
-        # them to where they rest.
+        # Updated parameters on the device, from RETURN to OFFLOADED, and the sync that completes them. OFFLOAD copies
+        # them to `resting`.
         self.along: tuple[torch.Tensor, lanes.Job | None] | None = None
         # That copy, for which gathers wait.
         self.carrying: lanes.Job | None = None
