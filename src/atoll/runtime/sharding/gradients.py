@@ -90,8 +90,7 @@ class Gradients:
         dtype = dtype_of(precision.gradient)
         self._leaves = sharding.gradients_on_host
         self.shards = {phase: flat.zeros(g, dtype, is_read=g is Level.N and not self._leaves) for phase in flat.phases}
-        # If gradients are stored in host memory: phase -> those accumulated so far, between two microbatches that add to
-        # them.
+        # If gradients are stored in host memory: phase -> those accumulated so far, between two microbatches.
         self.away: dict[Phase, torch.Tensor] = {}
         if self._leaves:
             device, numel = flat.around.device, len(flat.range(g))
