@@ -37,7 +37,7 @@ from atoll.runtime.engine import Engine
 from atoll.runtime.models.adapter import SequentialAdapter
 from atoll.runtime.pipeline import kept as activations
 from atoll.runtime.pipeline.kept import KeptActivations
-from atoll.runtime.sharding import gradients, hosted
+from atoll.runtime.sharding import hosted
 from atoll.runtime.sharding.host_steps import HostSteps
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.sharding.unsharded import UnshardedParameters
@@ -253,7 +253,7 @@ def _difference(engine: Engine, other: Engine) -> float:
 def paced(engine: Engine, rate: float, memory: float) -> Iterator[None]:
     """Let each copy, and each step on the host, take at least its bytes' time. rate, memory: of the link and of host
     memory, in bytes a second."""
-    copy, step, copy_kept, copy_part = hosted._copy, HostSteps._step_there, activations._copy, gradients._copy
+    copy, step, copy_kept = hosted._copy, HostSteps._step_there, activations._copy
     gather = UnshardedParameters._all_gather
 
     def paced_gather(self: UnshardedParameters) -> None:
@@ -261,11 +261,6 @@ def paced(engine: Engine, rate: float, memory: float) -> Iterator[None]:
         gather(self)
         if self._shards.rests_on_host:
             _sleep_until(begin + self._shards.gathered_from.nbytes / rate)
-
-    def paced_part(to: torch.Tensor, source: torch.Tensor) -> None:
-        begin = time.perf_counter()
-        copy_part(to, source)
-        _sleep_until(begin + source.nbytes / rate)
 
     def paced_copy(pairs: Any) -> None:
         begin = time.perf_counter()
@@ -287,7 +282,6 @@ def paced(engine: Engine, rate: float, memory: float) -> Iterator[None]:
         patch.object(hosted, "_copy", paced_copy),
         patch.object(activations, "_copy", paced_kept),
         patch.object(HostSteps, "_step_there", paced_step),
-        patch.object(gradients, "_copy", paced_part),
         patch.object(UnshardedParameters, "_all_gather", paced_gather),
     ):
         yield

@@ -287,13 +287,8 @@ class _Turns:
     """The state that is on the device, during a walk over the units that are stepped. room: bytes that there may be."""
 
     def __init__(self, units: Iterable[UnitShape], room: int) -> None:
-        self._sizes: dict[int, int] = {}
-        self._returned: dict[int, int] = {}
-        self._coming: deque[int] = deque()
-        for unit in units:
-            self._sizes[unit.index] = unit.on_host
-            self._returned[unit.index] = unit.returned
-            self._coming.append(unit.index)
+        self._units = {unit.index: unit for unit in units}
+        self._coming = deque(self._units)
         self._here: set[int] = set()
         self._leaving: deque[int] = deque()
         self._room = room
@@ -307,10 +302,10 @@ class _Turns:
         else would run meanwhile.
         """
         while self._coming and self._coming[0] not in self.lacking:
-            size = self._sizes[self._coming[0]]
+            size = self._units[self._coming[0]].on_host
             while self._room < size and len(self._leaving) > (0 if waits_for_all else 1):
                 gone = self._leaving.popleft()
-                self._room += self._sizes[gone]
+                self._room += self._units[gone].on_host
                 yield Instruction(Hosted.OFFLOADED, action, gone)
             if self._room < size:
                 return
@@ -336,7 +331,7 @@ class _Turns:
     @property
     def left(self) -> int:
         """Bytes that are on their way back when nothing more is stepped."""
-        return sum(self._sizes[unit] + self._returned[unit] for unit in self._leaving)
+        return sum(self._units[unit].on_host + self._units[unit].returned for unit in self._leaving)
 
 
 def bytes_leaving(units: Sequence[UnitShape], room: int) -> int:

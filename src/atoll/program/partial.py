@@ -30,15 +30,11 @@ from atoll.program.fold import makes
 from atoll.program.host import IN, OUT, Hosted
 from atoll.program.instruction import Instruction
 from atoll.program.operation import PHASES, Amount, Lane, Need, Operation, Partners, Phase, Scope
-from atoll.program.shape import RankShape, UnitShape
-from atoll.program.table import Do, Facts, Workspaces
+from atoll.program.shape import RankShape
+from atoll.program.table import Do, Facts, Workspaces, sharded_bytes
 
 LEAST_AWAY = 3
 """Blocks that are computed from one use of accumulated gradients to the next, at least, if they leave in between."""
-
-
-def _sharded(unit: UnitShape, phase: Phase | None) -> int:
-    return unit.sharded.get(phase, 0) if phase else 0
 
 
 class Partial:
@@ -56,7 +52,7 @@ class Partial:
     OFFLOADED_PART = Operation(
         lane=Lane.HOST, scope=Scope.PHASE, waits=True, is_aside=True, peers=Partners.NONE,
         needs=(Need(Facts.PART_LEAVING, "unit {unit} waits for gradients that have not left"),),
-        ends=(Facts.PART_LEAVING,), frees=(Amount(Workspaces.SHARDED, _sharded),), cause="host",
+        ends=(Facts.PART_LEAVING,), frees=(Amount(Workspaces.SHARDED, sharded_bytes),), cause="host",
     )  # fmt: skip
     ONLOAD_PART = Operation(
         lane=Lane.HOST, scope=Scope.PHASE, begins=True, is_aside=True, moves=True, carries="partial",
@@ -65,7 +61,7 @@ class Partial:
             Need(Facts.PART_AWAY, "gradients of unit {unit} in phase {phase} come, and have not left"),
             Need(Facts.PART_LEAVING, "gradients of unit {unit} come, and may still be on their way", holds=False),
         ),
-        gives=(Facts.PART_COMING,), takes=(Amount(Workspaces.SHARDED, _sharded),),
+        gives=(Facts.PART_COMING,), takes=(Amount(Workspaces.SHARDED, sharded_bytes),),
     )  # fmt: skip
     ONLOADED_PART = Operation(
         lane=Lane.HOST, scope=Scope.PHASE, waits=True, is_aside=True, peers=Partners.NONE,

@@ -36,6 +36,10 @@ MOVING = 2
 moves while a block computes, and the one before."""
 
 
+def _leaves(unit: UnitShape, phase: Phase | None) -> bool:
+    return unit.gradients_leave and phase in unit.flows
+
+
 class Facts:
     """Facts of the core's rows."""
 
@@ -76,23 +80,23 @@ class Facts:
     RETURNING = Fact(per=Per.UNIT, is_flight=True)
     CURRENT = Fact(per=Per.UNIT, applies=lambda unit, _: unit.is_stepped_on_host)
     PART_LEAVING = Fact(
-        per=Per.PHASE, is_flight=True, applies=lambda unit, phase: unit.gradients_leave and phase in unit.flows,
+        per=Per.PHASE, is_flight=True, applies=_leaves,
         left="gradients of unit {unit} in phase {phase} leave for host memory, and are not waited for",
         lane="offload", colour="OFFLOAD", bar="gradients {unit} {phase}",
     )  # fmt: skip
     PART_AWAY = Fact(
-        per=Per.PHASE, applies=lambda unit, phase: unit.gradients_leave and phase in unit.flows,
+        per=Per.PHASE, applies=_leaves,
         left="gradients of unit {unit} in phase {phase} stay in host memory, and are not complete",
     )  # fmt: skip
     PART_COMING = Fact(
-        per=Per.PHASE, is_flight=True, applies=lambda unit, phase: unit.gradients_leave and phase in unit.flows,
+        per=Per.PHASE, is_flight=True, applies=_leaves,
         left="gradients of unit {unit} in phase {phase} come from host memory, and are not waited for",
         lane="onload", colour="ONLOAD", bar="gradients {unit} {phase}",
     )  # fmt: skip
     # Where nothing is reduced, I and W add to what is stored; otherwise only REDUCE does.
     SUM_AWAY = Fact(
         per=Per.PHASE,
-        applies=lambda unit, phase: unit.gradients_leave and phase in unit.flows and not _flow(unit, phase),
+        applies=lambda unit, phase: _leaves(unit, phase) and not _flow(unit, phase),
     )
     LEAVING = Fact(
         per=Per.PASSAGE, is_flight=True, most=lambda _: MOVING,
@@ -148,13 +152,14 @@ def _flow(unit: UnitShape, phase: Phase | None) -> int:
     return unit.flows.get(phase, 0) if phase else 0
 
 
-def _sharded(unit: UnitShape, phase: Phase | None) -> int:
+def sharded_bytes(unit: UnitShape, phase: Phase | None) -> int:
+    """Return the bytes of a phase's sharded gradients that come and go within a step."""
     return unit.sharded.get(phase, 0) if phase else 0
 
 
 def _accumulated(unit: UnitShape, phase: Phase | None) -> int:
     """Gradients that nothing reduces are accumulated where they are stored, from the first one on."""
-    return 0 if _flow(unit, phase) else _sharded(unit, phase)
+    return 0 if _flow(unit, phase) else sharded_bytes(unit, phase)
 
 
 def _arriving(unit: UnitShape, _: Phase | None) -> int:
@@ -335,7 +340,7 @@ class Do:
         ends=(Facts.MADE,), gives=(Facts.REDUCING, Facts.SETTLING),
         # The next microbatch's gradients go to another buffer; where none was made, zeros are reduced.
         frees=(Amount(Workspaces.GRADIENT),),
-        takes=(Amount(Workspaces.REDUCING, _flow), Amount(Workspaces.SHARDED, _sharded), _ARRIVING),
+        takes=(Amount(Workspaces.REDUCING, _flow), Amount(Workspaces.SHARDED, sharded_bytes), _ARRIVING),
     )  # fmt: skip
     REDUCED = Operation(
         lane=Lane.DATA, scope=Scope.PHASE, is_aside=True, waits=True,
@@ -350,7 +355,7 @@ class Do:
             _AWAY,
         ),
         ends=(Facts.SETTLING,), gives=(Facts.SYNCING, Facts.SETTLING),
-        takes=(Amount(Workspaces.SHARDED, _sharded), _ARRIVING),
+        takes=(Amount(Workspaces.SHARDED, sharded_bytes), _ARRIVING),
         bar=("reduce", "REDUCE", "sync {unit} {phase}"),
     )  # fmt: skip
 

@@ -30,13 +30,12 @@ import torch
 from atoll.plans.layouts import REDUCE_GRADIENT, SYNC_GRADIENT, Axis, Level, Move, MoveKind
 from atoll.plans.layouts.resting import final_is_part
 from atoll.program import Phase
-from atoll.program.host import IN, OUT
 from atoll.runtime import lanes
 from atoll.runtime.sharding import coding
 from atoll.runtime.sharding.collectives import Collectives, Purpose
 from atoll.runtime.sharding.flat_group import FlatGroup
 from atoll.runtime.sharding.gradient_buffer import GradientBuffer
-from atoll.runtime.sharding.hosted import host_zeros
+from atoll.runtime.sharding.hosted import begin_copy, host_zeros
 from atoll.runtime.sharding.norm import sum_of_squares
 from atoll.runtime.sharding.tensors import Spread, dtype_of
 from atoll.runtime.transport import Channel, Tag
@@ -219,12 +218,9 @@ class Gradients:
     def begin_part(self, phase: Phase, *, is_back: bool) -> None:
         """Begin to copy what is accumulated of a phase to host memory, or back."""
         if phase in self.away:
-            shard, away, around = self._shard(phase), self.away[phase], self._flat.around
-            kind: lanes.LaneKind = "onload" if is_back else "offload"
-            around.transport.count(IN if is_back else OUT, shard.nbytes)
-            to, source = (shard, away) if is_back else (away, shard)
-            copy = partial(_copy, to, source)
-            self._moving[phase] = around.lanes[kind].start(copy, unit=self._flat.tag[0])
+            shard, away = self._shard(phase), self.away[phase]
+            pair = (shard, away) if is_back else (away, shard)
+            self._moving[phase] = begin_copy(self._flat, "onload" if is_back else "offload", [pair])
 
     def end_part(self, phase: Phase, *, is_back: bool) -> None:
         """Wait for that; what has left is freed on the device."""
@@ -370,7 +366,3 @@ class Gradients:
         if self.final is None or (flat.spread is not Spread.SPLIT and around.transport.place.tp != 0):
             return torch.zeros((), dtype=torch.float64, device=around.device)
         return sum_of_squares(flat.part(self.final, flat.layout.optimizer, Level.G))
-
-
-def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
-    to.copy_(source, non_blocking=True)

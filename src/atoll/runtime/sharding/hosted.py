@@ -162,7 +162,7 @@ class HostedState:
             assert self.gradient is not None, "they have left"
             self.gradient_here = torch.empty_like(self.gradient, device=device)
             pairs.append((self.gradient_here, self.gradient))
-        self._job = self.copying("onload", pairs)
+        self._job = begin_copy(self._flat, "onload", pairs)
 
     def arrive(self) -> None:
         """Wait until everything is here."""
@@ -193,7 +193,7 @@ class HostedState:
             assert self.resting is not None, "parameters leave for where they rest"
             stepped, after = self.along
             pairs.append((self.resting, stepped))
-        self._job = self._returning = self.copying("offload", pairs, after=after)
+        self._job = self._returning = begin_copy(self._flat, "offload", pairs, after=after)
         self.carrying = None if self.along is None else self._job
 
     def take(self) -> None:
@@ -230,7 +230,7 @@ class HostedState:
         """Begin to copy the gradients to host memory."""
         if self.gradient is None:
             self.gradient = self._at_home(gradient.dtype)
-        self._lowering = self.copying("offload", [(self.gradient, gradient)])
+        self._lowering = begin_copy(self._flat, "offload", [(self.gradient, gradient)])
 
     def lowered(self) -> None:
         """Wait until the gradients have left the device: they may be freed."""
@@ -292,23 +292,24 @@ class HostedState:
             return master, self._raised
         return master, flat.part(master, flat.layout.optimizer, max(flat.layout.parameters, flat.layout.optimizer))
 
-    def copying(
-        self,
-        kind: lanes.LaneKind,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        *,
-        after: lanes.Job | None = None,
-    ) -> lanes.Job:
-        """Begin to copy the second of each pair to the first, behind another job."""
-        around = self._flat.around
-        around.transport.count(_WAYS[kind], sum(source.nbytes for _, source in pairs))
-        return around.lanes[kind].start(partial(_copy, tuple(pairs)), unit=self._flat.tag[0], after=after)
-
     def raise_to(self, own: torch.Tensor, raised: torch.Tensor) -> lanes.Job:
         """Begin to copy what has come up to the parameters. The next step on the host, which writes that memory again,
         waits for it: one that is made again after a verdict needs no gradients of these values."""
-        self._raising = self.copying("onload", [(own, raised)])
+        self._raising = begin_copy(self._flat, "onload", [(own, raised)])
         return self._raising
+
+
+def begin_copy(
+    flat: FlatGroup,
+    kind: lanes.LaneKind,
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    *,
+    after: lanes.Job | None = None,
+) -> lanes.Job:
+    """Begin to copy the second of each pair to the first over the link to host memory, behind another job."""
+    around = flat.around
+    around.transport.count(_WAYS[kind], sum(source.nbytes for _, source in pairs))
+    return around.lanes[kind].start(partial(_copy, tuple(pairs)), unit=flat.tag[0], after=after)
 
 
 def visiting(hosted: HostedState) -> list[torch.Tensor]:

@@ -32,7 +32,7 @@ from atoll.runtime import lanes
 from atoll.runtime.sharding import coding
 from atoll.runtime.sharding.collectives import Collectives, Purpose
 from atoll.runtime.sharding.flat_group import FlatGroup
-from atoll.runtime.sharding.hosted import HostedState, host_zeros
+from atoll.runtime.sharding.hosted import HostedState, begin_copy, host_zeros
 from atoll.runtime.sharding.tensors import dtype_of
 
 
@@ -254,7 +254,7 @@ class ParameterShards:
         if hosted.is_here:
             hosted.along = passing, self.syncing
         else:
-            self.syncing = hosted.copying("offload", [(self.parameter, passing)], after=self.syncing)
+            self.syncing = begin_copy(flat, "offload", [(self.parameter, passing)], after=self.syncing)
 
     def wait_for_host(self) -> None:
         """Let gathers wait for stepped parameters that leave with the state."""

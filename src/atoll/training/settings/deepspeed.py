@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from atoll.plans.host import TRAINED_TOO
 from atoll.plans.layouts import Layout, Level
 from atoll.plans.plan import Plan
 from atoll.training.config.deepspeed import GRADIENTS, WEIGHTS, zero_block
@@ -20,7 +21,7 @@ def deepspeed(subject: Subject) -> Settings:
     block = zero_block(plan.layout, plan.mesh.intra, plan.codecs, plan.host)
     block = block or zero_block(_nearest(subject), plan.mesh.intra, plan.codecs, plan.host)
     assert block is not None
-    limits = subject.shared_limits("codecs", "update-on-host", *(["all"] if "offload_param" in block else []))
+    limits = subject.shared_limits("codecs", "update-on-host", *([TRAINED_TOO] if "offload_param" in block else []))
     if plan.mesh.pipeline > 1 and block["stage"] > 1:
         block = {"stage": 1}
         limits.append(f"layout {plan.layout}: PipelineEngine refuses ZeRO stages above 1; the file has stage 1")
