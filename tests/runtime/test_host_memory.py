@@ -15,7 +15,7 @@ import torch
 
 from atoll.base.errors import PlanError
 from atoll.plans.host import HostState
-from atoll.plans.layouts import EFFECTIVE, Footprint
+from atoll.plans.layouts import EFFECTIVE, Codec, Codecs, Footprint
 from atoll.program import Hosted
 from atoll.program.host import IN, OUT
 from atoll.runtime.pipeline.step_end import LossScaler
@@ -158,6 +158,18 @@ def test_bytes_equal_what_is_said(layout: str, precision: str, host: HostState, 
         assert held == predicted
         assert held.host > 0
         assert held.total < before.total
+        assert moved == said
+
+
+@pytest.mark.parametrize("host", [HERE, THERE, ON_HOST], ids=str)
+@pytest.mark.parametrize("layout", ["NGG", "IIG"])
+def test_bytes_of_copies_that_follow_by_a_codec_equal_what_is_said(layout: str, host: HostState) -> None:
+    """The difference to a copy is that of the master, and a copy in host memory comes to the device for it."""
+    coded = Codecs(Codec("int8", 8), Codec("int4", 8))
+    given = {"inter": 2, "intra": 2, "microbatches": 8, "precision": "bf16", "clip": None, "model": ODD}
+    case = Case(layout=layout, host=host, codecs=coded, **given)
+    for held, predicted, moved, said in run_ranks(held_and_moved, case.ranks, case):
+        assert held == predicted
         assert moved == said
 
 
