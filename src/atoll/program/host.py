@@ -259,6 +259,7 @@ def _stepped_there(instructions: Sequence[Instruction], shape: RankShape) -> Ite
     """Insert STEPPED and ONLOAD_PARAM before the first use of a unit, OFFLOAD_GRAD once its gradients are the
     optimizer's, and STEP_ON_HOST in place of its RETURN or AHEAD."""
     there = {index for index, unit in shape.units.items() if unit.is_stepped_on_host}
+    begun = {each.of for each in instructions if each.do is Hosted.OFFLOAD_GRAD}
     last = {each.of: at for at, each in enumerate(instructions) if each.do in _GRADIENTS}
     current: set[int] = set()
     for at, each in enumerate(instructions):
@@ -270,7 +271,7 @@ def _stepped_there(instructions: Sequence[Instruction], shape: RankShape) -> Ite
             yield Instruction(Hosted.STEP_ON_HOST, each.action, each.of)
             continue
         yield each
-        if each.of in there and last.get(each.of) == at and not shape.units[each.of].gradients_leave:
+        if each.of in there - begun and last.get(each.of) == at:
             yield Instruction(Hosted.OFFLOAD_GRAD, each.action, each.of)
 
 

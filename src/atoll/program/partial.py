@@ -83,10 +83,16 @@ def partial_travel(
 
 
 def insert_partial(instructions: Iterable[Instruction], shape: RankShape) -> Iterable[Instruction]:
-    """Insert the instructions of gradients that rest in host memory into a program with its step's end. Without any it
-    is unchanged."""
+    """Insert the instructions of gradients that rest in host memory into a program with its step's end, and let those
+    that the host steps leave as soon as they are complete. Without any it is unchanged.
+
+    Where the end of a step divides gradients by the loss scale, only those leave that are multiplied on the host.
+    """
     leaving = {index for index, unit in shape.units.items() if unit.gradients_leave}
-    return _inserted(list(instructions), shape, leaving) if leaving else instructions
+    early = set(leaving)
+    if not shape.is_scaled:
+        early |= {index for index, unit in shape.units.items() if unit.is_stepped_on_host and unit.copies == 1}
+    return _inserted(list(instructions), shape, leaving, early) if early else instructions
 
 
 _COMPUTED = (Do.F, Do.I, Do.W)
@@ -95,7 +101,10 @@ _At = defaultdict[int, list[Instruction]]
 """Instructions that are inserted before the one at a place."""
 
 
-def _inserted(instructions: Sequence[Instruction], shape: RankShape, leaving: set[int]) -> Iterator[Instruction]:
+def _inserted(
+    instructions: Sequence[Instruction], shape: RankShape, leaving: set[int], early: set[int]
+) -> Iterator[Instruction]:
+    """leaving: units whose gradients rest in host memory.  early: those whose complete gradients are copied there."""
     end = next((at for at, each in enumerate(instructions) if each.do is Do.DRAIN), len(instructions))
     computed = [at for at, each in enumerate(instructions) if each.do in _COMPUTED]
     # Of one place: first what comes and is waited for, then what is waited for since it leaves, then what leaves.
@@ -106,9 +115,9 @@ def _inserted(instructions: Sequence[Instruction], shape: RankShape, leaving: se
         following = bisect_left(computed, at)
         return computed[following] + 1 if following < len(computed) else end
 
-    every = _uses(instructions, shape, leaving)
+    every = _uses(instructions, shape, early)
     for (unit, phase), uses in every.items():
-        for (_, last), (first, _) in pairwise(uses):
+        for (_, last), (first, _) in pairwise(uses) if unit in leaving else ():
             between = computed[bisect_right(computed, last) : bisect_left(computed, first)]
             if len(between) >= LEAST_AWAY:
                 left, comes = ((instructions[at].action, unit, phase) for at in (last, first))
@@ -116,11 +125,11 @@ def _inserted(instructions: Sequence[Instruction], shape: RankShape, leaving: se
                 before[1][behind(last + 1)].append(Instruction(Partial.OFFLOADED_PART, *left))
                 before[2][between[-1]].append(Instruction(Partial.ONLOAD_PART, *comes))
                 before[0][first].append(Instruction(Partial.ONLOADED_PART, *comes))
-    begun = {each.of: at for at, each in enumerate(instructions) if each.do is Do.SYNC and each.of in leaving}
+    begun = {each.of: at for at, each in enumerate(instructions) if each.do is Do.SYNC and each.of in early}
     reduced = {each.of: at + 1 for at, each in enumerate(instructions) if each.do is Do.REDUCED}
     moved: set[int] = set()
     for at, each in enumerate(instructions):
-        if each.of not in leaving:
+        if each.of not in early:
             continue
         if each.do is Do.SYNC and at > end and shape.units[each.of].is_left_alone:
             # Nobody takes part in it: it need not wait for the step's end.
@@ -134,8 +143,9 @@ def _inserted(instructions: Sequence[Instruction], shape: RankShape, leaving: se
             place = max(behind(begun[each.of]), reduced.get(each.of, 0)) if begun[each.of] < end else at
             action = instructions[begun[each.of] - 1].action
             before[1][place] += [Instruction(do, action, each.of) for do in (Do.SYNCED, Hosted.OFFLOAD_GRAD)]
-            gone = Instruction(Hosted.OFFLOADED_GRAD, action, each.of)
-            before[1][behind(place) if place < end else place].append(gone)
+            if each.of in leaving:
+                gone = Instruction(Hosted.OFFLOADED_GRAD, action, each.of)
+                before[1][behind(place) if place < end else place].append(gone)
     for at, each in enumerate(instructions):
         for kind in before:
             yield from kind.pop(at, ())
@@ -144,7 +154,7 @@ def _inserted(instructions: Sequence[Instruction], shape: RankShape, leaving: se
 
 
 def _uses(
-    instructions: Sequence[Instruction], shape: RankShape, leaving: set[int]
+    instructions: Sequence[Instruction], shape: RankShape, units: set[int]
 ) -> Mapping[tuple[int, Phase], list[tuple[int, int]]]:
     """Return the places of the first and the last instruction with which each microbatch adds to what is accumulated of
     a unit's phase."""
@@ -152,7 +162,7 @@ def _uses(
     adding: dict[tuple[int, Phase], object] = {}
     ended: Counter[tuple[int, Phase]] = Counter()
     for at, each in enumerate(instructions):
-        if each.do in (Do.REDUCE, Do.REDUCED) and each.of in leaving and each.phase is not None:
+        if each.do in (Do.REDUCE, Do.REDUCED) and each.of in units and each.phase is not None:
             key = each.of, each.phase
             if each.do is Do.REDUCE:
                 found[key].append((at, at))
@@ -161,7 +171,7 @@ def _uses(
                 ended[key] += 1
             continue
         for unit, phase in makes(each, shape):
-            if unit not in leaving or shape.units[unit].flows[phase]:
+            if unit not in units or shape.units[unit].flows[phase]:
                 continue
             key, action = (unit, phase), (each.action.stage, each.action.microbatch)
             if adding.get(key) == action:
