@@ -94,17 +94,33 @@ def test_with_the_least_memory_one_unit_is_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("post_validation", [False, True])
-def test_the_host_steps_a_unit_before_its_first_use_in_the_next_program(post_validation: bool) -> None:
+def test_what_the_host_steps_comes_one_unit_ahead_of_its_first_use(post_validation: bool) -> None:
     found = program(ON_HOST, post_validation=post_validation)
     uses = (Do.GATHER, Do.FETCH, Do.WHOLE)
-    for unit in found.shape.units:
-        stepped, raised = at(found, Hosted.STEPPED, unit), at(found, Hosted.ONLOAD_PARAM, unit)
-        assert len(stepped) == len(raised) == 1
-        first = min(nth for do in uses for nth in at(found, do, unit))
-        assert stepped[0] + 1 == raised[0] < first
-        assert at(found, Do.SYNCED, unit) < at(found, Hosted.OFFLOAD_GRAD, unit) < at(found, Hosted.STEP_ON_HOST, unit)
+    first = {unit: min(nth for do in uses for nth in at(found, do, unit)) for unit in found.shape.units}
+    order = sorted(first, key=lambda unit: first[unit])
+    for unit, before in zip(order, order[:1] + order, strict=False):
+        (raised,) = at(found, Hosted.ONLOAD_PARAM, unit)
+        assert raised < first[before]
+        assert all(raised > first[earlier] for earlier in order[: max(0, order.index(unit) - 1)])
     assert not at(found, Do.RETURN)
     assert not at(found, Do.AHEAD)
+
+
+@pytest.mark.parametrize("layout", ["GGG", "NNN"])
+def test_gradients_that_the_host_steps_leave_during_the_last_backward(layout: str) -> None:
+    found = program(ON_HOST, layout=layout)
+    computed = at(found, Do.W)[-1]
+    early = 0
+    for unit in found.shape.units:
+        (synced,), (left,), (stepped,) = (
+            at(found, do, unit) for do in (Do.SYNCED, Hosted.OFFLOAD_GRAD, Hosted.STEP_ON_HOST)
+        )
+        assert synced < left < stepped
+        early += left < computed
+    assert early >= len(found.shape.units) - 2
+    # What the device steps is waited for at the step's end, all at once.
+    assert min(at(other := program(ON_DEVICE, layout=layout), Do.SYNCED)) > at(other, Do.W)[-1]
 
 
 def test_a_fraction_leaves_the_other_units_as_they_are() -> None:
@@ -206,9 +222,9 @@ def test_stepped_parameters_are_on_the_device_until_they_are_in_host_memory() ->
     there = program(ALL_ON_HOST, layout="NGG")
     for index, unit in there.shape.units.items():
         first, used = at(there, Hosted.ONLOAD_PARAM, index)[0], at(there, Do.WHOLE, index)[0]
-        before, held, after = (held_after_all(there)[nth].staged for nth in (first - 1, first, used))
-        assert (held - before, unit.returned) == (unit.returned, unit.whole)
-        assert after <= held - unit.returned
+        held = [each.staged for each in held_after_all(there)]
+        assert (held[first] - held[first - 1], unit.returned) == (unit.returned, unit.whole)
+        assert held[used] == held[used - 1] - unit.returned
 
 
 def held_after_all(found: Program) -> list[Bytes]:
@@ -279,6 +295,14 @@ def test_steps_on_the_host_overlap_with_the_next_program() -> None:
     rate = 28 / 12 * size / 4.0  # about four seconds for a rank
     found = seconds(ON_HOST, **{"host step": Speed(rate=rate)})
     assert seconds(None) < found < seconds(None) + 4.0
+
+
+def test_a_copy_of_stepped_parameters_overlaps_with_the_forward_of_the_unit_before() -> None:
+    """Copies as long as a forward each delay the step by those of the first units alone."""
+    found = program(ON_HOST)
+    size = max(found.shape.units[unit].travel[Hosted.ONLOAD_PARAM, None][0][1] for unit in found.shape.units)
+    later = seconds(ON_HOST, **{IN: Speed(rate=size / 0.9)}) - seconds(ON_HOST)
+    assert 0.0 < later < 4 * 0.9
 
 
 def test_a_listing_and_a_drawing_show_the_lane() -> None:

@@ -20,12 +20,14 @@ The copies of the last units overlap with the next step's first forward.
 
 Stepped by the processors of the host:
 
-    OFFLOAD_GRAD  begins to copy a unit's gradients to host memory (see also `atoll.program.partial`)
+    OFFLOAD_GRAD  begins to copy a unit's gradients to host memory, once they are complete (`atoll.program.partial`)
     STEP_ON_HOST  begins to step the unit there, behind that
-    STEPPED       waits for that, in the next program, before the unit's first use
-    ONLOAD_PARAM  begins to copy the parameters to the device, and to where they are stored, as RETURN does
+    ONLOAD_PARAM  begins, in the next program, to copy the parameters to the device, behind that, and to where they are
+                  stored, as RETURN does
 
-So the steps of all units but the first overlap with the next program, in the order in which it needs them.
+Nothing waits for a step but the copy behind it, which begins one unit ahead: before the first use of the unit that the
+program uses before this one. So the steps and copies of all units but the first overlap with the next program, in the
+order in which it needs them.
 
 If parameters are stored in host memory (`HostState.parameters`), each gather copies them to the device. OFFLOAD copies
 parameters that the device has updated together with the state. Parameters that the host has updated are already in
@@ -173,16 +175,11 @@ class Hosted:
         ),
         ends=(HostFacts.LOWERING, Facts.UNSTEPPED, Facts.CURRENT), gives=(HostFacts.STEPPING,),
     )  # fmt: skip
-    STEPPED = Operation(
-        lane=Lane.HOST, waits=True, peers=Partners.NONE,
-        needs=(Need(Facts.CURRENT, "unit {unit} comes from host memory twice", holds=False),),
-        ends=(HostFacts.STEPPING,), cause="host",
-    )  # fmt: skip
     ONLOAD_PARAM = Operation(
         lane=Lane.HOST, begins=True, is_aside=True, moves=True, carries="return", peers=Partners.NONE,
-        needs=(Need(HostFacts.STEPPING, "unit {unit} comes from host memory before it is stepped", holds=False),),
-        gives=(Facts.RETURNING, Facts.CURRENT), takes=(Amount(Workspaces.STAGED, _returned),),
-        bar=("onload", "ONLOAD", "onload {unit}"),
+        needs=(Need(Facts.CURRENT, "unit {unit} comes from host memory twice", holds=False),),
+        ends=(HostFacts.STEPPING,), gives=(Facts.RETURNING, Facts.CURRENT),
+        takes=(Amount(Workspaces.STAGED, _returned),), bar=("onload", "ONLOAD", "onload {unit}"),
     )  # fmt: skip
 
 
@@ -256,17 +253,20 @@ def _with_state(instructions: Sequence[Instruction], shape: RankShape) -> Iterat
 
 
 def _stepped_there(instructions: Sequence[Instruction], shape: RankShape) -> Iterator[Instruction]:
-    """Insert STEPPED and ONLOAD_PARAM before the first use of a unit, OFFLOAD_GRAD once its gradients are the
-    optimizer's, and STEP_ON_HOST in place of its RETURN or AHEAD."""
+    """Insert ONLOAD_PARAM of a unit before the first use of the unit before it, OFFLOAD_GRAD once its gradients are
+    the optimizer's, and STEP_ON_HOST in place of its RETURN or AHEAD."""
     there = {index for index, unit in shape.units.items() if unit.is_stepped_on_host}
     begun = {each.of for each in instructions if each.do is Hosted.OFFLOAD_GRAD}
     last = {each.of: at for at, each in enumerate(instructions) if each.do in _GRADIENTS}
-    current: set[int] = set()
+    due = list(dict.fromkeys(each.of for each in instructions if each.do in _USES and each.of in there))
+    used: set[int] = set()
+    raised = 0
     for at, each in enumerate(instructions):
-        if each.do in _USES and each.of in there and each.of not in current:
-            current.add(each.of)
-            yield Instruction(Hosted.STEPPED, each.action, each.of)
-            yield Instruction(Hosted.ONLOAD_PARAM, each.action, each.of)
+        if each.do in _USES and each.of in there and each.of not in used:
+            used.add(each.of)
+            for unit in due[raised : len(used) + 1]:
+                yield Instruction(Hosted.ONLOAD_PARAM, each.action, unit)
+            raised = len(used) + 1
         if each.do in _STEPS and each.of in there:
             yield Instruction(Hosted.STEP_ON_HOST, each.action, each.of)
             continue

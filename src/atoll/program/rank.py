@@ -22,7 +22,7 @@ from atoll.plans.layouts import (
     Sharding,
     StoredCopies,
 )
-from atoll.plans.layouts.resting import lowered_bytes, resting_bytes, returned_bytes, visiting_bytes
+from atoll.plans.layouts.resting import lowered_bytes, passing_bytes, resting_bytes, visiting_bytes
 from atoll.plans.plan import Place, Plan, View
 from atoll.program.host import IN, bytes_leaving, host_travel
 from atoll.program.memory import arriving_bytes, needed_in_a_step, reduced_at_once
@@ -231,7 +231,7 @@ def unit_shape(
             for phase in flows
         },
         on_host=on_host,
-        returned=sum(returned_bytes(segment, sharding) for segment in segments),
+        returned=sum(passing_bytes(segment, sharding) for segment in segments),
         is_stepped_on_host=sharding.steps_on_host and any(lowered_bytes(each, sharding) for each in segments),
         gradients_leave=sharding.gradients_on_host and any(lowered_bytes(each, sharding) for each in segments),
         segments=tuple(segments),

@@ -40,7 +40,8 @@ class UnitShape:
     a step.
     is_stepped_on_host: whether they are stepped there instead.
     gradients_leave: whether its gradients rest in host memory too.
-    returned: bytes of updated parameters that are on the device until they have been copied to host memory.
+    returned: bytes that its updated parameters take on the device, beside where they are stored, until they are there:
+    on their way to host memory, or encoded.
     segments: its flat buffers.  sharding: their layout.
     """
 

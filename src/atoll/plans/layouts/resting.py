@@ -59,6 +59,13 @@ def returned_bytes(segment: SegmentShape, sharding: Sharding) -> int:
     return resting_bytes(segment, sharding)
 
 
+def passing_bytes(segment: SegmentShape, sharding: Sharding) -> int:
+    """Return the bytes that updated parameters take on the device, beside where they are stored, until they are there:
+    those that are copied to host memory, and the host's master that a codec encodes."""
+    encoded = raised_bytes(segment, sharding) if sharding.keeps_copy(segment) else 0
+    return returned_bytes(segment, sharding) + encoded
+
+
 def compared_bytes(segment: SegmentShape, sharding: Sharding) -> int:
     """Return the bytes of parameters that rest in host memory and come to the device for the next difference."""
     return returned_bytes(segment, sharding) if sharding.keeps_copy(segment) else 0

@@ -92,7 +92,6 @@ OF_UNIT: Mapping[Operation, Callable[[StepEnd, Unit], None]] = {
     Hosted.OFFLOAD_GRAD: lambda end, unit: end.optimizer.hosted.lower(unit),
     Hosted.OFFLOADED_GRAD: lambda _, unit: end_offload(unit),
     Hosted.STEP_ON_HOST: _step_on_host,
-    Hosted.STEPPED: lambda end, unit: unit.end_step(),
     Hosted.ONLOAD_PARAM: lambda end, unit: unit.bring_up(),
     Hosted.OFFLOADED: lambda end, unit: end.optimizer.hosted.drop(unit),
 }

@@ -181,6 +181,8 @@ class HostSteps:
         terms = replace(terms, scale=terms.scale * factor_of(unit))
         apart = self._apart(unit, terms.options)
         step = partial(self._step_there, unit, apart, terms, is_ahead=is_ahead)
+        for hosted in hosted_of(unit):
+            hosted.expect_step(is_ahead=is_ahead)
         job = unit.around.lanes["host"].start(step, unit=unit.spec.index)
         for hosted in hosted_of(unit):
             hosted.begin_step(job, is_ahead=is_ahead)

@@ -20,8 +20,8 @@ empty. The computation only begins each of these:
 
     OFFLOAD_GRAD  copies the gradients to `gradient`
     STEP_ON_HOST  on a thread, behind that: steps, and casts the master to `raised` if the forward has another dtype
-    STEPPED       waits for the thread, in the next program
-    ONLOAD_PARAM  copies `raised`, or the master, to the parameters, and sends them to where they are stored
+    ONLOAD_PARAM  behind the thread's step: copies `raised`, or the master, to the parameters, and sends them to where
+                  they are stored
 
 [Note: parameters at home] If parameters are stored in host memory too, `resting` is their shard, which gathers copy to
 the device. Three ways lead there (`ParameterShards._begin_return`):
@@ -33,7 +33,7 @@ the device. Three ways lead there (`ParameterShards._begin_return`):
 A gather copies `resting` in its job, behind `ParameterShards.syncing`: the last of these jobs, also across programs.
 
 A step ahead of its verdict copies `home` to other buffers first, and steps those. Whoever reads parameters between two
-programs does the work of STEPPED and ONLOAD_PARAM himself (`Unit.bring_up`).
+programs does the work of ONLOAD_PARAM himself (`Unit.bring_up`).
 
 Both copies are jobs of lanes of their own, one for each direction of the link. `here` is allocated and freed by the
 computation, as [Note: streams and memory] in runtime/lanes.py demands. Whoever reads `home` first waits for the way
@@ -97,12 +97,14 @@ class HostedState:
         # Of a step on the host: its gradients, once there have been any, and the copy of them in flight.
         self.gradient: torch.Tensor | None = None
         self._lowering: lanes.Job | None = None
-        # The step, until somebody has waited for it; then whether the parameters have yet to come up, and from `ahead`.
-        self._stepping: lanes.Job | None = None
+        # The step, until somebody has waited for it on the host; whether its parameters have yet to come up, and from
+        # `ahead`.
+        self.stepping: lanes.Job | None = None
         self.is_due = False
         self.is_due_ahead = False
-        # The last copy of parameters to the device.
+        # The last copy of parameters to the device, and the one that reads what the step in flight writes.
         self._raising: lanes.Job | None = None
+        self._raised_before: lanes.Job | None = None
         # The master in the dtype of the forward, in pinned memory, where that is another one.
         self._raised: torch.Tensor | None = None
         # The shard of `ParameterShards`, if parameters are stored in host memory.
@@ -242,18 +244,27 @@ class HostedState:
         assert self._lowering is not None, "gradients were offloaded"
         assert self.gradient is not None, "gradients were offloaded"
         self._lowering.finish()
-        if self._raising is not None:
-            self._raising.finish()
+        if self._raised_before is not None:
+            self._raised_before.finish()
         return self.gradient
+
+    def expect_step(self, *, is_ahead: bool) -> None:
+        """Allocate what a step on the host writes, before it is submitted: its thread may begin at once, and whoever
+        copies the parameters to the device may begin before it has ended."""
+        self._raised_before = self._raising  # and not that behind this step
+        if is_ahead and MASTER not in self._ahead:
+            self._ahead[MASTER] = self._at_home(self._home[MASTER].dtype)
+        if self._raised is None and self._casts:
+            self._raised = self._at_home(self._flat.compute, len(self._updated(self._home[MASTER])))
 
     def begin_step(self, job: lanes.Job, *, is_ahead: bool) -> None:
         """Record a step on the host that has been submitted."""
-        self._stepping, self.is_due, self.is_due_ahead = job, True, is_ahead
+        self.stepping, self.is_due, self.is_due_ahead = job, True, is_ahead
 
     def end_step(self) -> None:
         """Wait for the step on the host, and raise its error."""
-        if self._stepping is not None:
-            job, self._stepping = self._stepping, None
+        if self.stepping is not None:
+            job, self.stepping = self.stepping, None
             job.finish()
 
     def copy_ahead(self) -> None:
@@ -271,32 +282,37 @@ class HostedState:
     def cast(self, *, is_ahead: bool) -> None:
         """Cast what the parameters take of a stepped master to where they rest, or, if they have another dtype, for the
         copy to the device."""
-        flat, master = self._flat, (self._ahead if is_ahead else self._home)[MASTER]
-        part = flat.part(master, flat.layout.optimizer, max(flat.layout.parameters, flat.layout.optimizer))
-        if self.resting is not None and not flat.sharding.is_spread:
+        part = self._updated((self._ahead if is_ahead else self._home)[MASTER])
+        if self.resting is not None and not self._flat.sharding.is_spread:
             self.resting.copy_(part)
-            return
-        if flat.compute == master.dtype or flat.sharding.keeps_copy(flat.shape):
-            return
-        if self._raised is None:
-            self._raised = self._at_home(flat.compute, len(part))
-        self._raised.copy_(part)
+        elif self._raised is not None:
+            self._raised.copy_(part)
 
     def come_up(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait for the step on the host, and return its master, and what the parameters take of it in their dtype. They
-        are then no longer due."""
-        self.end_step()
-        flat, master = self._flat, (self._ahead if self.is_due_ahead else self._home)[MASTER]
+        """Return the master of the step on the host, and what the parameters take of it in their dtype: both are
+        complete behind `stepping`. They are then no longer due."""
+        master = (self._ahead if self.is_due_ahead else self._home)[MASTER]
         self.is_due = self.is_due_ahead = False
-        if self._raised is not None:
-            return master, self._raised
-        return master, flat.part(master, flat.layout.optimizer, max(flat.layout.parameters, flat.layout.optimizer))
+        return master, self._updated(master) if self._raised is None else self._raised
 
     def raise_to(self, own: torch.Tensor, raised: torch.Tensor) -> lanes.Job:
-        """Begin to copy what has come up to the parameters. The next step on the host, which writes that memory again,
-        waits for it: one that is made again after a verdict needs no gradients of these values."""
-        self._raising = begin_copy(self._flat, "onload", [(own, raised)])
+        """Begin to copy what comes up to the parameters, behind the step. The next step on the host, which writes that
+        memory again, waits for it: one that is made again after a verdict needs no gradients of these values."""
+        self._raising = begin_copy(self._flat, "onload", [(own, raised)], after=self.stepping)
         return self._raising
+
+    def _updated(self, master: torch.Tensor) -> torch.Tensor:
+        """Return the part of a master of which the parameters are a cast."""
+        layout = self._flat.layout
+        return self._flat.part(master, layout.optimizer, max(layout.parameters, layout.optimizer))
+
+    @property
+    def _casts(self) -> bool:
+        """True if a step on the host leaves the parameters in another dtype, and not where they rest."""
+        flat = self._flat
+        if self.resting is not None and not flat.sharding.is_spread:
+            return False
+        return flat.compute != self._home[MASTER].dtype and not flat.sharding.keeps_copy(flat.shape)
 
 
 def begin_copy(

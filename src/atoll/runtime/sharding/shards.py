@@ -27,7 +27,6 @@ import torch
 
 from atoll.base._torch import local_part
 from atoll.plans.layouts import SYNC_PARAMETER, Level, StoredCopies
-from atoll.program.host import IN
 from atoll.runtime import lanes
 from atoll.runtime.sharding import coding
 from atoll.runtime.sharding.collectives import Collectives, Purpose
@@ -164,31 +163,42 @@ class ParameterShards:
     def begin_sync(self, *, is_ahead: bool, is_exact: bool) -> None:
         """Begin to update the parameters from the master; see `Segment.sync_parameters`, which has waited for the sync
         before and freed the gathered copy."""
-        master = self.master
-        if master is None or self.parameter is None:
-            return  # frozen, or cast from the master by the next gather
+        if self.parameter is None:
+            return  # cast from the master by the next gather
         raised: torch.Tensor | None = None
         if self.hosted is not None and self.hosted.is_due:
+            # `hosted.stepping` may still write both: only jobs behind it read them.
             master, raised = self.hosted.come_up()
+            if is_exact:  # read here
+                self.hosted.end_step()
+                raised = None
+        elif (own := self.master) is not None:
+            master = own
+        else:
+            return  # frozen
         flat = self._flat
         p, os = flat.layout.parameters, flat.layout.optimizer
         if self.keeps_copy and not is_exact:
             if is_ahead:
                 self._save_previous()
-                master = master.clone()  # the optimizer's is restored at once
+            came: lanes.Job | None = None
             if raised is not None:
-                flat.around.transport.count(IN, master.nbytes)
-            self._encoded = master.to(flat.around.device)  # it may rest in host memory
-            if self.rests_on_host:
+                assert self.hosted is not None, "it has stepped"
+                self._encoded = torch.empty_like(master, device=flat.around.device)
+                came = self.hosted.raise_to(self._encoded, master)
+            else:
+                # The optimizer's is restored at once; one whose step was made again may rest in host memory.
+                self._encoded = master.clone() if is_ahead else master.to(flat.around.device)
+            if self.rests_on_host:  # behind `came`, on the same lane
                 self._begin_passing(self._all_gather_differences, self.parameter, level=p, comes=True)
             else:
                 sync = partial(self._all_gather_differences, self.parameter)
-                self.syncing = self._collectives.start("sync", sync, after=None)
+                self.syncing = self._collectives.start("sync", sync, after=came)
             return
         if self.rests_on_host:
-            self._begin_return(master, None if is_exact else raised)
+            self._begin_return(master, raised)
             return
-        if raised is not None and not is_exact:
+        if raised is not None:
             self._raise(raised)
             return
         # Here and not in the job: after a step ahead the optimizer restores the old master as soon as this returns.
@@ -228,9 +238,11 @@ class ParameterShards:
             if not flat.sharding.is_spread:
                 if hosted.is_here:
                     hosted.along = own.to(flat.compute), None
-                elif raised is None:  # written from outside, or restored; the thread has written what it has stepped
+                elif raised is None:  # written from outside, or restored
                     self._quiet()
                     resting.copy_(own)
+                else:  # the thread writes what it steps there
+                    self.syncing = hosted.stepping
                 return
             self._begin_passing(self._all_gather, own, level=max(p, os), comes=not hosted.is_here)
 
