@@ -19,6 +19,7 @@ from atoll.base.faults import BadStepPolicy
 from atoll.plans.layouts import EFFECTIVE, Codec, Codecs
 from atoll.plans.outer import Outer
 from atoll.plans.plan import View
+from atoll.prediction.cost import Ranks, Transformer, Use
 from atoll.runtime.assemble.describe import describe_rank
 from atoll.runtime.experts.grouped import GroupedWeight
 from atoll.runtime.experts.kinds import stacked_in
@@ -299,6 +300,30 @@ def test_bytes_held_and_sent_are_those_of_the_program(layout: str, spread: dict[
         if optimizer == "Muon":  # which has state of one kind for matrices
             measured, said = measured[::2], said[::2]
         assert measured == said
+
+
+SPREADS: list[dict[str, Any]] = [
+    {"intra": 2, "expert": 1},
+    {"intra": 2},
+    {"intra": 4},
+    {"inter": 2},
+    {"intra": 4, "expert_layout": "NNG"},
+]
+
+
+@pytest.mark.parametrize(("layout", "spread"), drawn(10, ["NNN", "NNG", "NII", "III", "GGG"], SPREADS), ids=str)
+def test_bytes_of_muon_are_predicted(layout: str, spread: dict[str, Any]) -> None:
+    """By the formulas, without the model: at rest and sent, to the byte."""
+    case = replace(MUON, layout=layout, precision="bf16", options=(ADAMW,), **spread)
+    plan = replace(case.plan, whole=case.optimizer_of_engine().whole)
+    use = Use(samples=1, sequence=8, expert=case.expert, compute="bfloat16")
+    workload = Transformer.decoder(
+        layers=4, hidden=16, heads=4, kv_heads=2, ffn=24, vocabulary=19, mixture=MIXTURE
+    ).workload
+    predicted = Ranks(workload, plan, use, reads_in_place=True).programs.ranks[0]
+    (stored, _, sent), *_ = run_ranks(counted, case.ranks, case)[0]
+    assert predicted.shape.at_rest == stored
+    assert {axis: predicted.sent.get(axis, 0) for axis in sent} == sent
 
 
 @pytest.mark.parametrize("recompute", ["none", "block"])

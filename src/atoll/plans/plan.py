@@ -16,8 +16,8 @@ from atoll.plans.layouts import (
     NO_CODECS,
     Axis,
     Codecs,
+    Holders,
     Layout,
-    Level,
     Nest,
     Precision,
     Sharding,
@@ -321,11 +321,12 @@ class Plan:
         """Where matrices are transformed whole, in words; None for an elementwise optimizer."""
         if self.whole is None:
             return None
-        shards = {Level.N: 1, Level.I: self.mesh.intra, Level.G: self.mesh.data // self.islands}[self.layout.optimizer]
-        among = f"on one of the {shards} ranks that shard its momentum" if shards > 1 else "on every rank"
-        if self.mesh.tensor > 1:
-            among = f"on one of {shards * self.mesh.tensor} ranks, with its {self.mesh.tensor} tensor-parallel parts"
-        return f"{self.whole.name}: each matrix is transformed whole, {among}; AdamW for everything else"
+        among = []
+        for view, parts in ((View.DENSE, self.mesh.tensor), (View.EXPERTS, 1)):
+            count = Holders(self.nest(self.mesh.place(0), view), self.layout_of(view).optimizer, parts).count
+            among.append(f"on one of the {count} ranks that have slices of it" if count > 1 else "where it rests")
+        said = ", an expert's ".join(among if self.divides_experts else among[:1])
+        return f"{self.whole.name}: each matrix is transformed whole, {said}; AdamW for everything else"
 
     @property
     def end(self) -> Ending:

@@ -11,13 +11,14 @@ from torch import nn
 
 from atoll.base.errors import ConfigError, PlanError
 from atoll.plans import schedules
-from atoll.plans.layouts import EFFECTIVE, Layout, Precision, footprint
+from atoll.plans.layouts import EFFECTIVE, Layout, NewtonSchulz, Precision, Whole, footprint
 from atoll.plans.plan import MeshShape, Plan, View
-from atoll.prediction.cost import Cluster, Prediction, Ranks, Transformer, Use
+from atoll.prediction.cost import Cluster, KernelClock, Prediction, Ranks, Transformer, Use
 from atoll.prediction.cost.experts import Mixture
 from atoll.prediction.cost.kernels import Exchange, Product, all_to_all
 from atoll.prediction.cost.mixture import MixtureConfig
 from atoll.prediction.explain import Explanation
+from atoll.program import Do
 from atoll.program.sim import Speed
 from atoll.runtime.assemble.describe import describe_rank
 from atoll.runtime.models import Decoder, DecoderConfig
@@ -250,6 +251,56 @@ def test_programs_of_other_schedules_and_units(schedule: str) -> None:
     assert_alike(plan_of(MeshShape(2, 1, 2, 2, expert=2), "IGG", schedule=schedule, sequence_parallel=True))
 
 
+MUON = Whole("Muon", NewtonSchulz())
+
+
+@pytest.mark.parametrize("layout", ["NNN", "NNG", "NII", "III", "IIG", "IGG", "GGG"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": MeshShape(2, 2, 2, expert=2), "precision": Precision.preset("bf16")},
+        {"mesh": MeshShape(1, 2, 4, expert=2), "unit": 2},
+        {"mesh": MeshShape(2, 1, 2, expert=2), "expert_layout": Layout("GGG"), "post_validation": True},
+        {"mesh": MeshShape(1, 2, 2), "expert_layout": Layout("NNG")},
+        {"mesh": MeshShape(2, 2, 2), "schedule": "zb-v"},
+        {"mesh": MeshShape(2, 1, 2, 2, expert=2)},
+        {"mesh": MeshShape(1, 1, 2, 2), "sequence_parallel": True},
+    ],
+    ids=["e2", "e2 of 4", "a layout of their own", "undivided, but apart", "undivided", "tensor", "tensor alone"],
+)
+def test_experts_that_the_optimizer_transforms_whole(layout: str, options: dict[str, Any]) -> None:
+    """Each expert is a matrix, as are the router and shared experts."""
+    assert_alike(plan_of(layout=layout, whole=MUON, **options))
+
+
+def test_seconds_and_bytes_of_a_step_that_transforms_experts() -> None:
+    """Each of two ranks has one momentum instead of two states of its 4 experts, and transforms them: 4 of one shape
+    are a batch of products."""
+    found = {}
+    for whole in (None, MUON):
+        plan = plan_of(MeshShape(1, 1, 2, expert=2), "IGG", whole=whole)
+        found[whole] = Prediction(workload(), plan, CLUSTER, use_of(plan))
+    adamw, muon = found[None], found[MUON]
+    experts = [at for at, unit in enumerate(muon.ranks.shape.units) if unit.view is View.EXPERTS]
+    seconds = muon.rates[0].compute
+    inner, hidden = MIXTURE.expert_ffn or 0, SIZES["hidden"]
+    products = [
+        Product(*sizes, 4)
+        for short, long in ((hidden, 2 * inner), (hidden, inner))
+        for sizes in 5 * [(short, long, short), (short, short, short), (short, short, long)]
+    ]
+    clock = KernelClock(muon.device, "bfloat16", 2)
+    assert len(experts) == SIZES["layers"] - MIXTURE.dense_layers
+    assert [seconds[Do.TRANSFORM, at] for at in experts] == pytest.approx([clock.seconds(products)] * len(experts))
+    assert seconds[Do.STEP, -1] < adamw.rates[0].compute[Do.STEP, -1]
+    # Of 4 bytes each: the elements of a rank's experts, and half of the other matrices.
+    of_experts = len(experts) * 4 * 3 * hidden * inner
+    dense, shared = (3 * hidden * each for each in (SIZES["ffn"], inner))
+    router, attention = 8 * hidden, 3 * hidden * hidden
+    others = 4 * attention + dense + len(experts) * (shared + router)
+    assert adamw.rest(0).total - muon.rest(0).total == 4 * (of_experts + others // 2)
+
+
 def assert_alike(plan: Plan) -> None:
     ranks = Ranks(workload(), plan, use_of(plan))
     for rank in range(plan.mesh.pipeline):
@@ -258,6 +309,7 @@ def assert_alike(plan: Plan) -> None:
         assert found.instructions == real.instructions
         assert found.shape.units == real.shape.units
         assert found.shape == real.shape
+        assert found.shape.at_rest == real.shape.at_rest
 
 
 def test_where_all_ranks_of_a_group_divide_experts_level_i_is_n() -> None:

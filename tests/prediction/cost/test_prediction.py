@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -79,15 +80,17 @@ def test_a_cast_that_a_gather_makes_is_not_in_the_update(states: int) -> None:
 
 @pytest.mark.parametrize("iterations", [5, 3])
 def test_muon_keeps_one_state_of_matrices_and_multiplies_them(iterations: int) -> None:
-    """AdamW steps the rest. Five iterations are three products each, of a matrix whose short side comes first."""
+    """AdamW steps the rest. Five iterations are three products each, of a matrix whose short side comes first. Matrices
+    of one shape are a batch."""
     muon = step_of(2, whole=Whole("Muon", NewtonSchulz(iterations)))
     hidden = 16 * sum(rows * columns for rows, columns in MATRICES)
     one = EFFICIENCY.update / 7 / (2.039e12 * EFFICIENCY.memory)
     seconds = muon.rates[0].compute
     assert seconds[Do.STEP, -1] == pytest.approx((5 * hidden + 7 * (MODEL.parameters - hidden)) * one, rel=1e-4)
     products = [
-        Product(*sizes)
-        for short, long in map(sorted, MATRICES)
+        Product(*sizes, count)
+        for shape, count in Counter(MATRICES).items()
+        for short, long in (sorted(shape),)
         for sizes in iterations * [(short, long, short), (short, short, short), (short, short, long)]
     ]
     clock = KernelClock(muon.device, "bfloat16", 2)

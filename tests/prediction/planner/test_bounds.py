@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from atoll.base.errors import UserError
-from atoll.plans.layouts import EFFECTIVE, Codec, Codecs
+from atoll.plans.layouts import EFFECTIVE, Codec, Codecs, NewtonSchulz, Whole
 from atoll.plans.outer import Outer
 from atoll.plans.plan import ORDERS
 from atoll.prediction.cost import Cluster, Link, Transformer
@@ -91,7 +91,7 @@ def search_of(draw: random.Random) -> PlanSearch:
 
 
 def search_of_mixture(draw: random.Random) -> PlanSearch:
-    """The same of a mixture of experts, which have a layout of their own in some cases."""
+    """The same of a mixture of experts, which have a layout of their own, or are transformed whole, in some cases."""
     search, layers = search_of(draw), draw.randint(2, 4)
     mixture = MixtureConfig(
         experts=draw.choice([4, 8]),
@@ -108,6 +108,7 @@ def search_of_mixture(draw: random.Random) -> PlanSearch:
         workload=model.workload,
         goal=replace(search.goal, imbalance=draw.choice([1.0, 1.4])),
         space=replace(search.space, expert_layout=layout, expert=draw.choice([None, (2,), (4,)])),
+        whole=draw.choice([None, Whole("Muon", NewtonSchulz())]),
     )
 
 

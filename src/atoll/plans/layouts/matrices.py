@@ -156,9 +156,9 @@ class Whole:
         products = self.transform.products(matrix.rows, matrix.columns)
         return sum(2.0 * rows * inner * columns for rows, inner, columns in products)
 
-    def kept_elements(self, matrix: Matrix) -> int:
+    def kept_elements(self, rows: int, columns: int) -> int:
         """Return the number of elements of a matrix's state."""
-        return sum(prod(shape) for shape in self.transform.kept(matrix.rows, matrix.columns).values())
+        return sum(prod(shape) for shape in self.transform.kept(rows, columns).values())
 
 
 @dataclass(frozen=True, slots=True)

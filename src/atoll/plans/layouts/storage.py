@@ -52,6 +52,12 @@ class SegmentShape:
         """True if the parameters are trained."""
         return bool(self.phases)
 
+    def owned(self, holder: int) -> Counter[tuple[int, int]]:
+        """Return the number of matrices that a holder owns by their rows and columns. Those of one shape are
+        transformed together."""
+        both = zip(self.matrices, self.owners, strict=True)
+        return Counter((matrix.rows, matrix.columns) for matrix, owner in both if owner == holder)
+
 
 class StoredCopies(Enum):
     """The copies of a segment's parameters that are stored between steps.
@@ -269,9 +275,9 @@ class Sharding:
         """Return the bytes of the state of the matrices that this rank owns: one copy."""
         if self.whole is None:
             return 0
-        own = self.holders(segment).own
-        owned = [matrix for matrix, owner in zip(segment.matrices, segment.owners, strict=True) if owner == own]
-        return ITEM_BYTES[self.precision.master] * sum(map(self.whole.kept_elements, owned))
+        own = segment.owned(self.holders(segment).own)
+        kept = (n * self.whole.kept_elements(*shape) for shape, n in own.items())
+        return ITEM_BYTES[self.precision.master] * sum(kept)
 
     def exchange_bytes(self, segment: SegmentShape) -> tuple[int, int]:
         """Return two numbers of bytes for a segment's matrices: those held from COLLECT to UPDATE, for slices on their
@@ -279,9 +285,8 @@ class Sharding:
         and a copy of their state."""
         holders, item = self.holders(segment), ITEM_BYTES[self.transformed]
         slices = len(self.nest.range(holders.level, segment.map.padded))
-        own = [each for each, owner in zip(segment.matrices, segment.owners, strict=True) if owner == holders.own]
-        # Matrices of one shape are transformed together.
-        counts = Counter((each.rows, each.columns) for each in own)
-        needed = (n * (rows * columns + 2 * min(rows, columns) ** 2) for (rows, columns), n in counts.items())
+        own = segment.owned(holders.own)
+        needed = (n * (rows * columns + 2 * min(rows, columns) ** 2) for (rows, columns), n in own.items())
         copy = 0 if self.keeps_apart else self.kept_bytes(segment)
-        return item * (2 * slices + 2 * sum(each.numel for each in own)), item * max(needed, default=0) + copy
+        numel = sum(n * rows * columns for (rows, columns), n in own.items())
+        return item * (2 * slices + 2 * numel), item * max(needed, default=0) + copy

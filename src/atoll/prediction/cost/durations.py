@@ -161,16 +161,15 @@ class Durations:
         whole, found = self.ranks.plan.whole, {}
         if whole is None:
             return {}
-        sharding = self.ranks.plan.sharding(self.ranks.place(rank))
-        is_known = sharding.transformed in self.cluster.device.rates
-        dtype = sharding.transformed if is_known else self.ranks.use.compute
+        dtype = self.ranks.plan.sharding(self.ranks.place(rank)).transformed
+        dtype = dtype if dtype in self.cluster.device.rates else self.ranks.use.compute
         clock = KernelClock(self.cluster.device, dtype, ITEM_BYTES[dtype])
         for unit, each in self.ranks.of(rank).units.items():
             kernels = [
-                Product(*sizes)
-                for segment in each.segments
-                for matrix, owner in zip(segment.matrices, segment.owners, strict=True)
-                for sizes in (whole.transform.products(matrix.rows, matrix.columns) if not owner else ())
+                Product(*sizes, count)
+                for segment, sharding in each.sharded_segments
+                for shape, count in segment.owned(sharding.holders(segment).own).items()
+                for sizes in whole.transform.products(*shape)
             ]
             if kernels:
                 found[Do.TRANSFORM, unit] = clock.seconds(kernels)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from atoll.base.errors import ConfigError
 from atoll.prediction.cost.kernels import Exchange, Kernel, Pass, Product
-from atoll.prediction.cost.work import Elements, Saved, Use
+from atoll.prediction.cost.work import Elements, Saved, Use, Weight
 
 if TYPE_CHECKING:
     from atoll.prediction.cost.transformer import Transformer
@@ -36,6 +36,7 @@ class Mixture:
     token takes besides, 0 if nothing.  weighs_shared: whether a gate weighs that.  dense: layers with a feed-forward
     instead.  biases: whether router and experts have biases.  has_precise_router: whether it multiplies in fp32.
     repeats: whether each token has a row for every expert, most of them zero, as in Llama 4.
+    is_transposed: whether the weights of an expert have a row for each input.
     """
 
     experts: int
@@ -47,6 +48,7 @@ class Mixture:
     biases: bool = False
     has_precise_router: bool = False
     repeats: bool = False
+    is_transposed: bool = False
 
     @property
     def break_even(self) -> float:
@@ -128,12 +130,17 @@ class MixtureWork:
         return Elements(matrices + router, matrices)
 
     @property
-    def linear(self) -> Iterator[tuple[int, int]]:
-        """Rows and columns of the shared experts' weights, before they are split."""
+    def linear(self) -> Iterator[Weight]:
+        """The weights of the router, of a rank's experts and of shared ones."""
         m, h = self.mixture, self.sizes.hidden
+        yield Weight((m.experts, h), waits=False, is_split=False)
+        for rows, columns in ((self._up, h), (h, m.ffn)):
+            yield Weight((self.here, *((columns, rows) if m.is_transposed else (rows, columns))))
         if m.shared:
-            yield from [(m.shared, h)] * (2 if self.sizes.gated else 1)
-            yield h, m.shared
+            yield from [Weight((m.shared, h))] * (2 if self.sizes.gated else 1)
+            yield Weight((h, m.shared))
+        if m.weighs_shared:
+            yield Weight((1, h), is_split=False)
 
     # ---- kernels
 

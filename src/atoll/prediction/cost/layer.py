@@ -17,7 +17,7 @@ from atoll.base.errors import ConfigError
 from atoll.prediction.cost.ends import without
 from atoll.prediction.cost.experts import MixtureWork
 from atoll.prediction.cost.kernels import Exchange, FusedAttention, Kernel, Pass, Product
-from atoll.prediction.cost.work import NO_ELEMENTS, Saved, Use, Work
+from atoll.prediction.cost.work import NO_ELEMENTS, Saved, Use, Weight, Work
 
 if TYPE_CHECKING:
     from atoll.prediction.cost.implementation import Implementation
@@ -152,21 +152,20 @@ class TransformerLayer:
         return self.matrices + mixture.beside.matrices + router + experts.matrices * m.chosen / m.experts + biases
 
     @property
-    def _weights(self) -> Iterator[tuple[int, int]]:
-        """Rows and columns of the linear layers' weights: fused ones of GPT-2, whose rows are inputs."""
+    def _weights(self) -> Iterator[Weight]:
+        """The linear layers' weights: fused ones of GPT-2, whose rows are inputs."""
         s = self.sizes
         if not s.implementation.waits:
-            yield from self._linear.values()
+            yield from (Weight(shape, waits=False) for shape in self._linear.values())
             return
         if s.latent is None:
-            yield s.queries, s.hidden
-            yield from [(s.keys, s.hidden)] * 2
-            yield s.hidden, s.queries
+            shapes = (s.queries, s.hidden), (s.keys, s.hidden), (s.keys, s.hidden), (s.hidden, s.queries)
+            yield from map(Weight, shapes)
         else:
-            yield from ((outputs, inputs) for inputs, outputs in s.attention.values())
+            yield from (Weight((outputs, inputs), is_split=False) for inputs, outputs in s.attention.values())
         if s.mixture is None:
-            yield from [(s.ffn, s.hidden)] * (s.up // s.ffn)
-            yield s.hidden, s.ffn
+            yield from [Weight((s.ffn, s.hidden))] * (s.up // s.ffn)
+            yield Weight((s.hidden, s.ffn))
 
     @property
     def _linear(self) -> dict[str, tuple[int, int]]:

@@ -8,13 +8,12 @@ one segment each, before all others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from atoll.plans.layouts import FlatMap, Matrix, SegmentShape
+from atoll.plans.layouts import Box, FlatMap, Matrix, SegmentShape
 from atoll.plans.plan import View
-from atoll.prediction.cost.work import NO_ELEMENTS, Elements
+from atoll.prediction.cost.work import NO_ELEMENTS, Elements, Weight
 from atoll.program import ModelShape, Phase, Using, by_index, groups_of, using
 
 if TYPE_CHECKING:
@@ -63,10 +62,11 @@ def segments_of(ranks: Ranks, rank: int) -> Segments:
         here = [at for at in unit.blocks if at in own]
         if here:
             found[index] = _shared(ranks, here) if unit.is_shared else _own(ranks, unit)
-    if ranks.plan.whole is None:
-        return found
-    dealt = ranks.plan.sharding(ranks.place(rank)).dealt([(False, segments) for segments in found.values()])
-    return {unit: tuple(own) for unit, own in zip(found, dealt, strict=True)}
+    for view in View:
+        seen = [unit for unit in found if ranks.shape.units[unit].view is view]
+        dealt = ranks.plan.sharding(ranks.place(rank), view).dealt([(False, found[unit]) for unit in seen])
+        found.update((unit, tuple(segments)) for unit, segments in zip(seen, dealt, strict=True))
+    return found
 
 
 def _phases(ranks: Ranks, end: int) -> tuple[Phase, ...]:
@@ -85,39 +85,42 @@ def _own(ranks: Ranks, unit: Using) -> tuple[SegmentShape, ...]:
     made: dict[tuple[Phase, ...], int] = {("W",): 0, ("I",): 0, (): 0}
     for at in unit.blocks:
         own = elements_of(ranks, at, unit.view)
-        matrices = own.matrices if ranks.is_split else 0
-        made["W",] += matrices
-        made["I",] += own.parameters - matrices - own.frozen
+        late = own.matrices if ranks.is_split else 0
+        made["W",] += late
+        made["I",] += own.parameters - late - own.frozen
         made[()] += own.frozen
         if at in ranks.ends and unit.view is View.DENSE:
             made[_phases(ranks, at)] -= ranks.shared
-    whole = tuple(matrix for at in unit.blocks for matrix in _matrices(ranks, at)) if unit.view is View.DENSE else ()
-    numel = sum(matrix.part(0).numel for matrix in whole)
-    made_in: tuple[Phase, ...] = ("W",) if made["W",] else ("I",)
-    if numel <= made[made_in]:
-        made[made_in] -= numel
-    else:
-        whole = ()  # some are made in I and some in W
-    found = tuple(_segment(ranks, numel, *phases, view=unit.view) for phases, numel in made.items() if numel)
-    if not whole:
-        return found
-    shapes = [(matrix.name, matrix.part(0).sizes) for matrix in whole]
-    map_of_whole = FlatMap.build(shapes, ranks.plan.mesh.data)
-    return (replace(_segment(ranks, 0, *made_in), map=map_of_whole, matrices=whole), *found)
+    # As in a unit of the runtime, stacks of experts and weights that are not split rest apart.
+    whole: dict[tuple[Phase, int, bool], list[Matrix]] = {}
+    for weight, matrices in _transformed(ranks, unit):
+        phase: Phase = "W" if weight.waits and ranks.is_split else "I"
+        is_split = weight.is_split and ranks.use.tensor > 1
+        whole.setdefault((phase, len(weight.shape), is_split), []).extend(matrices)
+        made[phase,] -= sum(matrix.part(0).numel for matrix in matrices)
+    found = [_segment(ranks, 0, phase, view=unit.view, matrices=own) for (phase, _, _), own in whole.items()]
+    return (*found, *(_segment(ranks, numel, *phases, view=unit.view) for phases, numel in made.items() if numel))
 
 
-def _matrices(ranks: Ranks, block: int) -> tuple[Matrix, ...]:
-    """Return the matrices of a block between the first and the last that the optimizer transforms whole. Parameters
-    that it splits into several count as one."""
-    if ranks.plan.whole is None or not 0 < block < len(ranks.works) - 1:
-        return ()
-    tensor = ranks.use.tensor
-    return tuple(
-        Matrix(f"{block}.{nth}", shape, 0, shape[0], dim=0 if tensor > 1 else None, tensor=tensor)
-        for nth, shape in enumerate(ranks.works[block].linear)
-    )
+def _transformed(ranks: Ranks, unit: Using) -> Iterator[tuple[Weight, list[Matrix]]]:
+    """Yield the weights of a unit whose matrices the optimizer transforms whole, each with these: hidden ones, in
+    blocks between the first and the last. Parameters that it splits into several count as one."""
+    whole, tensor, last = ranks.plan.whole, ranks.use.tensor, len(ranks.works) - 1
+    if whole is None:
+        return
+    for at in (block for block in unit.blocks if 0 < block < last):
+        is_apart = elements_of(ranks, at, View.EXPERTS).parameters > 0
+        for nth, weight in enumerate(ranks.works[at].linear):
+            view = View.EXPERTS if is_apart and weight.is_of_experts else View.DENSE
+            if view is unit.view:
+                dim = 0 if weight.is_split and tensor > 1 else None
+                yield weight, list(whole.matrices_of(f"{at}.{nth}", Box.whole(weight.shape), dim=dim, tensor=tensor))
 
 
-def _segment(ranks: Ranks, numel: int, *phases: Phase, view: View = View.DENSE) -> SegmentShape:
-    own = FlatMap.build([("parameters", (numel,))], ranks.plan.nest(ranks.place(0), view).ranks)
-    return SegmentShape(own, phases, ranks.plan.precision.compute)
+def _segment(
+    ranks: Ranks, numel: int, *phases: Phase, view: View = View.DENSE, matrices: Sequence[Matrix] = ()
+) -> SegmentShape:
+    """Return a segment of so many elements, or of the parameters of these matrices."""
+    shapes = {matrix.name: matrix.whole_part(0).sizes for matrix in matrices} or {"parameters": (numel,)}
+    own = FlatMap.build(shapes.items(), ranks.plan.nest(ranks.place(0), view).ranks)
+    return SegmentShape(own, phases, ranks.plan.precision.compute, matrices=tuple(matrices))

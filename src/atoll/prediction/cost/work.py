@@ -95,6 +95,23 @@ class Elements(NamedTuple):
 NO_ELEMENTS = Elements()
 
 
+class Weight(NamedTuple):
+    """A trained weight that consists of matrices.
+
+    shape: rows and columns, before a tensor-parallel group splits it; of experts, those of a rank come first.
+    waits: whether W computes its gradient in a split backward.  is_split: whether a tensor-parallel group splits it.
+    """
+
+    shape: tuple[int, ...]
+    waits: bool = True
+    is_split: bool = True
+
+    @property
+    def is_of_experts(self) -> bool:
+        """True if it has a matrix for each expert of a rank."""
+        return len(self.shape) == 3
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """Work of one block for one microbatch on one rank.
@@ -108,8 +125,7 @@ class Work:
     again: saved by a recomputed forward within the block's I.  peak: temporary bytes within an operation.
     loss: temporary bytes in the loss's backward, before the block's I.
     wire: bytes of the output, sent if the next block is on another stage.
-    linear: rows and columns of the trained weights with two dimensions, in order, before a tensor-parallel group splits
-    them; known of blocks between the first and the last.
+    linear: the trained weights that consist of matrices, in order; known of blocks between the first and the last.
     """
 
     parameters: int
@@ -127,7 +143,7 @@ class Work:
     peak: int = 0
     loss: int = 0
     wire: int = 0
-    linear: tuple[tuple[int, int], ...] = ()
+    linear: tuple[Weight, ...] = ()
 
     @property
     def kept(self) -> int:

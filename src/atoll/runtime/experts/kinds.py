@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from atoll.base.errors import PlanError
 from atoll.plans.plan import Plan
 from atoll.runtime.models import Block
-from atoll.runtime.models.operations import is_deferrable
+from atoll.runtime.models.operations import has_experts, is_deferrable
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,7 @@ _OTHERS: Mapping[str, Kind] = MappingProxyType(
 
 def kind_of(module: nn.Module) -> Kind | None:
     """Return what a module of stacked experts computes; None for any other module."""
-    count, down = getattr(module, "num_experts", None), getattr(module, "down_proj", None)
-    if not isinstance(count, int) or not isinstance(down, nn.Parameter):
+    if not has_experts(module):
         return None
     found = _OTHERS.get(type(module).__name__)
     if found is None and hasattr(module, "is_transposed"):
@@ -63,7 +62,7 @@ def kind_of(module: nn.Module) -> Kind | None:
     own = dict(module.named_parameters(recurse=False))
     is_known = (
         found is not None
-        and all(parameter.shape[0] == count for parameter in own.values())
+        and all(parameter.shape[0] == module.num_experts for parameter in own.values())
         and {found.first, "down_proj"} <= set(own)
         and set(own) <= {found.first, "down_proj", f"{found.first}_bias", "down_proj_bias"}
     )

@@ -16,9 +16,17 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from atoll.base._torch import watched_operations
 from atoll.prediction.cost import Kernel, Product, Saved, Use, Work
+from atoll.prediction.cost.work import Weight
 from atoll.runtime.models.adapter import Block
 from atoll.runtime.models.fused import DeviceType, FusedCalls
-from atoll.runtime.models.operations import PRODUCTS, is_deferrable, kernel_of, nested_tensors, replace_tensors
+from atoll.runtime.models.operations import (
+    PRODUCTS,
+    has_experts,
+    is_deferrable,
+    kernel_of,
+    nested_tensors,
+    replace_tensors,
+)
 
 
 class _Linear(torch.autograd.Function):
@@ -89,7 +97,7 @@ class _Tally:
             peak=peak,
             loss=self.loss,
             wire=self.wire,
-            linear=tuple(_linear_weights(self.block.module)),
+            linear=tuple(_weights(self.block.module)),
         )
 
     def _kept(self, recompute: str) -> tuple[list[Saved], list[Saved], list[Kernel], int]:
@@ -336,9 +344,11 @@ def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterato
             module.forward = before
 
 
-def _linear_weights(module: nn.Module) -> Iterator[tuple[int, int]]:
-    """Rows and columns of a block's trained weights with two dimensions that belong to no embedding."""
-    tables = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
-    for parameter in module.parameters():
-        if parameter.requires_grad and parameter.dim() == 2 and id(parameter) not in tables:
-            yield parameter.shape[0], parameter.shape[1]
+def _weights(module: nn.Module) -> Iterator[Weight]:
+    """A block's trained weights that consist of matrices and belong to no embedding."""
+    tables = {each.weight for each in module.modules() if isinstance(each, nn.Embedding)}
+    stacked = {own for each in module.modules() if has_experts(each) for own in each.parameters(recurse=False)}
+    waiting = {each.weight for each in module.modules() if is_deferrable(each)}
+    for own in module.parameters():
+        if own.requires_grad and own.dim() == 2 + (own in stacked) and own not in tables:
+            yield Weight(tuple(own.shape), waits=own in waiting)

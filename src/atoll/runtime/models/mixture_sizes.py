@@ -118,6 +118,7 @@ def _gpt_oss(config: Any) -> Transformer:
         chosen=config.num_experts_per_tok,
         ffn=config.intermediate_size,
         biases=True,
+        is_transposed=True,
     )
     return _decoder(
         config,
@@ -141,6 +142,7 @@ def _llama4(config: Any) -> Transformer:
         shared=config.intermediate_size,
         dense=tuple(sorted(set(range(config.num_hidden_layers)) - set(sparse))),
         repeats=True,
+        is_transposed=True,
     )
     return _decoder(config, experts, ffn=config.intermediate_size_mlp)
 

@@ -122,3 +122,9 @@ def replace_tensors(value: Any, by: Mapping[int, Tensor]) -> Any:
 def is_deferrable(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Return True if a module's weight gradient is deferred to W."""
     return type(module) is nn.Linear and module.weight.requires_grad
+
+
+def has_experts(module: nn.Module) -> bool:
+    """Return True if a module's own parameters are those of all experts, stacked along their first dimension."""
+    count, down = getattr(module, "num_experts", None), getattr(module, "down_proj", None)
+    return isinstance(count, int) and isinstance(down, nn.Parameter)
