@@ -17,8 +17,7 @@ from atoll.prediction.cost import Prediction, Transformer, Use
 from atoll.program import Do, Instruction, Kept, Operation, Program
 from atoll.program.draw import draw_program, listing
 from atoll.program.host import IN, OUT
-from atoll.program.kept import LEAST_LIFE, leaves
-from atoll.program.memory import most_away
+from atoll.program.kept import LEAST_LIFE, leaves, most_away
 from atoll.program.sim.programs import Rates, Speed, play_programs
 from atoll.program.table import MOVING
 
@@ -201,7 +200,7 @@ def test_memory_falls_by_what_is_away(schedule: str) -> None:
         after = max(held.activations for held in own.held(rank))
         found = own.ranks.programs.ranks[rank]
         largest = max(block.kept for block in found.shape.blocks.values())
-        away = most_away(found.instructions, found.shape)
+        away = most_away(found.instructions, {at: each.leaves for at, each in found.shape.blocks.items()})
         assert own.on_host(rank) == away > 0
         assert before - away <= after < before
         assert after <= before - away + (LEAST_LIFE + MOVING) * largest

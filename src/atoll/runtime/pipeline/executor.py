@@ -32,6 +32,7 @@ from atoll.base._torch import is_profiling
 from atoll.base.errors import AtollError, RunError
 from atoll.plans.ir import Action, Op
 from atoll.program import Do, Ending, Instruction, Kept, Operation, Part, Partial, Program, RankShape, parts_of
+from atoll.program.kept import most_away
 from atoll.program.operation import OPERATIONS
 from atoll.program.trace import Span
 from atoll.runtime.failure import Doing
@@ -279,6 +280,7 @@ class Executor:
         self.counter.timing = self._clock if self.is_timed else None
         if self.microbatches.kept is not None:
             self.microbatches.kept.chosen = score.leaving
+            self.microbatches.kept.needs = partial(most_away, instructions)
         self.counter.load(calls, instructions, score.forwards)
         return score
 
