@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -59,6 +60,14 @@ def test_without_a_pipeline(model: TinyConfig, recompute: str) -> None:
 def test_the_bits_are_the_same(given: dict[str, str], schedule: str) -> None:
     case = Case(layout="IIG", model=TinyConfig(layers=6), schedule=schedule, precision="bf16", **given, **PIPELINE)
     assert_same_bits(case, ALL)
+
+
+def test_stages_have_shares_of_their_own() -> None:
+    """Here and in the layers below: the same bits, and only the first of two stages copies anything."""
+    case = Case(layout="NNG", model=TinyConfig(layers=6), recompute="none", **{**PIPELINE, "schedule": "1f1b"})
+    assert_same_bits(case, HostState(activations=(1.0, 0.0)))
+    with pytest.raises(PlanError, match=r"activations = \[1.0, 0.5, 0.0\], of 3 stages, and the schedule has 2; give"):
+        replace(case, host=HostState(activations=(1.0, 0.5, 0.0))).plan  # noqa: B018
 
 
 def test_an_embedding_whose_rows_are_split_is_not_run_again() -> None:
@@ -234,16 +243,16 @@ def test_compiled_blocks_with_selective_recompute_are_refused() -> None:
         Case("NNN", host=ALL, recompute="selective", compile="block").plan  # noqa: B018
 
 
-@pytest.mark.parametrize("activations", [-0.1, 1.5])
-def test_a_share_is_from_0_to_1(activations: float) -> None:
+@pytest.mark.parametrize("activations", [-0.1, 1.5, (0.5, 1.5), ()])
+def test_a_share_is_from_0_to_1(activations: float | tuple[float, ...]) -> None:
     with pytest.raises(PlanError, match="a share from 0 to 1"):
-        HostState(activations=activations)
+        HostState("update-on-host", activations=activations)
 
 
 # ---- bytes
 
 
-def decoder(recompute: str, schedule: str, share: float) -> Config:
+def decoder(recompute: str, schedule: str, share: float | list[float]) -> Config:
     given = {
         "model": {"layers": 6, "hidden": 32, "heads": 4, "vocabulary": 64, "config": {"tie_embeddings": False}},
         "data": {"sequence": 16},
@@ -285,6 +294,16 @@ def test_bytes_on_the_link_and_in_host_memory_are_predicted(recompute: str, sche
         program = prediction.ranks.programs.ranks[rank]
         assert out == back == program.sent[OUT] == program.sent[IN] > 0
         assert 0 <= there - prediction.on_host(rank) < 0.02 * there  # and places at multiples of 64 bytes
+
+
+def test_bytes_of_shares_of_stages_are_predicted() -> None:
+    config = decoder("none", "1f1b", [1.0, 0.0])
+    prediction = predict_plan(config, config.to_plan(2), None, reads_in_place=True)
+    (out, back, there, _), none = run_ranks(moved, 2, config)
+    assert none == (0, 0, 0, 1)
+    assert prediction.away(1) == 0
+    assert out == back == prediction.ranks.programs.ranks[0].sent[OUT] > 0
+    assert 0 <= there - prediction.away(0) < 0.02 * there
 
 
 def refused(config: Config, limit: int) -> tuple[Footprint, str]:

@@ -100,8 +100,7 @@ def _plan(prediction: Prediction) -> Iterator[str]:
         if plan.host.gradients:
             yield "gradients in host memory between the microbatches that add to them, and until the step"
         if plan.offloads:
-            share = "" if plan.offloads == 1 else f"{plan.offloads:.0%} of "
-            yield f"{share}activations in host memory from their forward to their backward"
+            yield f"{plan.host.kept} in host memory from their forward to their backward"
     if plan.outer is not None:
         yield f"{plan.mesh.inter} islands with outer steps {plan.outer}"
     if plan.matrices is not None:

@@ -119,15 +119,25 @@ def _of(do: Operation, each: Instruction) -> Instruction:
 
 def leaves(instructions: Iterable[Instruction], shape: RankShape) -> Mapping[_Passage, tuple[int, int]]:
     """Return the blocks and microbatches whose activations are offloaded, each with the positions of its forward and
-    its backward among those of all blocks. `shape.offloads` is their share of all pairs."""
+    its backward among those of all blocks. `shape.offloads` is their share of all pairs, or of those of each stage."""
     places: defaultdict[_Passage, list[int]] = defaultdict(list)
     for nth, each in enumerate(each for each in instructions if each.do in _COMPUTED):
         places[each.of, each.action.microbatch].append(nth)
     kept = {passage: (each[0], each[1]) for passage, each in places.items() if len(each) > 1}
     by_life = sorted(kept, key=lambda passage: (kept[passage][0] - kept[passage][1], kept[passage][0]))
-    chosen = by_life[: round(shape.offloads * len(kept))]
+    groups = (
+        [(shape.offloads, by_life)]
+        if not isinstance(shape.offloads, tuple)
+        else [
+            (shape.offloads[index], [each for each in by_life if each[0] in {block.index for block in stage.blocks}])
+            for index, stage in shape.stages.items()
+        ]
+    )
     return {
-        each: kept[each] for each in chosen if kept[each][1] - kept[each][0] >= LEAST_LIFE and each[0] != shape.last
+        each: kept[each]
+        for share, group in groups
+        for each in group[: round(share * len(group))]
+        if kept[each][1] - kept[each][0] >= LEAST_LIFE and each[0] != shape.last
     }
 
 

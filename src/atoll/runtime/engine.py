@@ -185,7 +185,6 @@ class Engine:
         self.notes, self.advice, self.runs = rank.notes, rank.advice, rank.outline.runs
         self._sharded, self._batches, self._optimizer = rank.sharded, rank.batches, rank.optimizer
         self._end, self._executor, self._lanes = rank.end, rank.executor, rank.lanes
-        self._kept = rank.executor.microbatches.kept
         self.program, self.reads_in_place = lower_programs(rank)
         check_host(rank, self.program)
         self.timing = StepTiming(rank)
@@ -359,17 +358,15 @@ class Engine:
         return self._optimizer.torch
 
     def memory(self) -> Footprint:
-        """Return the bytes of parameters, gradients, optimizer state and buffers of activations that this rank stores
-        now."""
+        """Return the bytes of parameters, gradients and optimizer state that this rank stores now; see `footprint`."""
         anchors = [] if self.outer is None else self.outer.tensors()
-        found, kept = stored_now(self.units, [*self._optimizer.state_tensors(), *anchors]), self._kept
+        found, kept = stored_now(self.units, [*self._optimizer.state_tensors(), *anchors]), self._executor.kept
         return found if kept is None else replace(found, host=found.host + kept.nbytes)
 
     def footprint(self, *, states: int | None = None) -> Footprint:
         """Return the predicted bytes of this rank's state between steps; `states` as in
-        `atoll.plans.layouts.footprint`. `host` has those of activations too: of `away`, or as far as a step has met
-        them."""
-        found, kept = self.program.shape.footprint(states=states), self._kept
+        `atoll.plans.layouts.footprint`. `host` has those of activations: `away`, or as far as a step has met them."""
+        found, kept = self.program.shape.footprint(states=states), self._executor.kept
         return found if kept is None else replace(found, host=found.host + kept.expected)
 
     def working_memory(self) -> WorkingMemory:

@@ -211,7 +211,7 @@ def check_host(rank: Rank, program: Program) -> None:
     plan, own = rank.plan, rank.transport.place.rank
     if plan.host is None:
         return
-    units, kept = rank.sharded.units, rank.executor.microbatches.kept
+    units, kept = rank.sharded.units, rank.executor.kept
     held = sum(tensor.nbytes for unit in units for segment in unit.segments for tensor in segment.held()["host"])
     away = 0 if kept is None else kept.expected
     said = torch.zeros(3, plan.mesh.world, dtype=torch.float64)

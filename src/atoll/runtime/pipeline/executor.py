@@ -165,6 +165,7 @@ class Executor:
             counts_loss=transport.place.tp == 0,
             kept=kept,
         )
+        self.kept = kept
         # Where other threads and processes see this rank. All engines of a process share its page.
         self._page = own_page()
         self.counter = ProgramCounter(self.microbatches, self._page.numbers, seed=seed)
@@ -278,9 +279,8 @@ class Executor:
             observed = zip(firsts, calls, strict=True)
             calls = tuple(call if first is None else partial(_in_turn, first, call) for first, call in observed)
         self.counter.timing = self._clock if self.is_timed else None
-        if self.microbatches.kept is not None:
-            self.microbatches.kept.chosen = score.leaving
-            self.microbatches.kept.needs = partial(most_away, instructions)
+        if self.kept is not None:
+            self.kept.chosen, self.kept.needs = score.leaving, partial(most_away, instructions)
         self.counter.load(calls, instructions, score.forwards)
         return score
 

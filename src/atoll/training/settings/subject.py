@@ -146,8 +146,8 @@ class Subject:
             found.append(f"{plan.host.parameters} parameters in host memory: they rest on the device")
         if plan.host is not None and plan.host.gradients:
             found.append("gradients in host memory between microbatches: they stay on the device")
-        if plan.offloads:
-            found.append(f"a share of {plan.offloads:g} of activations in host memory: they stay on the device")
+        if plan.host is not None and plan.host.kept:
+            found.append(f"{plan.host.kept} in host memory: they stay on the device")
         if plan.stays == "run":
             found.append("residency `run`: gathered parameters stay for one microbatch or for the step")
         if plan.unit > 1:
