@@ -17,8 +17,7 @@ from atoll.prediction.cost import Prediction, Transformer, Use
 from atoll.program import Do, Instruction, Kept, Operation, Program
 from atoll.program.draw import draw_program, listing
 from atoll.program.host import IN, OUT
-from atoll.program.kept import LEAST_LIFE, leaves
-from atoll.program.memory import most_away
+from atoll.program.kept import LEAST_LIFE, leaves, most_away
 from atoll.program.sim.programs import Rates, Speed, play_programs
 from atoll.program.table import MOVING
 
@@ -106,6 +105,29 @@ def test_of_a_half_what_is_kept_longest_leaves() -> None:
     assert len(gone) == len(at[Do.F]) // 2
     life = {place: end - begin for place, (begin, end) in lives.items()}
     assert min(life[place] for place in gone) >= max(life[place] for place in life.keys() - gone)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
+def test_each_stage_has_its_own_share(schedule: str) -> None:
+    whole = prediction(ALL, schedule).ranks
+    count = whole.plan.schedule.stages
+    own = prediction(HostState(activations=(0.5, *[0.0] * (count - 2), 1.0)), schedule).ranks
+    for rank in range(2):
+        found, every = own.programs.ranks[rank], whole.programs.ranks[rank]
+        gone, all_gone = places(found)[Kept.OFFLOAD_ACT], places(every)[Kept.OFFLOAD_ACT]
+        for stage in found.shape.stages.values():
+            blocks = {block.index for block in stage.blocks}
+            left, most = ({place for place in each if place[0] in blocks} for each in (gone, all_gone))
+            pairs = 4 * len(blocks)
+            assert left <= most
+            assert len(left) == {0: min(pairs // 2, len(most)), count - 1: len(most)}.get(stage.index, 0)
+
+
+def test_equal_shares_of_single_stages_are_one_share() -> None:
+    for rank in range(2):
+        assert (
+            program(HALF, rank=rank).instructions == program(HostState(activations=(0.5, 0.5)), rank=rank).instructions
+        )
 
 
 def test_without_it_a_program_is_as_before() -> None:
@@ -201,7 +223,7 @@ def test_memory_falls_by_what_is_away(schedule: str) -> None:
         after = max(held.activations for held in own.held(rank))
         found = own.ranks.programs.ranks[rank]
         largest = max(block.kept for block in found.shape.blocks.values())
-        away = most_away(found.instructions, found.shape)
+        away = most_away(found.instructions, {at: each.leaves for at, each in found.shape.blocks.items()})
         assert own.on_host(rank) == away > 0
         assert before - away <= after < before
         assert after <= before - away + (LEAST_LIFE + MOVING) * largest

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,9 +13,10 @@ from torch import Tensor, nn
 
 from atoll import Engine, Layout, MeshShape, Plan
 from atoll.base.errors import PlanError, RunError
+from atoll.base.units import format_bytes
 from atoll.plans import schedules
 from atoll.plans.host import HostState
-from atoll.plans.layouts import EFFECTIVE
+from atoll.plans.layouts import EFFECTIVE, Footprint
 from atoll.program import Kept
 from atoll.program.host import IN, OUT
 from atoll.runtime.pipeline import kept
@@ -56,6 +60,14 @@ def test_without_a_pipeline(model: TinyConfig, recompute: str) -> None:
 def test_the_bits_are_the_same(given: dict[str, str], schedule: str) -> None:
     case = Case(layout="IIG", model=TinyConfig(layers=6), schedule=schedule, precision="bf16", **given, **PIPELINE)
     assert_same_bits(case, ALL)
+
+
+def test_stages_have_shares_of_their_own() -> None:
+    """Here and in the layers below: the same bits, and only the first of two stages copies anything."""
+    case = Case(layout="NNG", model=TinyConfig(layers=6), recompute="none", **{**PIPELINE, "schedule": "1f1b"})
+    assert_same_bits(case, HostState(activations=(1.0, 0.0)))
+    with pytest.raises(PlanError, match=r"activations = \[1.0, 0.5, 0.0\], of 3 stages, and the schedule has 2; give"):
+        replace(case, host=HostState(activations=(1.0, 0.5, 0.0))).plan  # noqa: B018
 
 
 def test_an_embedding_whose_rows_are_split_is_not_run_again() -> None:
@@ -231,16 +243,16 @@ def test_compiled_blocks_with_selective_recompute_are_refused() -> None:
         Case("NNN", host=ALL, recompute="selective", compile="block").plan  # noqa: B018
 
 
-@pytest.mark.parametrize("activations", [-0.1, 1.5])
-def test_a_share_is_from_0_to_1(activations: float) -> None:
+@pytest.mark.parametrize("activations", [-0.1, 1.5, (0.5, 1.5), ()])
+def test_a_share_is_from_0_to_1(activations: float | tuple[float, ...]) -> None:
     with pytest.raises(PlanError, match="a share from 0 to 1"):
-        HostState(activations=activations)
+        HostState("update-on-host", activations=activations)
 
 
 # ---- bytes
 
 
-def decoder(recompute: str, schedule: str, share: float) -> Config:
+def decoder(recompute: str, schedule: str, share: float | list[float]) -> Config:
     given = {
         "model": {"layers": 6, "hidden": 32, "heads": 4, "vocabulary": 64, "config": {"tie_embeddings": False}},
         "data": {"sequence": 16},
@@ -267,6 +279,7 @@ def moved(config: Config) -> tuple[int, int, int, int]:
     own = engine._executor.microbatches.kept
     assert own is not None
     found = engine.transport.sent[OUT] - before[OUT], engine.transport.sent[IN] - before[IN], own.nbytes
+    assert engine.memory().host == engine.footprint().host == own.nbytes
     place = engine.place.pp
     engine.close()
     return *found, place
@@ -281,3 +294,65 @@ def test_bytes_on_the_link_and_in_host_memory_are_predicted(recompute: str, sche
         program = prediction.ranks.programs.ranks[rank]
         assert out == back == program.sent[OUT] == program.sent[IN] > 0
         assert 0 <= there - prediction.on_host(rank) < 0.02 * there  # and places at multiples of 64 bytes
+
+
+def test_bytes_of_shares_of_stages_are_predicted() -> None:
+    config = decoder("none", "1f1b", [1.0, 0.0])
+    prediction = predict_plan(config, config.to_plan(2), None, reads_in_place=True)
+    (out, back, there, _), none = run_ranks(moved, 2, config)
+    assert none == (0, 0, 0, 1)
+    assert prediction.away(1) == 0
+    assert out == back == prediction.ranks.programs.ranks[0].sent[OUT] > 0
+    assert 0 <= there - prediction.away(0) < 0.02 * there
+
+
+def refused(config: Config, limit: int) -> tuple[Footprint, str]:
+    """The footprint of an engine before its first step, and the words that refuse one on a machine of `limit` bytes."""
+    model, plan = partial(build_model, config, 64), config.to_plan(2)
+    with patch("atoll.runtime.assemble.rank.free_memory", lambda: limit):
+        engine = build_engine(model(), plan, config, torch.device("cpu"))
+        found = engine.footprint()
+        engine.close()
+    with patch("atoll.runtime.assemble.rank.free_memory", lambda: limit - 1):
+        try:
+            build_engine(model(), plan, config, torch.device("cpu"))
+        except PlanError as error:
+            return found, str(error)
+    return found, ""
+
+
+def test_a_machine_with_less_than_all_of_its_ranks_need_is_said_before_the_first_step() -> None:
+    """Each rank alone has enough."""
+    config = decoder("none", "1f1b", 1.0)
+    prediction = predict_plan(config, config.to_plan(2), None)
+    needs = [prediction.away(rank) for rank in range(2)]
+    assert 0 < needs[1] < needs[0]
+    found = run_ranks(refused, 2, config, sum(needs))
+    assert [each.host for each, _ in found] == needs
+    (words,) = {words for _, words in found}
+    assert "the machine of rank 0, or the limit of its control group, has" in words
+    assert (
+        f"its ranks (2, rank 0 the most) still need {format_bytes(sum(needs))} of it, {format_bytes(sum(needs))} for"
+        in words
+    )
+
+
+def test_bytes_that_nothing_predicts_are_checked_in_the_first_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+
+    def left() -> int:
+        begun.append(1)
+        return 2048
+
+    monkeypatch.setattr(kept, "free_memory", left)
+    with pytest.raises(
+        RunError, match=r"this rank needs .* for activations, of which it has .* 2 KiB left; use a smal"
+    ):
+        trained("plain", ALL)
+    assert 1 < len(begun) < 10  # blocks: not all of the first microbatch
+
+
+def test_bytes_for_other_numbers_of_ranks_are_refused() -> None:
+    plan = Plan(MeshShape(), Layout("NNN"), schedules.build("gpipe", ranks=1, microbatches=3), microbatch=2, host=ALL)
+    with pytest.raises(PlanError, match=r"away = \(1, 2\); a number of bytes for each of 1 pipeline ranks"):
+        Engine(chain("plain"), plan, optimizer=torch.optim.SGD, away=(1, 2))

@@ -70,8 +70,8 @@ def describe_prediction(prediction: Prediction) -> Iterator[str]:
     saved = max(map(prediction.saved, ranks))
     yield from ("", f"host memory for background saves: at most {format_bytes(saved)} per rank")
     if prediction.plan.host is not None:
-        resting = max(map(prediction.on_host, ranks))
-        yield f"state that rests in host memory: at most {format_bytes(resting)} per rank"
+        resting, away = (format_bytes(max(map(each, ranks))) for each in (prediction.on_host, prediction.away))
+        yield f"state that rests in host memory: at most {resting} per rank, with {away} of activations"
     if prediction.cluster is not None:
         yield from ("", _fit(prediction))
 
@@ -100,8 +100,7 @@ def _plan(prediction: Prediction) -> Iterator[str]:
         if plan.host.gradients:
             yield "gradients in host memory between the microbatches that add to them, and until the step"
         if plan.offloads:
-            share = "" if plan.offloads == 1 else f"{plan.offloads:.0%} of "
-            yield f"{share}activations in host memory from their forward to their backward"
+            yield f"{plan.host.kept} in host memory from their forward to their backward"
     if plan.outer is not None:
         yield f"{plan.mesh.inter} islands with outer steps {plan.outer}"
     if plan.matrices is not None:

@@ -52,8 +52,9 @@ class HostState:
     state.
     gradients: whether the gradients of units whose state rests in host memory rest there too, between the microbatches
     that add to them and until the step.
-    activations: the share of activations that is offloaded, counted in pairs of a block and a microbatch of a rank.
-    Those with the longest time between forward and backward are offloaded first; those needed again soon are not.
+    activations: the share of activations that is offloaded, counted in pairs of a block and a microbatch: one number
+    for those of each rank, or a number for those of each stage. Those with the longest time between forward and
+    backward are offloaded first; those needed again soon are not.
 
     Raises PlanError for values that no plan can have.
     """
@@ -62,11 +63,11 @@ class HostState:
     fraction: float = 1.0
     budget: int | None = None
     parameters: Resting | None = None
-    activations: float = 0.0
+    activations: float | tuple[float, ...] = 0.0
     gradients: bool = False
 
     def __post_init__(self) -> None:
-        if self.optimizer is None and self.parameters is None and self.activations == 0:
+        if self.optimizer is None and self.parameters is None and not any(self._shares):
             raise PlanError(
                 "host: nothing rests in host memory; give optimizer, parameters or activations, or leave host out"
             )
@@ -83,8 +84,8 @@ class HostState:
             )
         if self.gradients and self.optimizer is None:
             raise PlanError("host: gradients rest in host memory with the optimizer's state; give optimizer")
-        if not 0 <= self.activations <= 1:
-            raise PlanError(f"host: activations = {self.activations}; a share from 0 to 1")
+        if not self._shares or not all(0 <= share <= 1 for share in self._shares):
+            raise PlanError(f"host: activations = {self.activations}; a share from 0 to 1, or one for each stage")
         if self.budget is not None and self.budget < 0:
             raise PlanError(f"host: budget = {self.budget} bytes; 0 or more, or leave it out")
 
@@ -92,10 +93,24 @@ class HostState:
     def words(self) -> str:
         """The contents of host memory, for tables and messages."""
         frozen = f"{self.parameters} parameters" if self.parameters else None
-        share = "" if self.activations == 1 else f"{self.activations:.0%} of "
-        kept = f"{share}activations" if self.activations else None
         gradients = "gradients" if self.gradients else None
-        return " and ".join(each for each in (self.optimizer, frozen, gradients, kept) if each)
+        return " and ".join(each for each in (self.optimizer, frozen, gradients, self.kept) if each)
+
+    @property
+    def kept(self) -> str:
+        """The share of activations, in words; empty if there are none."""
+        share = "" if self.activations == 1 else f"{', '.join(f'{share:.0%}' for share in self._shares)} of "
+        each = " of the stages" if isinstance(self.activations, tuple) else ""
+        return f"{share}activations{each}" if self.share else ""
+
+    @property
+    def share(self) -> float:
+        """The share of activations, of stages on average."""
+        return sum(self._shares) / len(self._shares)
+
+    @property
+    def _shares(self) -> tuple[float, ...]:
+        return self.activations if isinstance(self.activations, tuple) else (self.activations,)
 
     @property
     def steps_there(self) -> bool:

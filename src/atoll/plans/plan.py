@@ -271,6 +271,12 @@ class Plan:
                 "host: activations, with recompute = 'selective' and compile: what a compiled block keeps then is not "
                 "seen; use recompute = 'none' or 'block', or compile = 'none'"
             )
+        shares = None if self.host is None else self.host.activations
+        if isinstance(shares, tuple) and len(shares) != self.schedule.stages:
+            raise PlanError(
+                f"host: activations = {list(shares)}, of {len(shares)} stages, and the schedule has "
+                f"{self.schedule.stages}; give a share for each, or one number"
+            )
         if self.compile not in COMPILE:
             raise PlanError(f"compile = {self.compile!r}; known: {', '.join(COMPILE)}")
         if self.prefetch is not None and self.prefetch < 0:
@@ -335,8 +341,8 @@ class Plan:
 
     @property
     def offloads(self) -> float:
-        """The share of activations that leaves for host memory."""
-        return 0.0 if self.host is None else self.host.activations
+        """The share of activations that leaves for host memory, of stages on average."""
+        return 0.0 if self.host is None else self.host.share
 
     @property
     def islands(self) -> int:

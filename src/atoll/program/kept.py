@@ -18,21 +18,19 @@ device. So do those of the model's last block, whose output the loss saves.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 
 from atoll.program.host import IN, OUT
 from atoll.program.instruction import Instruction
-from atoll.program.operation import Amount, Lane, Need, Operation, Over, Partners, Per, Phase, Scope, Sharing, Workspace
+from atoll.program.operation import Amount, Lane, Need, Operation, Over, Partners, Phase, Scope
 from atoll.program.shape import BlockShape, RankShape
 from atoll.program.table import Do, Facts, Workspaces
 
 LEAST_LIFE = 4
 """Blocks that are computed from a block's forward to its backward, at least, if what it keeps leaves: one hides either
 copy, and it has to be away in between."""
-
-_AWAY = Workspace("away", Per.BLOCK, Sharing.EACH)
 
 
 def _leaves(block: BlockShape, _: object) -> int:
@@ -48,7 +46,7 @@ class Kept:
         needs=tuple(
             Need(fact, "{step} begins twice", holds=False) for fact in (Facts.LEAVING, Facts.AWAY, Facts.COMING)
         ),
-        gives=(Facts.LEAVING,), takes=(Amount(_AWAY, _leaves),),
+        gives=(Facts.LEAVING,),
     )  # fmt: skip
     OFFLOADED_ACT = Operation(
         lane=Lane.HOST, scope=Scope.BLOCK, over=Over.NONE, waits=True, is_aside=True, peers=Partners.NONE,
@@ -64,7 +62,7 @@ class Kept:
     ONLOADED_ACT = Operation(
         lane=Lane.HOST, scope=Scope.BLOCK, over=Over.NONE, waits=True, is_aside=True, peers=Partners.NONE,
         needs=(Need(Facts.COMING, "{step} waits for what has not begun to come"),),
-        ends=(Facts.COMING,), frees=(Amount(_AWAY, _leaves),), cause="host",
+        ends=(Facts.COMING,), cause="host",
     )  # fmt: skip
 
 
@@ -121,13 +119,36 @@ def _of(do: Operation, each: Instruction) -> Instruction:
 
 def leaves(instructions: Iterable[Instruction], shape: RankShape) -> Mapping[_Passage, tuple[int, int]]:
     """Return the blocks and microbatches whose activations are offloaded, each with the positions of its forward and
-    its backward among those of all blocks. `shape.offloads` is their share of all pairs."""
+    its backward among those of all blocks. `shape.offloads` is their share of all pairs, or of those of each stage."""
     places: defaultdict[_Passage, list[int]] = defaultdict(list)
     for nth, each in enumerate(each for each in instructions if each.do in _COMPUTED):
         places[each.of, each.action.microbatch].append(nth)
     kept = {passage: (each[0], each[1]) for passage, each in places.items() if len(each) > 1}
     by_life = sorted(kept, key=lambda passage: (kept[passage][0] - kept[passage][1], kept[passage][0]))
-    chosen = by_life[: round(shape.offloads * len(kept))]
+    groups = (
+        [(shape.offloads, by_life)]
+        if not isinstance(shape.offloads, tuple)
+        else [
+            (shape.offloads[index], [each for each in by_life if each[0] in {block.index for block in stage.blocks}])
+            for index, stage in shape.stages.items()
+        ]
+    )
     return {
-        each: kept[each] for each in chosen if kept[each][1] - kept[each][0] >= LEAST_LIFE and each[0] != shape.last
+        each: kept[each]
+        for share, group in groups
+        for each in group[: round(share * len(group))]
+        if kept[each][1] - kept[each][0] >= LEAST_LIFE and each[0] != shape.last
     }
+
+
+def most_away(instructions: Iterable[Instruction], sizes: Mapping[int, int]) -> int:
+    """Return the bytes of the buffers in host memory. Each is in use from the start of the copy there to the end of the
+    copy back, and blocks of one size take turns in it. sizes: bytes that leave of each block, as far as they are
+    known."""
+    now, most = Counter[int](), Counter[int]()
+    for each in instructions:
+        if each.do in (Kept.OFFLOAD_ACT, Kept.ONLOADED_ACT):
+            size = sizes.get(each.of, 0)
+            now[size] += 1 if each.do is Kept.OFFLOAD_ACT else -1
+            most[size] = max(most[size], now[size])
+    return sum(size * count for size, count in most.items())

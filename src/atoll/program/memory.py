@@ -187,12 +187,6 @@ def held_in(instructions: Sequence[Instruction], shape: RankShape, before: Held)
         )
 
 
-def most_away(instructions: Iterable[Instruction], shape: RankShape) -> int:
-    """Return the peak bytes of activations in host memory. They count from the start of the copy to host memory to the
-    end of the copy back."""
-    return max((away for (away,) in _sums(instructions, shape, ("away",))), default=0)
-
-
 def _sums(instructions: Iterable[Instruction], shape: RankShape, names: tuple[str, ...]) -> Iterator[list[int]]:
     """Yield the bytes of components after each instruction, with those that it allocates and frees itself."""
     parts = [0] * len(names)

@@ -157,7 +157,7 @@ class ModelShape:
         shape = replace(shape, limit=need.ahead)
         if plan.host is None:
             return shape
-        shape = replace(shape, offloads=plan.offloads, last=self.runs[-1].stop - 1)
+        shape = replace(shape, offloads=plan.host.activations, last=self.runs[-1].stop - 1)
         room = plan.host.room([unit.on_host for unit in units.values()])
         ordered = list(units.values())[:: -1 if plan.post_validation else 1]
         return replace(shape, room=room, leaving=bytes_leaving(ordered, room))

@@ -154,8 +154,8 @@ class RankShape:
     sharding: the layout of all units but experts.  prefetch: as in `Plan`.  reads_in_place: whether the ranks of a
     group read each other's memory.
     room: bytes of state from host memory that may be on the device at once.  leaving: those that may still be on their
-    way back when the next program begins.  offloads: the share of activations that is copied to host
-    memory until their backward.  last: the last block of the model, whose output the loss keeps.
+    way back when the next program begins.  offloads: the share of activations that is copied to host memory until their
+    backward, or that of each stage of the model.  last: the last block of the model, whose output the loss keeps.
     besides: bytes that instructions of a stage, or of a slice, take (above 0) and free (below) besides what their rows
     say, by component of `atoll.program.memory.Working`; known of a workload.
     """
@@ -173,7 +173,7 @@ class RankShape:
     reads_in_place: bool = False
     room: int = 0
     leaving: int = 0
-    offloads: float = 0.0
+    offloads: float | tuple[float, ...] = 0.0
     last: int = -1
     besides: Mapping[tuple[Operation, int], Mapping[str, int]] = field(default_factory=dict, compare=False)
 

@@ -90,6 +90,8 @@ class Engine:
     whole.
     balance: how the load of a mixture's experts is balanced, by selection biases or losses of its routers, which are
     part of the loss that a step returns.
+    away: bytes of activations in host memory of each pipeline rank, as `Prediction.away` predicts them, to be checked
+    before the first step. If not given, each rank checks its own in the first step.
 
     torch.distributed must be initialised with the world size of the plan's mesh, unless that is one.
     Raises PlanError on every rank if model and plan do not match.
@@ -115,6 +117,7 @@ class Engine:
         labels: Labels = "shifted",
         loss: Loss | None = None,
         balance: Balance | None = None,
+        away: Sequence[int] = (),
     ) -> None:
         whole = optimizer.whole if isinstance(optimizer, MatrixUpdate) else None
         self.plan = plan = plan if plan.whole == whole else replace(plan, whole=whole)
@@ -134,6 +137,7 @@ class Engine:
             bad_steps=policy,
             balance=balance,
             moment=self._moment,
+            away=away,
         )
         self.checkpoints: dict[int, Path] = {}
         self.step_number = 0
@@ -354,14 +358,16 @@ class Engine:
         return self._optimizer.torch
 
     def memory(self) -> Footprint:
-        """Return the bytes of parameters, gradients and optimizer state that this rank stores now."""
+        """Return the bytes of parameters, gradients and optimizer state that this rank stores now; see `footprint`."""
         anchors = [] if self.outer is None else self.outer.tensors()
-        return stored_now(self.units, [*self._optimizer.state_tensors(), *anchors])
+        found, kept = stored_now(self.units, [*self._optimizer.state_tensors(), *anchors]), self._executor.kept
+        return found if kept is None else replace(found, host=found.host + kept.nbytes)
 
     def footprint(self, *, states: int | None = None) -> Footprint:
         """Return the predicted bytes of this rank's state between steps; `states` as in
-        `atoll.plans.layouts.footprint`."""
-        return self.program.shape.footprint(states=states)
+        `atoll.plans.layouts.footprint`. `host` has those of activations: `away`, or as far as a step has met them."""
+        found, kept = self.program.shape.footprint(states=states), self._executor.kept
+        return found if kept is None else replace(found, host=found.host + kept.expected)
 
     def working_memory(self) -> WorkingMemory:
         """Return the bytes that this rank needs within a step in addition to stored state and saved activations."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from atoll.base.errors import ConfigError
+from atoll.cli.predict import describe_prediction
 from atoll.plans import schedules
 from atoll.plans.host import HostState
 from atoll.plans.layouts import Layout, Precision
@@ -23,6 +24,7 @@ from atoll.prediction.planner import Goal, PlanSearch, Space
 from atoll.prediction.planner.answer import Answer
 from atoll.prediction.planner.candidate import settings
 from atoll.training.config import from_dict
+from atoll.training.setup.choosing import space_of
 
 SEVEN = Transformer.llama(layers=32, hidden=4096, heads=32, ffn=11008, vocabulary=32000)
 
@@ -89,6 +91,25 @@ def test_an_explanation_lists_the_lane_and_the_alternatives() -> None:
     other = " ".join("\n".join(describe_explanation(Explanation(prediction(ON_HOST)))).split())
     assert "in host memory steps on the host" in other
     assert "to host memory gradients of the step" in other
+
+
+def test_shares_of_stages_are_compared_with_one_share_and_not_chosen() -> None:
+    plan = replace(
+        prediction(None).plan,
+        mesh=MeshShape(pipeline=2, intra=2),
+        schedule=schedules.build("1f1b", ranks=2, microbatches=4),
+        recompute="none",
+        host=HostState(activations=(1.0, 0.0)),
+    )
+    own = Prediction(SEVEN.workload, plan, cluster(), replace(prediction(None).use, recompute="none"))
+    assert own.away(0) > own.away(1) == 0
+    text = " ".join("\n".join(describe_explanation(Explanation(own))).split())
+    assert "activations in host memory 0.5" in text
+    assert CHOICES["activations in host memory"].now(plan) == "1, 0"
+    assert "100%, 0% of activations of the stages in host memory" in "\n".join(describe_prediction(own))
+    auto = from_dict({"parallel": {"auto": True, "host": {"activations": [1.0, 0.0]}}})
+    with pytest.raises(ConfigError, match=r"parallel.host.activations of each stage: the planner does not support it"):
+        space_of(auto)
 
 
 def test_it_is_no_choice_on_a_cluster_whose_host_is_not_known() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from atoll.base.errors import ConfigError
+from atoll.base.errors import AtollError, ConfigError
 from atoll.base.toml import value_to_toml
 from atoll.plans.host import HostState
 from atoll.plans.ir import lower
@@ -208,10 +208,30 @@ def test_balance_without_experts_or_biases() -> None:
 @pytest.mark.parametrize(("written", "found"), [
     ('"update-on-host"', HostState("update-on-host")),
     ('{ optimizer = "update-on-device", fraction = 0.5, budget = 1000 }', HostState("update-on-device", 0.5, 1000)),
+    ("{ activations = [1, 0.5] }", HostState(activations=(1.0, 0.5))),
     ("false", None),
 ])  # fmt: skip
 def test_host_memory_is_a_table_or_a_word(written: str, found: HostState | None, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
-    path.write_text(f"[parallel]\nhost = {written}\n")
+    path.write_text(f"[parallel]\npipeline = 2\nranks = 2\nhost = {written}\n")
     assert load(path).to_plan().host == found
     assert load(path, ["parallel.host=false"]).to_plan().host is None
+
+
+@pytest.mark.parametrize("written", ["1.5", "[0.5, -1]", "[]", '"auto"', "true"])
+def test_shares_of_activations_are_numbers_from_0_to_1(written: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f"[parallel.host]\nactivations = {written}\n")
+    with pytest.raises(
+        ConfigError, match=r"parallel\.host\.activations.*must be a share from 0 to 1, or a list with a"
+    ):
+        load(path)
+
+
+def test_shares_of_stages_are_written_and_need_a_share_for_each(tmp_path: Path) -> None:
+    config = from_dict({"parallel": {"pipeline": 2, "ranks": 2, "host": {"activations": [1.0, 0.5]}}})
+    path = tmp_path / "run.toml"
+    path.write_text(config.dump())
+    assert load(path) == config
+    with pytest.raises(AtollError, match=r"of 2 stages, and the schedule has 1; give a share for each, or one number"):
+        load(path, ["parallel.pipeline=1"]).to_plan()

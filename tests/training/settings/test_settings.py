@@ -468,6 +468,42 @@ def test_nodes_of_a_run_meet_at_the_first_one_and_a_node_alone_needs_none(system
     assert "--standalone" not in two
 
 
+@pytest.mark.parametrize(("given", "words"), [
+    ({"layout": "NGG", "gradients": True}, ""),
+    ({"layout": "GGG", "gradients": True}, ""),
+    ({"layout": "NGG"}, "with offload_optimizer, ZeRO stages 2 and 3 accumulate them in host memory"),
+    ({"layout": "NNG", "gradients": True}, "gradients in host memory between microbatches: they stay on the device"),
+    ({"layout": "NNG"}, ""),
+    ({"layout": "NGG", "gradients": True, "pipeline": 2}, "they stay on the device"),
+    ({"layout": "NGG", "pipeline": 2}, "state in host memory (update-on-host): it rests on the device"),
+])  # fmt: skip
+def test_where_deepspeed_accumulates_gradients(given: dict[str, Any], words: str) -> None:
+    own = {"pipeline": 1, **given}
+    host = {"optimizer": "update-on-host", "gradients": own.pop("gradients", False)}
+    found = settings("deepspeed", **own, host=host)
+    said = [each for each in found.limits if "host memory" in each]
+    assert any(words in each for each in said) if words else not said
+    assert ("offload_optimizer" in found.files["deepspeed.json"]) == ("pipeline" not in given)
+
+
+@pytest.mark.parametrize(("given", "count"), [
+    ({"parameters": "all", "gradients": True}, 0),
+    ({"parameters": "all", "gradients": True, "optimizer": "update-on-device"}, 3),
+    ({"parameters": "all"}, 2),
+    ({"parameters": "all", "gradients": True, "layout": "NNN"}, 3),  # no FSDP
+])  # fmt: skip
+def test_torchtitan_offloads_all_or_nothing(given: dict[str, Any], count: int) -> None:
+    own = {"optimizer": "update-on-host", **given}
+    found = settings("torchtitan", layout=own.pop("layout", "GGG"), host=own)
+    assert len([each for each in found.limits if "in host memory" in each]) == count
+    tables = tomllib.loads(found.files["torchtitan.toml"])
+    assert tables["training"].get("enable_cpu_offload", False) == (count == 0)
+    read = from_dict(convert(tables, "torchtitan").tables).parallel.host
+    assert (read is None) == (count > 0)
+    if read is not None:
+        assert (read.optimizer, read.parameters, read.gradients) == ("update-on-host", "all", True)
+
+
 def test_what_cannot_be_expressed_is_said() -> None:
     lost = {"vocabulary": True, "post_validation": True, "schedule": "zb-h2", "layout": "IGG"}
     for system in SYSTEMS:

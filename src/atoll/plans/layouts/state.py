@@ -22,7 +22,8 @@ class Footprint:
     """Bytes of one rank's model state. Only tensors count, not step counters.
 
     optimizer: masters, states, residuals of codecs, and what outer steps store.
-    host: masters, states, parameters and gradients that rest in host memory; `total` is the device's.
+    host: masters, states, parameters and gradients that rest in host memory, and an engine's buffers of activations;
+    `total` is the device's.
     Sharded gradients are freed at the end of a step; everything else is kept between steps.
     """
 

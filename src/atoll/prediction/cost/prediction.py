@@ -18,7 +18,8 @@ from atoll.prediction.cost.durations import Durations
 from atoll.prediction.cost.outer import OuterCost, cost_of, outer_bytes_in_flight
 from atoll.prediction.cost.ranks import Ranks
 from atoll.prediction.cost.work import Use, Workload
-from atoll.program.memory import Held, held_in, most_away
+from atoll.program.kept import most_away
+from atoll.program.memory import Held, held_in
 from atoll.program.sim import PlayedPrograms, Rates, play_programs
 from atoll.program.trace import Trace
 
@@ -172,9 +173,12 @@ class Prediction:
     def on_host(self, rank: int) -> int:
         """Return the bytes of host memory that a pipeline rank needs: for what rests there, and for what blocks keep,
         at most."""
+        return self.ranks.programs.ranks[rank].shape.footprint().host + self.away(rank)
+
+    def away(self, rank: int) -> int:
+        """Return the bytes of host memory that a pipeline rank needs for activations."""
         program = self.ranks.programs.ranks[rank]
-        away = most_away(program.instructions, program.shape) if self.plan.offloads else 0
-        return program.shape.footprint().host + away
+        return most_away(program.instructions, {at: block.leaves for at, block in program.shape.blocks.items()})
 
     @cached_property
     def host_margin(self) -> int | None:

@@ -237,6 +237,8 @@ def _host(key: str, of: Callable[[str], Any] = str, none: Any = None) -> Callabl
 
 def _of_host(plan: Plan, key: str) -> str:
     value = None if plan.host is None else getattr(plan.host, key)
+    if isinstance(value, tuple):
+        return ", ".join(f"{share:g}" for share in value)
     return f"{value:g}" if isinstance(value, float) and value else value or NO
 
 

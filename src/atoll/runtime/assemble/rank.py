@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -28,7 +29,6 @@ from atoll.runtime.experts.division import DividedExperts
 from atoll.runtime.experts.implementation import choose_implementation
 from atoll.runtime.experts.kinds import stacked_in
 from atoll.runtime.lanes import JobLane, LaneKind, host_lanes, lane_of, lanes_of
-from atoll.runtime.launch import ranks_of_machine
 from atoll.runtime.mail import Mail
 from atoll.runtime.models import Adapter, Batch, Loss, adapter_for, weights_for
 from atoll.runtime.models.sums import check_sum
@@ -46,7 +46,7 @@ from atoll.runtime.sharding.outer import OuterSteps
 from atoll.runtime.sharding.surroundings import Surroundings
 from atoll.runtime.sharding.tensor_parallel import tensor_parallel
 from atoll.runtime.sharding.tensors import dtype_of, whole_output
-from atoll.runtime.transport import Channel, Peers, Transport
+from atoll.runtime.transport import Channel, Peers, Transport, shared_memory
 from atoll.runtime.vocabulary.split import SplitVocabulary, ways_of
 
 
@@ -65,6 +65,7 @@ class EngineOptions:
     bad_steps: BadStepPolicy
     balance: Balance
     moment: Moment
+    away: Sequence[int] = ()
 
     def check(self, plan: Plan) -> None:
         """Raise PlanError if a value is out of range or does not fit the plan."""
@@ -74,6 +75,8 @@ class EngineOptions:
             raise PlanError(
                 f"clip = {self.clip}; the largest gradient norm is above 0, or None to leave gradients alone"
             )
+        if len(self.away) not in (0, plan.mesh.pipeline):
+            raise PlanError(f"away = {self.away}; a number of bytes for each of {plan.mesh.pipeline} pipeline ranks")
         if self.loss is not None and plan.vocabulary_parallel:
             raise PlanError(
                 "vocabulary_parallel computes token cross-entropy on slices of the logits, and the engine was given "
@@ -154,6 +157,9 @@ def assemble(
     if not sharded.trainable:
         raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained")
     own, end = _end(sharded, plan, options, transport=transport, routers=experts.routers)
+    kept = KeptActivations(device, lanes, transport) if plan.offloads else None
+    if kept is not None and options.away:
+        kept.expected = options.away[place.pp]
     executor = _executor(
         outline,
         sharded,
@@ -163,7 +169,7 @@ def assemble(
         loss=adapter.loss if options.loss is None else _OwnLoss(options.loss, device),
         seed=options.seed,
         lanes=timed,
-        kept=KeptActivations(device, lanes, transport) if plan.offloads else None,
+        kept=kept,
     )
     outer = None
     if plan.outer is not None:
@@ -200,23 +206,27 @@ def _lanes(
 
 
 def check_host(rank: Rank, program: Program) -> None:
-    """Raise PlanError, on every rank, if a machine has less memory than what is still to rest in it: masters are there,
-    states and the rest come with the first steps."""
-    if rank.plan.host is None:
+    """Raise PlanError, on every rank, if a machine has less memory than what its ranks are still to put there: masters
+    are there, states, activations and the rest come with the first steps."""
+    plan, own = rank.plan, rank.transport.place.rank
+    if plan.host is None:
         return
-    needed = program.shape.footprint().host
-    held = sum(
-        tensor.nbytes for unit in rank.sharded.units for segment in unit.segments for tensor in segment.held()["host"]
-    )
-    ranks = ranks_of_machine(rank.plan.mesh.world)
-    share = free_memory() // ranks
+    units, kept = rank.sharded.units, rank.executor.kept
+    held = sum(tensor.nbytes for unit in units for segment in unit.segments for tensor in segment.held()["host"])
+    away = 0 if kept is None else kept.expected
+    said = torch.zeros(3, plan.mesh.world, dtype=torch.float64)
+    said[:, own] = torch.tensor([shared_memory.host(), program.shape.footprint().host - held, away])
+    machines, states, activations = rank.transport.total(said)  # also a barrier: each rank has what it has by now
+    ranks = [at for at, each in enumerate(machines.tolist()) if each == float(machines[own])]
+    needed, left = int((states + activations)[ranks].sum()), free_memory()
     problem = None
-    if needed - held > share:
+    if needed > left:
+        most = max(ranks, key=lambda at: float(states[at] + activations[at]))
         problem = PlanError(
-            f"rank {rank.transport.place.rank}: parallel.host keeps {format_bytes(needed)} of it in host memory, of "
-            f"which {format_bytes(needed - held)} are still to come, and the machine, or the limit of its control "
-            f"group, has {format_bytes(share)} left for each of its {ranks} ranks; use a smaller fraction, a finer "
-            "layout of what rests there, or more nodes"
+            f"parallel.host: the machine of rank {ranks[0]}, or the limit of its control group, has "
+            f"{format_bytes(left)} of memory left, and its ranks ({len(ranks)}, rank {most} the most) still need "
+            f"{format_bytes(needed)} of it, {format_bytes(int(activations[ranks].sum()))} for activations; use a "
+            "smaller fraction or share of activations, a finer layout of what rests there, or more nodes"
         )
     rank.agreement.agree(problem)
 

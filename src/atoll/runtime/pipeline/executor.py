@@ -32,6 +32,7 @@ from atoll.base._torch import is_profiling
 from atoll.base.errors import AtollError, RunError
 from atoll.plans.ir import Action, Op
 from atoll.program import Do, Ending, Instruction, Kept, Operation, Part, Partial, Program, RankShape, parts_of
+from atoll.program.kept import most_away
 from atoll.program.operation import OPERATIONS
 from atoll.program.trace import Span
 from atoll.runtime.failure import Doing
@@ -164,6 +165,7 @@ class Executor:
             counts_loss=transport.place.tp == 0,
             kept=kept,
         )
+        self.kept = kept
         # Where other threads and processes see this rank. All engines of a process share its page.
         self._page = own_page()
         self.counter = ProgramCounter(self.microbatches, self._page.numbers, seed=seed)
@@ -277,8 +279,8 @@ class Executor:
             observed = zip(firsts, calls, strict=True)
             calls = tuple(call if first is None else partial(_in_turn, first, call) for first, call in observed)
         self.counter.timing = self._clock if self.is_timed else None
-        if self.microbatches.kept is not None:
-            self.microbatches.kept.chosen = score.leaving
+        if self.kept is not None:
+            self.kept.chosen, self.kept.needs = score.leaving, partial(most_away, instructions)
         self.counter.load(calls, instructions, score.forwards)
         return score
 

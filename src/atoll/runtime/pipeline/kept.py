@@ -21,14 +21,15 @@ its copy has ended, and not before: until the next block is called, the model's 
     ONLOADED_ACT   waits for that; the buffer is free for another block
 
 Buffers in host memory are made when a block leaves for the first time, as many as are in use at once, and kept: the
-sizes of a step's blocks are those of the step before.
+sizes of a step's blocks are those of the step before. The program says how many there will be of a block's size, so
+that too many are an error in the first microbatch, and not a kill by the system in a later one.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import NamedTuple
@@ -39,8 +40,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from atoll.base._torch import local_part, storage_references, tensor_references, version
 from atoll.base.errors import RunError
+from atoll.base.machine import free_memory
 from atoll.base.units import format_bytes
 from atoll.program.host import IN, OUT
+from atoll.program.kept import most_away
 from atoll.runtime.lanes import Job, JobLane, LaneKind
 from atoll.runtime.models.operations import nested_tensors
 from atoll.runtime.pipeline.block import BlockArguments, Passage
@@ -108,12 +111,16 @@ def _unpack(saved: tuple[Tensor, int]) -> Tensor:
 class KeptActivations:
     """What this rank's blocks keep, in host memory.
 
-    chosen: the blocks and microbatches of the running program that leave.
+    chosen: the blocks and microbatches of the running program that leave.  needs: the bytes of its buffers, from those
+    of each block.  expected: bytes of all buffers, as predicted, or as the blocks that have left so far say.
     """
 
     def __init__(self, device: torch.device, lanes: Mapping[LaneKind, JobLane], transport: Transport) -> None:
         self._device, self._lanes, self._transport = device, lanes, transport
         self.chosen: Collection[_Place] = frozenset()
+        self.needs: Callable[[Mapping[int, int]], int] = partial(most_away, ())
+        self.expected = 0
+        self._sizes: dict[int, int] = {}
         self._now: dict[_Place, _Leaving] = {}
         # Buffers in host memory by size: those in no use, and how many there are.
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
@@ -177,7 +184,11 @@ class KeptActivations:
         if leaving is None or not leaving.pieces:
             return
         last = leaving.pieces[-1]
-        leaving.buffer = self._take(last.offset + last.nbytes)
+        nbytes = last.offset + last.nbytes
+        if nbytes > self._sizes.get(block, 0):
+            self._sizes[block] = nbytes
+            self._check_room()
+        leaving.buffer = self._take(nbytes)
         leaving.job = self._copying("offload", leaving)
 
     def free(self, block: int, microbatch: int) -> None:
@@ -225,6 +236,18 @@ class KeptActivations:
         return self._lanes[kind].start(copy, unit=-1)
 
     # ---- buffers
+
+    def _check_room(self) -> None:
+        """Raise RunError if the machine has less memory than this rank's buffers will take of it. Its other ranks are
+        not asked: a rank cannot wait for them here."""
+        needed, left = self.needs(self._sizes), free_memory()
+        self.expected = max(self.expected, needed)
+        if needed - self.nbytes > left:
+            raise RunError(
+                f"this rank needs {format_bytes(needed)} of host memory for activations, of which it has "
+                f"{format_bytes(self.nbytes)}, and the machine, or the limit of its control group, has "
+                f"{format_bytes(left)} left; use a smaller parallel.host.activations, or more nodes"
+            )
 
     def _take(self, nbytes: int) -> Tensor:
         free = self._free[nbytes]

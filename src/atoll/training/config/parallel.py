@@ -47,6 +47,13 @@ def _as_host(value: Any) -> Any:
     return {"optimizer": value} if isinstance(value, str) else value
 
 
+def _as_shares(value: Any) -> Any:
+    shares = value if isinstance(value, list | tuple) else [value]
+    if not shares or not all(type(share) in (int, float) and 0 <= share <= 1 for share in shares):
+        raise ValueError("must be a share from 0 to 1, or a list with a share for each stage")
+    return as_tuple(value)
+
+
 class CodecSection(Section):
     """[parallel.codecs]: encoding of messages between groups of data-parallel ranks; see docs/codecs.md."""
 
@@ -85,9 +92,10 @@ class HostSection(Section):
     gradients: bool = False
     """gradients rest there too, from the microbatch that adds to them to the next one, and to the step; it needs
     `optimizer`"""
-    activations: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """share of activations that is copied to host memory after a block's forward and back before its backward; those
-    with the longest time in between come first, and those needed again soon stay on the device"""
+    activations: Annotated[float | tuple[float, ...], BeforeValidator(_as_shares)] = 0.0
+    """share of activations that is copied to host memory after a block's forward and back before its backward, or a
+    share for each stage, as in `[1.0, 0.5, 0.0, 0.0]`; those with the longest time in between come first, and those
+    needed again soon stay on the device"""
 
     @property
     def value(self) -> HostState:

@@ -164,7 +164,8 @@ def run_session(
     config = config.with_steps_of(corpus.samples)
     _check_same_corpus(config, corpus)
     before = peak_memory(device) if device.type == "cpu" else 0
-    model, untied = build_as_stored(config, vocabulary_of(config, corpus))
+    vocabulary = vocabulary_of(config, corpus)
+    model, untied = build_as_stored(config, vocabulary)
     for note in (*config.notes, *notes_of_source(config)):
         display.say(f"note: {note}")
     display.say(_introduce(plan, model, corpus, device=device))
@@ -172,7 +173,7 @@ def run_session(
     with warnings.catch_warnings():
         for said in (CostWarning, WeightsWarning):  # as notes, below
             warnings.simplefilter("ignore", said)
-        engine = build_engine(model, plan, config, device=device)
+        engine = build_engine(model, plan, config, device=device, vocabulary=vocabulary)
     for note in (*engine.advice, *untied, *engine.notes):
         display.say(f"note: {note}")
     try:

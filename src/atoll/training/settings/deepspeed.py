@@ -9,7 +9,7 @@ from typing import Any
 from atoll.plans.host import TRAINED_TOO
 from atoll.plans.layouts import Layout, Level
 from atoll.plans.plan import Plan
-from atoll.training.config.deepspeed import GRADIENTS, WEIGHTS, zero_block
+from atoll.training.config.deepspeed import GRADIENTS, ON_HOST, WEIGHTS, zero_block
 from atoll.training.settings.subject import Settings, Subject
 
 _VERSION = "DeepSpeed 0.19.2"
@@ -21,9 +21,20 @@ def deepspeed(subject: Subject) -> Settings:
     block = zero_block(plan.layout, plan.mesh.intra, plan.codecs, plan.host)
     block = block or zero_block(_nearest(subject), plan.mesh.intra, plan.codecs, plan.host)
     assert block is not None
-    limits = subject.shared_limits("codecs", "update-on-host", *([TRAINED_TOO] if "offload_param" in block else []))
-    if plan.mesh.pipeline > 1 and block["stage"] > 1:
-        block = {"stage": 1}
+    is_refused = plan.mesh.pipeline > 1 and block["stage"] > 1
+    block = {"stage": 1} if is_refused else block
+    offloads = "offload_optimizer" in block
+    # `copy_grads_in_partition` of stage 2 and `partition_grads` of stage 3 add up in host memory. Stage 1 reduces, and
+    # copies, at the last microbatch alone.
+    adds_there = offloads and block["stage"] > 1
+    found = {ON_HOST: offloads, TRAINED_TOO: "offload_param" in block, "gradients": adds_there}
+    limits = subject.shared_limits("codecs", *(name for name, is_there in found.items() if is_there))
+    if adds_there and plan.host is not None and not plan.host.gradients:
+        limits.append(
+            "gradients on the device between microbatches: with offload_optimizer, ZeRO stages 2 and 3 accumulate them "
+            "in host memory, as parallel.host.gradients does here"
+        )
+    if is_refused:
         limits.append(f"layout {plan.layout}: PipelineEngine refuses ZeRO stages above 1; the file has stage 1")
     elif zero_block(plan.layout, plan.mesh.intra) is None:
         limits.append(

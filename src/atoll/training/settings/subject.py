@@ -112,7 +112,8 @@ class Subject:
     def shared_limits(self, *has: str) -> list[str]:
         """Return the parts of a config that a system does not express.
 
-        has: those that few systems have and it does: "codecs", kinds of host memory, and keys of `train.router`.
+        has: those that few systems have and it does: "codecs", kinds of host memory, "gradients" there, and keys of
+        `train.router`.
         """
         plan, train, found = self.plan, self.config.train, []
         if train.optimizer != "AdamW":
@@ -144,10 +145,10 @@ class Subject:
             found.append(f"state in host memory ({plan.host.optimizer}): it rests on the device")
         if plan.host is not None and plan.host.parameters not in (None, *has):
             found.append(f"{plan.host.parameters} parameters in host memory: they rest on the device")
-        if plan.host is not None and plan.host.gradients:
+        if plan.host is not None and plan.host.gradients and "gradients" not in has:
             found.append("gradients in host memory between microbatches: they stay on the device")
-        if plan.offloads:
-            found.append(f"a share of {plan.offloads:g} of activations in host memory: they stay on the device")
+        if plan.host is not None and plan.host.kept:
+            found.append(f"{plan.host.kept} in host memory: they stay on the device")
         if plan.stays == "run":
             found.append("residency `run`: gathered parameters stay for one microbatch or for the step")
         if plan.unit > 1:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from atoll.base.toml import nested_to_toml
+from atoll.plans.host import TRAINED_TOO
 from atoll.plans.ir import Op
 from atoll.plans.ir.text import to_csv
 from atoll.plans.layouts import Level
@@ -42,9 +43,12 @@ def torchtitan(subject: Subject) -> Settings:
     plan, config = subject.plan, subject.config
     train = subject.train
     sharding = TorchSharding.of(plan)
-    limits = [*subject.shared_limits("bias_rate"), *sharding.limits(plan)]
-    mesh = plan.mesh
+    mesh, host = plan.mesh, plan.host
     shard = {FULL: mesh.data, HYBRID: mesh.intra}.get(sharding.kind, 1)
+    # FSDP alone offloads, and then all three; its step is made on the host.
+    offloads = shard > 1 and host is not None and host.steps_there and host.parameters == TRAINED_TOO and host.gradients
+    there = ("update-on-host", TRAINED_TOO, "gradients") if offloads else ()
+    limits = [*subject.shared_limits("bias_rate", *there), *sharding.limits(plan)]
     parallelism: dict[str, Any] = {
         "data_parallel_replicate_degree": mesh.data // shard,
         "data_parallel_shard_degree": shard,
@@ -103,7 +107,8 @@ def torchtitan(subject: Subject) -> Settings:
             "steps": train.steps,
             "mixed_precision_param": "bfloat16" if is_half else "float32",
             "mixed_precision_reduce": "float32",
-        },
+        }
+        | ({"enable_cpu_offload": True} if offloads else {}),
         "parallelism": parallelism,
         "activation_checkpoint": {"mode": CHECKPOINT_MODES[plan.recompute]}
         | ({"selective_ac_option": "op"} if plan.recompute == "selective" else {}),

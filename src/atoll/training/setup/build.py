@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from atoll.base.errors import ConfigError, PlanError
+from atoll.base.errors import ConfigError, PlanError, UserError
 from atoll.plans.plan import Plan
 from atoll.runtime.assemble.ties import untie_as_stored
 from atoll.runtime.engine import Engine
@@ -21,6 +22,7 @@ from atoll.runtime.sharding.optimizer import decay_matrices, spare_vectors
 from atoll.training.config import Config, Model, Train
 from atoll.training.models.pretrained import check_exported, first_weights, hugging_face_model
 from atoll.training.setup.optimizers import named_optimizer
+from atoll.training.setup.prediction import predict_plan
 from atoll.training.setup.rates import learning_rates
 
 
@@ -97,9 +99,16 @@ def choose_trained(model: nn.Module, trainable: Sequence[str], frozen: Sequence[
         raise ConfigError("\n  ".join(problems))
 
 
-def build_engine(model: nn.Module, plan: Plan, config: Config, device: torch.device) -> Engine:
-    """Return the engine, with an optimizer that applies weight decay to matrices only."""
-    train = config.train
+def build_engine(
+    model: nn.Module, plan: Plan, config: Config, device: torch.device, *, vocabulary: int | None = None
+) -> Engine:
+    """Return the engine, with an optimizer that applies weight decay to matrices only. vocabulary: the model's, to
+    predict its activations in host memory."""
+    train, away = config.train, list[int]()
+    if plan.offloads:
+        with suppress(UserError):  # of unknown costs: the engine finds them in the first step
+            found = predict_plan(config, plan, None, vocabulary=vocabulary, device=device.type)
+            away += map(found.away, range(plan.mesh.pipeline))
     optimizer = named_optimizer(train)
     groups = None if train.weight_decay is None else decay_matrices(train.weight_decay)
     return Engine(
@@ -113,6 +122,7 @@ def build_engine(model: nn.Module, plan: Plan, config: Config, device: torch.dev
         weights=first_weights(config),
         bad_steps=train.bad_steps,
         balance=Balance(**train.router.model_dump()),
+        away=away,
     )
 
 

@@ -170,6 +170,8 @@ def space_of(config: Config) -> Space:
     """Return the choices that a config leaves open."""
     parallel = config.parallel
     refused = [name for name in _UNKNOWN if _is_written(config, name)]
+    if parallel.host is not None and isinstance(parallel.host.activations, tuple):
+        refused.append("host.activations of each stage")
     if refused:
         raise ConfigError(
             f"parallel.{', parallel.'.join(refused)}: the planner does not support it; leave it out, or turn "
