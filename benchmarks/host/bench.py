@@ -7,7 +7,8 @@ in each direction, and a step on the host at least that of its memory. Loss, nor
     without      the same plan with all state on the device
     simulated    atoll.program.sim, with the seconds of each instruction as timed in other steps of the same engine, and
                  the link's speed: no fitted constant
-    hidden       a link so fast that its copies fit beside the computation
+    hidden       a link so fast that its copies fit beside the computation. Nothing hides the chain between two steps:
+                 the last gradients' copy, the first unit's step, and the copy of its parameters
 """
 
 from __future__ import annotations
@@ -89,9 +90,9 @@ CASES = (
     Case("on the host, hidden", ON_HOST, 0.004),
     Case("on the host, slow memory", ON_HOST, 0.080),
     Case("on the host, pipeline", ON_HOST, 0.020, **PIPELINE),
-    Case("parameters, hidden", PARAMETERS, 0.008),
+    Case("parameters, hidden", PARAMETERS, 0.005, microbatches=8),
     Case("parameters, slow link", PARAMETERS, 0.030),
-    Case("gradients, hidden", GRADIENTS, 0.008),
+    Case("gradients, hidden", GRADIENTS, 0.005, microbatches=8),
     Case("gradients, slow link", GRADIENTS, 0.030),
     Case("parameters and gradients, pipeline", replace(PARAMETERS, gradients=True), 0.008, **PIPELINE),
     Case("activations, hidden", ACTIVATIONS, 0.008),

@@ -14,6 +14,9 @@ computes:
 
     I of u, OFFLOAD_PART u, I of v, OFFLOADED_PART u, I of w, .., ONLOAD_PART u, I of x, ONLOADED_PART u, I of u
 
+The last block of a backward is often an embedding, which takes no time: a copy that has only that to run behind is waited
+for behind the block after it.
+
 Where another microbatch adds to a unit's gradients before `LEAST_AWAY` others have been computed, they stay.
 """
 
@@ -113,6 +116,9 @@ def _inserted(
     def behind(at: int) -> int:
         """The place behind the next block that is computed, where a copy that began at `at` is waited for."""
         following = bisect_left(computed, at)
+        actions = [instructions[each].action for each in computed[following : following + 2]]
+        if len(set(actions)) > 1:
+            following += 1
         return computed[following] + 1 if following < len(computed) else end
 
     every = _uses(instructions, shape, early)
@@ -139,8 +145,10 @@ def _inserted(
         if each.do is Do.SYNCED:
             moved.add(at)
             # The sync runs while another block computes, and the copy while the one behind that does; at the end
-            # nothing is left to compute. A reduction is waited for by itself.
+            # nothing is left to compute. A reduction is waited for by itself; where nothing is sent, nothing is.
             place = max(behind(begun[each.of]), reduced.get(each.of, 0)) if begun[each.of] < end else at
+            if shape.units[each.of].is_left_alone:
+                place = begun[each.of]
             action = instructions[begun[each.of] - 1].action
             before[1][place] += [Instruction(do, action, each.of) for do in (Do.SYNCED, Hosted.OFFLOAD_GRAD)]
             if each.of in leaving:
