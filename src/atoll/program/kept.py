@@ -11,9 +11,11 @@ backward begins. A stage of three blocks, of which the first one's activations l
     0F0.0, OFFLOAD_ACT 0F0.0, 0F0.1, OFFLOADED_ACT 0F0.0, 0F0.2, .., 0I0.2, ONLOAD_ACT 0I0.0, 0I0.1, ONLOADED_ACT 0I0.0,
     0I0.0
 
-Activations with the longest time between forward and backward are offloaded first: those of a stage's first blocks, and
-of the stages that wait longest for their backward. Activations needed again within `LEAST_LIFE` blocks stay on the
-device. So do those of the model's last block, whose output the loss saves.
+Blocks whose activations have the longest time between forward and backward, on average, are offloaded first: a stage's
+first blocks, and those of the stages that wait longest for their backward. A block is chosen for all microbatches
+before the next one is, so that a share of all is a share of what is in flight at any time, in the warm-up too.
+Activations needed again within `LEAST_LIFE` blocks stay on the device. So do those of the model's last block, whose
+output the loss saves.
 """
 
 from __future__ import annotations
@@ -124,21 +126,29 @@ def leaves(instructions: Iterable[Instruction], shape: RankShape) -> Mapping[_Pa
     for nth, each in enumerate(each for each in instructions if each.do in _COMPUTED):
         places[each.of, each.action.microbatch].append(nth)
     kept = {passage: (each[0], each[1]) for passage, each in places.items() if len(each) > 1}
-    by_life = sorted(kept, key=lambda passage: (kept[passage][0] - kept[passage][1], kept[passage][0]))
-    groups = (
-        [(shape.offloads, by_life)]
-        if not isinstance(shape.offloads, tuple)
-        else [
-            (shape.offloads[index], [each for each in by_life if each[0] in {block.index for block in stage.blocks}])
-            for index, stage in shape.stages.items()
-        ]
-    )
+    of_block: defaultdict[int, list[_Passage]] = defaultdict(list)
+    for passage in kept:
+        of_block[passage[0]].append(passage)
+    lives = {of: sum(kept[each][1] - kept[each][0] for each in own) / len(own) for of, own in of_block.items()}
+    by_life = sorted(of_block, key=lambda of: (-lives[of], of))
+    groups = [(shape.offloads, by_life)] if not isinstance(shape.offloads, tuple) else [
+        (shape.offloads[index], [of for of in by_life if of in {block.index for block in stage.blocks}])
+        for index, stage in shape.stages.items()
+    ]  # fmt: skip
+    chosen = [each for share, blocks in groups for each in _first(share, [of_block[of] for of in blocks])]
     return {
-        each: kept[each]
-        for share, group in groups
-        for each in group[: round(share * len(group))]
-        if kept[each][1] - kept[each][0] >= LEAST_LIFE and each[0] != shape.last
+        each: kept[each] for each in chosen if kept[each][1] - kept[each][0] >= LEAST_LIFE and each[0] != shape.last
     }
+
+
+def _first(share: float, blocks: Sequence[Sequence[_Passage]]) -> Iterator[_Passage]:
+    """Yield a share of the passages of blocks, one block after the other. Those of a block of which only a part is
+    offloaded are spread over the microbatches."""
+    left = round(share * sum(map(len, blocks)))
+    for own in blocks:
+        taken = min(left, len(own))
+        left -= taken
+        yield from (each for nth, each in enumerate(own) if (nth + 1) * taken // len(own) > nth * taken // len(own))
 
 
 def most_away(instructions: Iterable[Instruction], sizes: Mapping[int, int]) -> int:

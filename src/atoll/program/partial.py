@@ -14,8 +14,8 @@ computes:
 
     I of u, OFFLOAD_PART u, I of v, OFFLOADED_PART u, I of w, .., ONLOAD_PART u, I of x, ONLOADED_PART u, I of u
 
-The last block of a backward is often an embedding, which takes no time: a copy that has only that to run behind is waited
-for behind the block after it.
+The last block of a backward is often an embedding, which takes no time: a copy that has only that to run beside is
+waited for behind the block after it.
 
 Where another microbatch adds to a unit's gradients before `LEAST_AWAY` others have been computed, they stay.
 """

@@ -331,8 +331,8 @@ class _StreamThreadJob(_ThreadJob):
 class StreamThreads(Threads):
     """Threads with a stream each, for transports that wait on the host between copies from and to the device."""
 
-    def __init__(self, kind: LaneKind, device: torch.device) -> None:
-        super().__init__(kind)
+    def __init__(self, kind: LaneKind, device: torch.device, count: int = AT_ONCE) -> None:
+        super().__init__(kind, count)
         self._device = device
         # Thread -> its stream, which lives as long as the thread: what one job frees is the next one's, in order.
         self._own = threading.local()
@@ -352,12 +352,20 @@ def lanes_of(device: torch.device, *, alone: bool, waits_on_host: bool) -> dict[
     return {kind: lane_of(kind, device, waits_on_host=waits_on_host) for kind in STEP_LANES}
 
 
-def host_lanes(device: torch.device) -> dict[LaneKind, JobLane]:
+def host_lanes(device: torch.device, *, steps_there: bool) -> dict[LaneKind, JobLane]:
     """Return the lanes of the link to host memory, one for each direction, and that of steps on the host, which runs on
-    a thread wherever the computation does. Each runs one job at a time: a second one would only share its bandwidth."""
-    links: tuple[LaneKind, ...] = ("onload", "offload")
-    each = {kind: _Stream(kind, device) if device.type == "cuda" else Threads(kind, 1) for kind in links}
-    return {**each, "host": Threads("host", 1)}
+    a thread wherever the computation does. Each runs one job at a time: a second one would only share its bandwidth.
+
+    steps_there: whether copies to the device wait for steps on the host. They then have a thread on a GPU too: a stream
+    cannot wait for a processor, so the thread that launches the computation would.
+    """
+    if device.type != "cuda":
+        return {kind: Threads(kind, 1) for kind in _HOST_LANES}
+    onload = StreamThreads("onload", device, 1) if steps_there else _Stream("onload", device)
+    return {"onload": onload, "offload": _Stream("offload", device), "host": Threads("host", 1)}
+
+
+_HOST_LANES: tuple[LaneKind, ...] = ("onload", "offload", "host")
 
 
 def lane_of(kind: LaneKind, device: torch.device, *, waits_on_host: bool) -> JobLane:

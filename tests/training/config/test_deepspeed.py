@@ -66,6 +66,12 @@ def test_parameters_in_host_memory_go_out_and_come_back() -> None:
     assert "offload_param" not in (zero_block(Layout("NGG"), 1, host=host) or {})  # ZeRO-3 alone reads it
 
 
+@pytest.mark.parametrize(("stage", "is_said"), [(1, False), (2, True), (3, True)])
+def test_gradients_of_zero_offload_are_named(stage: int, is_said: bool) -> None:
+    notes = _read({"stage": stage, "offload_optimizer": {"device": "cpu"}}).notes
+    assert any("unless parallel.host.gradients = true" in note for note in notes) == is_said
+
+
 def test_words_without_effect_are_noted() -> None:
     config = _read({"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8, "contiguous_gradients": True})
     assert config.parallel.layout == "NGG"

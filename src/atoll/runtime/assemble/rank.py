@@ -201,7 +201,7 @@ def _lanes(
     # Alone, a gather has no peer to wait for, but perhaps host memory.
     is_alone = plan.nest(transport.place).ranks == 1 and not (plan.host is not None and plan.host.parameters)
     own = lanes_of(device, alone=is_alone, waits_on_host=transport.waits_on_host)
-    hosted = {} if plan.host is None else host_lanes(device)
+    hosted = {} if plan.host is None else host_lanes(device, steps_there=plan.host.steps_there)
     return {**own, **hosted}, tuple((hosted if is_alone else {**own, **hosted}).values())
 
 

@@ -165,6 +165,11 @@ def _with_host(found: Translation, block: Mapping[str, Any]) -> Translation:
             )
         host["parameters"] = TRAINED_TOO
         notes.append(f"{WHERE}.{parameters} becomes parallel.host.parameters = {TRAINED_TOO!r}")
+    if "paro_strategy" not in block and block.get("stage", 0) > 1:
+        notes.append(
+            f"{WHERE}.{word}: DeepSpeed accumulates gradients in host memory in this stage; here they stay on the "
+            "device until the step, unless parallel.host.gradients = true"
+        )
     return replace(found, host=host, notes=(*found.notes, *notes))
 
 
