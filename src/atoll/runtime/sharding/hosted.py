@@ -254,8 +254,11 @@ class HostedState:
         self._raised_before = self._raising  # and not that behind this step
         if is_ahead and MASTER not in self._ahead:
             self._ahead[MASTER] = self._at_home(self._home[MASTER].dtype)
-        if self._raised is None and self._casts:
-            self._raised = self._at_home(self._flat.compute, len(self._updated(self._home[MASTER])))
+        flat, master = self._flat, self._home[MASTER]
+        rests = self.resting is not None and not flat.sharding.is_spread
+        casts = flat.compute != master.dtype and not flat.sharding.keeps_copy(flat.shape)
+        if self._raised is None and casts and not rests:
+            self._raised = self._at_home(flat.compute, len(_updated(flat, master)))
 
     def begin_step(self, job: lanes.Job, *, is_ahead: bool) -> None:
         """Record a step on the host that has been submitted."""
@@ -282,7 +285,7 @@ class HostedState:
     def cast(self, *, is_ahead: bool) -> None:
         """Cast what the parameters take of a stepped master to where they rest, or, if they have another dtype, for the
         copy to the device."""
-        part = self._updated((self._ahead if is_ahead else self._home)[MASTER])
+        part = _updated(self._flat, (self._ahead if is_ahead else self._home)[MASTER])
         if self.resting is not None and not self._flat.sharding.is_spread:
             self.resting.copy_(part)
         elif self._raised is not None:
@@ -293,7 +296,7 @@ class HostedState:
         complete behind `stepping`. They are then no longer due."""
         master = (self._ahead if self.is_due_ahead else self._home)[MASTER]
         self.is_due = self.is_due_ahead = False
-        return master, self._updated(master) if self._raised is None else self._raised
+        return master, _updated(self._flat, master) if self._raised is None else self._raised
 
     def raise_to(self, own: torch.Tensor, raised: torch.Tensor) -> lanes.Job:
         """Begin to copy what comes up to the parameters, behind the step. The next step on the host, which writes that
@@ -301,18 +304,10 @@ class HostedState:
         self._raising = begin_copy(self._flat, "onload", [(own, raised)], after=self.stepping)
         return self._raising
 
-    def _updated(self, master: torch.Tensor) -> torch.Tensor:
-        """Return the part of a master of which the parameters are a cast."""
-        layout = self._flat.layout
-        return self._flat.part(master, layout.optimizer, max(layout.parameters, layout.optimizer))
 
-    @property
-    def _casts(self) -> bool:
-        """True if a step on the host leaves the parameters in another dtype, and not where they rest."""
-        flat = self._flat
-        if self.resting is not None and not flat.sharding.is_spread:
-            return False
-        return flat.compute != self._home[MASTER].dtype and not flat.sharding.keeps_copy(flat.shape)
+def _updated(flat: FlatGroup, master: torch.Tensor) -> torch.Tensor:
+    """Return the part of a master of which the parameters are a cast."""
+    return flat.part(master, flat.layout.optimizer, max(flat.layout.parameters, flat.layout.optimizer))
 
 
 def begin_copy(
