@@ -232,7 +232,8 @@ def _with_activations(engine: Engine, batch: Mapping[str, torch.Tensor]) -> Prog
 
 
 def _sizes(kept: KeptActivations) -> dict[int, int]:
-    return {block: sum(piece.nbytes for piece in each.pieces) for (block, _), each in kept._now.items()}
+    left = ((of, each) for (row, of, _), each in kept._now.items() if row is Kept.OFFLOAD_ACT)
+    return {block: sum(piece.nbytes for piece in each.pieces) for block, each in left}
 
 
 def _sent(unit: Any, do: Operation) -> int:

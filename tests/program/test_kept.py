@@ -17,7 +17,7 @@ from atoll.prediction.cost import Prediction, Transformer, Use
 from atoll.program import Do, Instruction, Kept, Operation, Program
 from atoll.program.draw import draw_program, listing
 from atoll.program.host import IN, OUT
-from atoll.program.kept import LEAST_LIFE, leaves, most_away
+from atoll.program.kept import LEAST_LIFE, leaves, most_away, sizes_of
 from atoll.program.sim.programs import Rates, Speed, play_programs
 from atoll.program.table import MOVING
 
@@ -124,6 +124,48 @@ def test_of_a_half_there_is_half_in_flight_in_the_warm_up() -> None:
     assert kept[2] < kept[1]
 
 
+def test_memory_of_pending_w_falls_too() -> None:
+    """The last ranks of ZB-H1 keep more for W than for I."""
+    for rank in (1, 2, 3):
+        plain, own = (
+            max(each.pending for each in prediction(host, "zb-h1", ranks=4).held(rank)) for host in (None, ALL)
+        )
+        assert own < 0.8 * plain
+
+
+OWED = (Kept.OFFLOAD_OWED, Kept.OFFLOADED_OWED, Kept.ONLOAD_OWED, Kept.ONLOADED_OWED)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2", "v-half"])
+def test_what_w_needs_leaves_where_w_waits_for_other_microbatches(schedule: str, ranks: int) -> None:
+    found = program_of(schedule, ranks)
+    at = places(found)
+    assert at[Kept.OFFLOAD_OWED]
+    computed = [nth for nth, each in enumerate(found.instructions) if each.do in (Do.F, Do.I, Do.W)]
+    for unit, microbatch in at[Kept.OFFLOAD_OWED]:
+        complete = max(at[Do.I][block, microbatch] for block in found.shape.units[unit].blocks)
+        last = at[Do.W][unit, microbatch]
+        order = [complete, *(at[do][unit, microbatch] for do in OWED), last]
+        assert order == sorted(order)
+        assert sum(complete < nth < last for nth in computed) >= LEAST_LIFE - 1
+        others = (found.instructions[nth] for nth in computed if complete < nth < last)
+        own = found.instructions[complete].action
+        assert any(each.do is not Do.W and each.action != own for each in others)
+        # Each way has one block to hide it.
+        assert sum(order[1] < nth < order[2] for nth in computed) == 1
+        assert sum(order[3] < nth < order[4] for nth in computed) == 1
+
+
+def program_of(schedule: str, ranks: int) -> Program:
+    return prediction(ALL, schedule, ranks=ranks).ranks.programs.ranks[-1]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "breadth-first"])
+def test_where_w_follows_nothing_that_it_needs_leaves(schedule: str) -> None:
+    assert not any(places(program(ALL, schedule, rank))[Kept.OFFLOAD_OWED] for rank in (0, 1))
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
 def test_each_stage_has_its_own_share(schedule: str) -> None:
     whole = prediction(ALL, schedule).ranks
@@ -179,9 +221,13 @@ def moved(instructions: Sequence[Instruction], which: int, to: int) -> tuple[Ins
     (Kept.ONLOAD_ACT, "what is in host memory"),
     (Kept.ONLOADED_ACT, "is on its way from host memory"),
     (Kept.OFFLOAD_ACT, "waits for what has not left"),
+    (Kept.OFFLOADED_OWED, "is on its way to host memory"),
+    (Kept.ONLOAD_OWED, "what is in host memory"),
+    (Kept.ONLOADED_OWED, "is on its way from host memory"),
+    (Kept.OFFLOAD_OWED, "waits for what has not left"),
 ])  # fmt: skip
 def test_what_is_left_out_breaks_a_law(do: Operation, words: str) -> None:
-    found = program(ALL)
+    found = program_of("zb-h1", 2)
     with pytest.raises(ScheduleError, match=words):
         Program(without(found, do), found.shape)
 
@@ -190,11 +236,14 @@ def test_what_is_left_out_breaks_a_law(do: Operation, words: str) -> None:
     (Kept.ONLOAD_ACT, Kept.OFFLOADED_ACT, "brings back what has not left, or may still be on its way"),
     (Kept.ONLOADED_ACT, Kept.ONLOAD_ACT, "waits for what has not begun to come"),
     (Do.I, Kept.ONLOADED_ACT, "is on its way from host memory"),
+    (Kept.ONLOAD_OWED, Kept.OFFLOADED_OWED, "brings back what has not left, or may still be on its way"),
+    (Kept.ONLOADED_OWED, Kept.ONLOAD_OWED, "waits for what has not begun to come"),
+    (Do.W, Kept.ONLOADED_OWED, "is on its way from host memory"),
 ])  # fmt: skip
 def test_what_comes_too_early_breaks_a_law(do: Operation, before: Operation, words: str) -> None:
-    found = program(ALL)
+    found = program_of("zb-h1", 2)
     at = places(found)
-    place = next(iter(at[Kept.OFFLOAD_ACT]))
+    place = next(iter(at[Kept.OFFLOAD_OWED if before in OWED else Kept.OFFLOAD_ACT]))
     with pytest.raises(ScheduleError, match=words):
         Program(moved(found.instructions, at[do][place], at[before][place]), found.shape)
 
@@ -240,8 +289,11 @@ def test_memory_falls_by_what_is_away(schedule: str) -> None:
         after = max(held.activations for held in own.held(rank))
         found = own.ranks.programs.ranks[rank]
         largest = max(block.kept for block in found.shape.blocks.values())
-        away = most_away(found.instructions, {at: each.leaves for at, each in found.shape.blocks.items()})
-        assert own.on_host(rank) == away > 0
+        assert own.on_host(rank) == most_away(found.instructions, sizes_of(found.shape))
+        away = most_away(
+            found.instructions, {key: size for key, size in sizes_of(found.shape).items() if key[0] is Kept.OFFLOAD_ACT}
+        )
+        assert away > 0
         assert before - away <= after < before
         assert after <= before - away + (LEAST_LIFE + MOVING) * largest
         assert plain.on_host(rank) == 0

@@ -174,7 +174,7 @@ def trained(
 
     def watch() -> None:
         assert own is not None
-        away = ((block, each) for (block, _), each in own._now.items() if each.job is None)
+        away = ((block, each) for (_, block, _), each in own._now.items() if each.job is None)
         freed.extend((block, sum(piece.storage.nbytes() == 0 for piece in each.pieces)) for block, each in away)
 
     try:
@@ -286,7 +286,10 @@ def moved(config: Config) -> tuple[int, int, int, int]:
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
-@pytest.mark.parametrize(("recompute", "schedule"), [("none", "1f1b"), ("block", "zb-v"), ("selective", "gpipe")])
+@pytest.mark.parametrize(
+    ("recompute", "schedule"),
+    [("none", "1f1b"), ("block", "zb-v"), ("selective", "gpipe"), ("none", "zb-h1"), ("selective", "zb-h1")],
+)
 def test_bytes_on_the_link_and_in_host_memory_are_predicted(recompute: str, schedule: str, share: float) -> None:
     config = decoder(recompute, schedule, share)
     prediction = predict_plan(config, config.to_plan(2), None, reads_in_place=True)

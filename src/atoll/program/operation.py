@@ -84,7 +84,8 @@ class Side(StrEnum):
 
 class Per(StrEnum):
     """The kind of object that a fact or a buffer belongs to. WEIGHT: a unit's W in a stage, which may have others.
-    PASSAGE: what a block keeps of a microbatch for its backward; its key has the block and the microbatch."""
+    PASSAGE: what a block keeps of a microbatch for its backward, or what its I keeps for the W of a unit; its key has
+    the block, or the unit, and the microbatch."""
 
     UNIT = "unit"
     WEIGHT = "weight"
@@ -225,7 +226,7 @@ class Operation:
     column: its colour in a drawing, where it takes a column.  bar: lane, colour and text of a transfer that it shows at
     one place.
 
-    is_of_passage: whether it changes a fact about what its block keeps of its microbatch.
+    is_of_passage: whether it changes a fact about what is kept of its microbatch.
     """
 
     lane: Lane = Lane.COMPUTE

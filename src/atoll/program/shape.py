@@ -115,11 +115,13 @@ class WeightShape(NamedTuple):
     """Bytes of a unit's W in a stage.
 
     pending: those that it frees, of what I keeps for it.  answered: the received gradient that it is the last to need,
-    whose buffer is idle again.
+    whose buffer is idle again.  leaves: bytes of `pending` that leave for host memory, where the program says that they
+    do.
     """
 
     pending: int = 0
     answered: int = 0
+    leaves: int = 0
 
 
 @dataclass(frozen=True, slots=True)

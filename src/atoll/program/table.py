@@ -113,6 +113,23 @@ class Facts:
         per=Per.PASSAGE, most=lambda _: MOVING,
         above="what {sum} blocks keep is back from host memory ahead of its use, and {most} may be",
     )  # fmt: skip
+    # The same of what I keeps for the W of a unit.
+    OWED_LEAVING = Fact(
+        per=Per.PASSAGE, is_flight=True, most=lambda _: 2 * MOVING,  # a block has its units, and that of its experts
+        above="what {sum} units need for W is leaving for host memory, and {most} may be",
+        left="what W of unit {unit} needs of microbatch {phase} leaves, and is not waited for",
+        lane="offload", colour="OFFLOAD", bar="W of {unit} of microbatch {phase}",
+    )  # fmt: skip
+    OWED_AWAY = Fact(per=Per.PASSAGE, left="what W of unit {unit} needs of microbatch {phase} stays in host memory")
+    OWED_COMING = Fact(
+        per=Per.PASSAGE, is_flight=True,
+        left="what W of unit {unit} needs of microbatch {phase} comes, and is not used",
+        lane="onload", colour="ONLOAD", bar="W of {unit} of microbatch {phase}",
+    )  # fmt: skip
+    OWED_BACK = Fact(
+        per=Per.PASSAGE, most=lambda _: 2 * MOVING,
+        above="what {sum} units need for W is back from host memory ahead of its use, and {most} may be",
+    )  # fmt: skip
 
 
 class Workspaces:
@@ -181,14 +198,13 @@ ADDS = Need(Facts.SUM_AWAY, "a gradient of unit {unit} is made while earlier one
 _AWAY = Need(Facts.PART_AWAY, "unit {unit} is reduced while earlier gradients are in host memory", holds=False)
 GRADIENT = (Amount(Workspaces.GRADIENT, _flow), Amount(Workspaces.SHARDED, _accumulated))
 _ARRIVING = Amount(Workspaces.ARRIVING, _arriving)
-_HERE = tuple(
-    Need(fact, "{step} reads what is " + where, holds=False)
-    for fact, where in (
-        (Facts.LEAVING, "on its way to host memory"),
-        (Facts.AWAY, "in host memory"),
-        (Facts.COMING, "on its way from host memory"),
-    )
-)
+
+
+def _here(*facts: Fact) -> tuple[Need, ...]:
+    where = ("on its way to host memory", "in host memory", "on its way from host memory")
+    return tuple(Need(fact, "{step} reads what is " + at, holds=False) for fact, at in zip(facts, where, strict=True))
+
+
 _CURRENT = Need(Facts.CURRENT, "unit {unit} is read before its parameters come from host memory")
 _TWICE = tuple(Need(fact, "unit {unit} is gathered twice", holds=False) for fact in (Facts.UNSHARDED, Facts.GATHERING))
 _ONCE = (_CURRENT, *_TWICE)
@@ -285,14 +301,17 @@ class Do:
     )
     I = computes(  # noqa: E741  (the field's name for it)
         scope=Scope.BLOCK, over=Over.BLOCK, phase="I", reads=True, exchanges=True,
-        needs=(READS, WRITES, ADDS, WORKS, *_HERE), ends=(Facts.BACK,), gives=(Facts.MADE,),
+        needs=(READS, WRITES, ADDS, WORKS, *_here(Facts.LEAVING, Facts.AWAY, Facts.COMING)),
+        ends=(Facts.BACK,), gives=(Facts.MADE,),
         takes=(*GRADIENT, Amount(Workspaces.PENDING, lambda block, _: block.pending)), cause="backward", column="I",
         frees=(Amount(Workspaces.KEPT, lambda block, _: block.freed),),
         within=(Amount(Workspaces.PASSING, lambda block, _: block.in_backward),),
     )  # fmt: skip
     FINISH_I = computes()
     W = computes(
-        scope=Scope.UNIT, over=Over.UNIT, phase="W", needs=(WRITES, ADDS, WORKS), gives=(Facts.MADE,),
+        scope=Scope.UNIT, over=Over.UNIT, phase="W",
+        needs=(WRITES, ADDS, WORKS, *_here(Facts.OWED_LEAVING, Facts.OWED_AWAY, Facts.OWED_COMING)),
+        ends=(Facts.OWED_BACK,), gives=(Facts.MADE,),
         takes=(*GRADIENT, Amount(Workspaces.ANSWERED, lambda weight, _: weight.answered)), cause="weights", column="W",
         frees=(Amount(Workspaces.WEIGHED, lambda weight, _: weight.pending),),
     )  # fmt: skip

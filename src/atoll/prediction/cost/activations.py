@@ -22,7 +22,14 @@ if TYPE_CHECKING:
 def with_activations(shape: RankShape, ranks: Ranks) -> RankShape:
     """Return the shape of a pipeline rank with the bytes of its blocks' activations and messages."""
     stages = {index: _stage(stage, ranks) for index, stage in shape.stages.items()}
-    return replace(shape, stages=stages, besides=ranks.slices.held(shape.rank))
+    owed = {unit: weight.leaves for stage in stages.values() for unit, weight in stage.weights.items()}
+    units = {
+        index: replace(unit, travel={**unit.travel, **travel_of(owed[index], is_owed=True)})
+        if owed.get(index)
+        else unit
+        for index, unit in shape.units.items()
+    }
+    return replace(shape, stages=stages, units=units, besides=ranks.slices.held(shape.rank))
 
 
 def _stage(stage: StageShape, ranks: Ranks) -> StageShape:
@@ -41,9 +48,12 @@ def _stage(stage: StageShape, ranks: Ranks) -> StageShape:
     weights: dict[int, WeightShape] = {}
     for at in run:
         for unit in ranks.weighed_with.get(at, ()):
-            pending = weights.get(unit, WeightShape()).pending + ranks.kept_for(unit, at)
+            before, own = weights.get(unit, WeightShape()), ranks.kept_for(unit, at)
             is_last = at == run.stop - 1 and ranks.shape.units[unit].view is View.DENSE
-            weights[unit] = WeightShape(pending, received.get("B", 0) if is_last else 0)
+            answered = received.get("B", 0) if is_last else 0
+            # The buffer of a message stays.
+            leaves = before.leaves + (own - answered if ranks.plan.offloads else 0)
+            weights[unit] = WeightShape(before.pending + own, answered, leaves)
     return replace(stage, blocks=blocks, received=received, loss=loss, in_loss=in_loss, weights=weights)
 
 

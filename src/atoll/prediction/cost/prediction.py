@@ -18,7 +18,7 @@ from atoll.prediction.cost.durations import Durations
 from atoll.prediction.cost.outer import OuterCost, cost_of, outer_bytes_in_flight
 from atoll.prediction.cost.ranks import Ranks
 from atoll.prediction.cost.work import Use, Workload
-from atoll.program.kept import most_away
+from atoll.program.kept import most_away, sizes_of
 from atoll.program.memory import Held, held_in
 from atoll.program.sim import PlayedPrograms, Rates, play_programs
 from atoll.program.trace import Trace
@@ -178,7 +178,7 @@ class Prediction:
     def away(self, rank: int) -> int:
         """Return the bytes of host memory that a pipeline rank needs for activations."""
         program = self.ranks.programs.ranks[rank]
-        return most_away(program.instructions, {at: block.leaves for at, block in program.shape.blocks.items()})
+        return most_away(program.instructions, sizes_of(program.shape))
 
     @cached_property
     def host_margin(self) -> int | None:

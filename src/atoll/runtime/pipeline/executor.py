@@ -401,15 +401,18 @@ def _post(on: Executor, step: Instruction) -> Callable[[], None]:
     return partial(on._mail.post, step.action)
 
 
-def _of_kept(act: Callable[[KeptActivations, int, int], None]) -> Play:
-    """Return the play of an instruction of what a block keeps of a microbatch."""
+def _of_kept(act: Callable[[KeptActivations, tuple[Operation, int, int]], None], row: Operation) -> Play:
+    """Return the play of an instruction of what is kept of a microbatch. row: that which copies it to host memory."""
 
     def play(on: Executor, step: Instruction) -> Callable[[], None]:
-        kept = on.microbatches.kept
-        assert kept is not None, "a program has these if the plan does"
-        return partial(act, kept, step.of, step.action.microbatch or 0)
+        assert on.kept is not None, "a program has these if the plan does"
+        return partial(act, on.kept, (row, step.of, step.action.microbatch or 0))
 
     return play
+
+
+def _offload_owed(on: Executor, step: Instruction) -> Callable[[], None]:
+    return partial(on.microbatches.offload_owed, on.units[step.of], _key(step))
 
 
 PLAYS.update(
@@ -436,10 +439,14 @@ PLAYS.update(
         Partial.OFFLOADED_PART: of_phase(partial(end_part, is_back=False)),
         Partial.ONLOAD_PART: of_phase(partial(begin_part, is_back=True)),
         Partial.ONLOADED_PART: of_phase(partial(end_part, is_back=True)),
-        Kept.OFFLOAD_ACT: _of_kept(KeptActivations.offload),
-        Kept.OFFLOADED_ACT: _of_kept(KeptActivations.free),
-        Kept.ONLOAD_ACT: _of_kept(KeptActivations.onload),
-        Kept.ONLOADED_ACT: _of_kept(KeptActivations.arrive),
+        Kept.OFFLOAD_ACT: _of_kept(KeptActivations.offload, Kept.OFFLOAD_ACT),
+        Kept.OFFLOADED_ACT: _of_kept(KeptActivations.free, Kept.OFFLOAD_ACT),
+        Kept.ONLOAD_ACT: _of_kept(KeptActivations.onload, Kept.OFFLOAD_ACT),
+        Kept.ONLOADED_ACT: _of_kept(KeptActivations.arrive, Kept.OFFLOAD_ACT),
+        Kept.OFFLOAD_OWED: _offload_owed,
+        Kept.OFFLOADED_OWED: _of_kept(KeptActivations.free, Kept.OFFLOAD_OWED),
+        Kept.ONLOAD_OWED: _of_kept(KeptActivations.onload, Kept.OFFLOAD_OWED),
+        Kept.ONLOADED_OWED: _of_kept(KeptActivations.arrive, Kept.OFFLOAD_OWED),
         Do.DRAIN: lambda on, _: on._drain,
         Do.SUMS: lambda on, _: on._add_up,
         Do.TAKE_BACK: lambda on, _: on._begin_again,

@@ -1,10 +1,12 @@
-"""Activation offloading: the calls that execute OFFLOAD_ACT, OFFLOADED_ACT, ONLOAD_ACT and ONLOADED_ACT.
+"""Activation offloading: the calls that execute OFFLOAD_ACT, OFFLOADED_ACT, ONLOAD_ACT and ONLOADED_ACT, and those of
+what I keeps for W, with OWED in place of ACT.
 
-Storages are offloaded, of three kinds of tensors:
+Storages are offloaded, of four kinds of tensors:
 
     saved     what autograd saves of the block's forward, seen by hooks: an alias of each tensor, with its version
     input     the leaf that the block before has handed to it, which that one needs only as a place for a gradient
     products  outputs of linear layers that selective recompute keeps
+    owed      of a unit, inputs of its linear layers and gradients of their outputs, from I to W
 
 [Note: whose memory it is] A storage may leave only if nothing but the block's backward reads it until it is back. A
 parameter, a message's buffer, a mask, a table of positions, or a tensor that the model passes on to a later block may
@@ -43,15 +45,16 @@ from atoll.base.errors import RunError
 from atoll.base.machine import free_memory
 from atoll.base.units import format_bytes
 from atoll.program.host import IN, OUT
-from atoll.program.kept import most_away
+from atoll.program.kept import Kept, most_away
+from atoll.program.operation import Operation
 from atoll.runtime.lanes import Job, JobLane, LaneKind
 from atoll.runtime.models.operations import nested_tensors
 from atoll.runtime.pipeline.block import BlockArguments, Passage
 from atoll.runtime.sharding.hosted import host_zeros
 from atoll.runtime.transport import Transport
 
-_Place = tuple[int, int]
-"""A block and a microbatch."""
+_Place = tuple[Operation, int, int]
+"""The row that copies it to host memory, a block or a unit, and a microbatch."""
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -68,7 +71,7 @@ class _Piece(NamedTuple):
 
 
 class _Leaving:
-    """What a block keeps of one microbatch, from its forward to the begin of its backward."""
+    """What a block keeps of one microbatch, from its forward to the begin of its backward, or its I of a unit to W."""
 
     def __init__(self) -> None:
         # As autograd has them. `arrive` drops them with this object, so that the backward can free them one by one.
@@ -117,10 +120,10 @@ class KeptActivations:
 
     def __init__(self, device: torch.device, lanes: Mapping[LaneKind, JobLane], transport: Transport) -> None:
         self._device, self._lanes, self._transport = device, lanes, transport
-        self.chosen: Collection[_Place] = frozenset()
-        self.needs: Callable[[Mapping[int, int]], int] = partial(most_away, ())
+        self.chosen: Collection[tuple[int, int]] = frozenset()
+        self.needs: Callable[[Mapping[tuple[Operation, int], int]], int] = partial(most_away, ())
         self.expected = 0
-        self._sizes: dict[int, int] = {}
+        self._sizes: dict[tuple[Operation, int], int] = {}
         self._now: dict[_Place, _Leaving] = {}
         # Buffers in host memory by size: those in no use, and how many there are.
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
@@ -144,7 +147,7 @@ class KeptActivations:
     @contextmanager
     def saving(self, block: int, microbatch: int) -> Iterator[None]:
         """Context of a block's forward, in which autograd saves what may leave."""
-        leaving = self._now[block, microbatch] = _Leaving()
+        leaving = self._now[Kept.OFFLOAD_ACT, block, microbatch] = _Leaving()
         with saved_tensors_hooks(leaving.pack, _unpack):
             yield
 
@@ -153,7 +156,7 @@ class KeptActivations:
     ) -> None:
         """Find what leaves, at the end of a block's forward. given: its arguments.  before: of the block before it, if
         that is of the same stage."""
-        place = block, microbatch
+        place = Kept.OFFLOAD_ACT, block, microbatch
         leaving = self._now[place]
         if passage is None:  # nothing needs a gradient
             del self._now[place]
@@ -164,6 +167,16 @@ class KeptActivations:
             again = [tensor for tensor in nested_tensors(given) if id(tensor) in handed_ids]
             leaving.again = len(again)
             leaving.aliases = [*again, *(alias for alias, _ in passage.kept)]
+        self._find(leaving, handed)
+        leaving.given = (*handed, *(() if before is None else before.made))
+
+    def owe(self, unit: int, microbatch: int, tensors: Iterable[Tensor]) -> None:
+        """Find what leaves of what W of a unit needs, once I has computed it."""
+        leaving = self._now[Kept.OFFLOAD_OWED, unit, microbatch] = _Leaving()
+        leaving.aliases = list(tensors)
+        self._find(leaving, ())
+
+    def _find(self, leaving: _Leaving, handed: Sequence[Tensor]) -> None:
         inputs = _by_storage(handed)
         offset = 0
         for key, tensors in {**inputs, **_by_storage(leaving.aliases)}.items():
@@ -174,33 +187,33 @@ class KeptActivations:
                 continue
             leaving.pieces.append(_Piece(storage, offset, storage.nbytes()))
             offset += -(-storage.nbytes() // _ALIGNED) * _ALIGNED
-        leaving.given = (*handed, *(() if before is None else before.made))
 
     # ---- the way there and back
 
-    def offload(self, block: int, microbatch: int) -> None:
-        """Begin to copy what a block keeps to host memory."""
-        leaving = self._now.get((block, microbatch))
+    def offload(self, place: _Place) -> None:
+        """Begin to copy what is kept to host memory."""
+        leaving = self._now.get(place)
         if leaving is None or not leaving.pieces:
             return
         last = leaving.pieces[-1]
         nbytes = last.offset + last.nbytes
-        if nbytes > self._sizes.get(block, 0):
-            self._sizes[block] = nbytes
+        if nbytes > self._sizes.get(place[:2], 0):
+            self._sizes[place[:2]] = nbytes
             self._check_room()
         leaving.buffer = self._take(nbytes)
         leaving.job = self._copying("offload", leaving)
 
-    def free(self, block: int, microbatch: int) -> None:
+    def free(self, place: _Place) -> None:
         """Wait for that, and free the device's memory."""
-        leaving = self._now.get((block, microbatch))
+        leaving = self._now.get(place)
         if leaving is None or leaving.job is None:
             return
         leaving.job.wait()
         leaving.job = None
         given, leaving.given = leaving.given, ()
         stay = set(_by_storage(_read(given, 2 * leaving.again)))
-        before = self._now.get((block - 1, microbatch))
+        row, of, microbatch = place
+        before = self._now.get((row, of - 1, microbatch)) if row is Kept.OFFLOAD_ACT else None
         known = _by_storage([*leaving.aliases, *given, *(() if before is None else before.aliases)])
         leaving.pieces = [
             piece
@@ -211,18 +224,18 @@ class KeptActivations:
         for piece in leaving.pieces:
             piece.storage.resize_(0)
 
-    def onload(self, block: int, microbatch: int) -> None:
+    def onload(self, place: _Place) -> None:
         """Allocate the device's memory again, and begin to copy to it."""
-        leaving = self._now.get((block, microbatch))
+        leaving = self._now.get(place)
         if leaving is None or not leaving.pieces:
             return
         for piece in leaving.pieces:
             piece.storage.resize_(piece.nbytes)
         leaving.job = self._copying("onload", leaving)
 
-    def arrive(self, block: int, microbatch: int) -> None:
-        """Wait for that. The backward has everything as it was."""
-        leaving = self._now.pop((block, microbatch), None)
+    def arrive(self, place: _Place) -> None:
+        """Wait for that. The backward, or W, has everything as it was."""
+        leaving = self._now.pop(place, None)
         if leaving is None:
             return
         if leaving.job is not None:

@@ -27,10 +27,11 @@ from atoll.base._torch import local_part
 from atoll.base.errors import RunError
 from atoll.base.faults import NonFinite
 from atoll.plans.ir import Op
-from atoll.program import Phase
+from atoll.program import Kept, Phase
 from atoll.runtime.mail import Mail, Wire
 from atoll.runtime.models import Batch, Loss
 from atoll.runtime.models.adapter import sum_and_count
+from atoll.runtime.models.operations import nested_tensors
 from atoll.runtime.pipeline.block import LocalBlock, Passage, pass_on
 from atoll.runtime.pipeline.deferred import Collector, Pending, compute_weights
 from atoll.runtime.pipeline.kept import KeptActivations
@@ -257,6 +258,13 @@ class Microbatches:
             gradient = hidden.grad if hidden.grad is not None else torch.zeros_like(hidden)
             state.gradients[stage - 1, microbatch] = gradient
             self.look(NonFinite.INPUT_GRADIENT, [gradient], at.run.start, microbatch=microbatch)
+
+    def offload_owed(self, unit: Unit, key: StageMicrobatch) -> None:
+        """Begin to copy what W of a unit needs to host memory."""
+        assert self.kept is not None, "a program has this if the plan does"
+        owed = self.state.pending[key].get(unit, ())
+        self.kept.owe(unit.spec.index, key[1], (each for _, kept in owed for each in nested_tensors(kept)))
+        self.kept.offload((Kept.OFFLOAD_OWED, unit.spec.index, key[1]))
 
     def weights(self, unit: Unit, key: StageMicrobatch) -> None:
         """Compute the gradients of a unit's weights."""
