@@ -62,6 +62,15 @@ def test_the_bits_are_the_same(given: dict[str, str], schedule: str) -> None:
     assert_same_bits(case, ALL)
 
 
+@pytest.mark.parametrize("given", [{"tensor": 2}, {"intra": 2, "expert": 2}], ids=str)
+def test_what_waits_for_w_leaves_and_comes_back(given: dict[str, int]) -> None:
+    """Inputs of linear layers, of stacks of experts, and gradients of their outputs, on the last rank of ZB-H1."""
+    case = Case(
+        "NNG", model=Mixture(layers=6), pipeline=2, schedule="zb-h1", microbatches=4, steps=2, host=ALL, **given
+    )
+    assert_parity(case)
+
+
 def test_stages_have_shares_of_their_own() -> None:
     """Here and in the layers below: the same bits, and only the first of two stages copies anything."""
     case = Case(layout="NNG", model=TinyConfig(layers=6), recompute="none", **{**PIPELINE, "schedule": "1f1b"})
