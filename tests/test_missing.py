@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ import atoll
 from atoll import Engine, Layout, MeshShape, Outer, Plan
 from atoll.base.errors import AtollError
 from atoll.plans import schedules
+from atoll.plans.host import HostState
 from atoll.runtime.assemble.describe import describe_rank
 from atoll.runtime.models import SequentialAdapter, adapter_for
 from atoll.runtime.models.weights import weights_for
@@ -134,6 +136,13 @@ def begin_otherwise() -> None:
     """Each rank draws values of its own."""
     torch.manual_seed(torch.distributed.get_rank())
     Engine(TinyConfig().build(), plan_of(mesh=MeshShape(intra=2)), optimizer=sgd, device="cpu")
+
+
+def on_a_small_machine() -> None:
+    """One byte is left there. away: bytes of activations, as predicted."""
+    with patch("atoll.runtime.assemble.rank.free_memory", lambda: 1):
+        host = HostState("update-on-host", activations=1.0)
+        Engine(tiny(), plan_of(host=host), optimizer=sgd, device="cpu", away=[100])
 
 
 class Norm(nn.BatchNorm1d):
@@ -315,6 +324,11 @@ CLAIMS: dict[tuple[str, str], list[Tried]] = {
     ("docs/errors.md", "initial values that differ between ranks"): [
         Tried(lambda _: run_ranks(begin_otherwise, 2), "seed", is_slow=True)
     ],
+    (
+        "docs/errors.md",
+        "[host memory](host.md#memory) that a machine does not have for all of its ranks, activations included where "
+        "their bytes are predicted",
+    ): [Tried(lambda _: on_a_small_machine(), r"has 1 B of memory left, .* B for activations; use a smaller fraction")],
     # ---- outer steps
     ("docs/outer.md", "one island"): [configured(parallel={"ranks": 2, "intra": 2, **OUTER}, words="there is one")],
     ("docs/outer.md", "`fragments` or `delay` that do not fit into `every`"): [
