@@ -226,7 +226,7 @@ class Operation:
     column: its colour in a drawing, where it takes a column.  bar: lane, colour and text of a transfer that it shows at
     one place.
 
-    is_of_passage: whether it changes a fact about what is kept of its microbatch.
+    is_of_passage: whether it gives or ends a fact of `Per.PASSAGE`.
     """
 
     lane: Lane = Lane.COMPUTE

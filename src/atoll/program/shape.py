@@ -156,8 +156,8 @@ class RankShape:
     sharding: the layout of all units but experts.  prefetch: as in `Plan`.  reads_in_place: whether the ranks of a
     group read each other's memory.
     room: bytes of state from host memory that may be on the device at once.  leaving: those that may still be on their
-    way back when the next program begins.  offloads: the share of activations that is copied to host memory until their
-    backward, or that of each stage of the model.  last: the last block of the model, whose output the loss keeps.
+    way back when the next program begins.  offloads: the share of activations that is offloaded to host memory between
+    forward and backward, or a share for each stage of the model.  last: the last block of the model, whose output the loss keeps.
     besides: bytes that instructions of a stage, or of a slice, take (above 0) and free (below) besides what their rows
     say, by component of `atoll.program.memory.Working`; known of a workload.
     """

@@ -402,7 +402,7 @@ def _post(on: Executor, step: Instruction) -> Callable[[], None]:
 
 
 def _of_kept(act: Callable[[KeptActivations, tuple[Operation, int, int]], None], row: Operation) -> Play:
-    """Return the play of an instruction of what is kept of a microbatch. row: that which copies it to host memory."""
+    """Return the play of an instruction of activation offloading. row: the one that begins the copy to host memory."""
 
     def play(on: Executor, step: Instruction) -> Callable[[], None]:
         assert on.kept is not None, "a program has these if the plan does"

@@ -71,7 +71,7 @@ class _Piece(NamedTuple):
 
 
 class _Leaving:
-    """What a block keeps of one microbatch, from its forward to the begin of its backward, or its I of a unit to W."""
+    """Tensors of one microbatch that are offloaded: a block's activations until I, or what W of a unit needs until W."""
 
     def __init__(self) -> None:
         # As autograd has them. `arrive` drops them with this object, so that the backward can free them one by one.
@@ -191,7 +191,7 @@ class KeptActivations:
     # ---- the way there and back
 
     def offload(self, place: _Place) -> None:
-        """Begin to copy what is kept to host memory."""
+        """Begin to copy the tensors of a place to host memory."""
         leaving = self._now.get(place)
         if leaving is None or not leaving.pieces:
             return
