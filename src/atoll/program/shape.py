@@ -157,7 +157,8 @@ class RankShape:
     group read each other's memory.
     room: bytes of state from host memory that may be on the device at once.  leaving: those that may still be on their
     way back when the next program begins.  offloads: the share of activations that is offloaded to host memory between
-    forward and backward, or a share for each stage of the model.  last: the last block of the model, whose output the loss keeps.
+    forward and backward, or a share for each stage of the model.  last: the last block of the model, whose output the
+    loss keeps.
     besides: bytes that instructions of a stage, or of a slice, take (above 0) and free (below) besides what their rows
     say, by component of `atoll.program.memory.Working`; known of a workload.
     """
