@@ -71,7 +71,7 @@ class _Piece(NamedTuple):
 
 
 class _Leaving:
-    """Offloaded tensors of one microbatch: the activations of a block, until I, or the inputs of a unit's W, until W."""
+    """Offloaded tensors of one microbatch: activations of a block, until I, or the inputs of a unit's W, until W."""
 
     def __init__(self) -> None:
         # As autograd has them. `arrive` drops them with this object, so that the backward can free them one by one.
