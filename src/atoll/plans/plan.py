@@ -68,8 +68,11 @@ class MeshShape:
     last.
     expert: consecutive ranks of a group that divide the experts of a mixture. They are no further ranks: the experts
     see `inter` x `intra / expert` data-parallel ranks, everything else `inter` x `intra`.
+    sequence: consecutive ranks of a group that divide each sequence. They are no further ranks either: they have the
+    same samples, of which each takes a part, and parameters see all of them as data-parallel ranks.
 
-    Raises PlanError for an axis without ranks, for any other order, and if `expert` does not divide `intra`.
+    Raises PlanError for an axis without ranks, for any other order, and if `expert` or `sequence` does not divide
+    `intra`.
     """
 
     pipeline: int = 1
@@ -78,6 +81,7 @@ class MeshShape:
     tensor: int = 1
     order: tuple[str, ...] = AXES
     expert: int = 1
+    sequence: int = 1
 
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
@@ -91,6 +95,11 @@ class MeshShape:
                 f"expert = {self.expert} does not divide intra = {self.intra}: the ranks of a group divide the experts "
                 "among them; use a divisor, or 1 to leave experts whole"
             )
+        if self.sequence < 1 or self.intra % self.sequence:
+            raise PlanError(
+                f"sequence = {self.sequence} does not divide intra = {self.intra}: ranks of a group divide each "
+                "sequence among them; use a divisor, or 1 to leave sequences whole"
+            )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -102,6 +111,11 @@ class MeshShape:
     def data(self) -> int:
         """Data-parallel ranks, inter * intra."""
         return self.inter * self.intra
+
+    @property
+    def shares(self) -> int:
+        """The shares of a step's samples: one for each data-parallel rank, or for each that divide their sequences."""
+        return self.data // self.sequence
 
     @property
     def world(self) -> int:
@@ -143,8 +157,18 @@ class Place:
 
     @property
     def data(self) -> int:
-        """Index of the data-parallel rank, which takes the `data`-th run of consecutive microbatches."""
+        """Index of the data-parallel rank."""
         return self.inter * self.mesh.intra + self.intra
+
+    @property
+    def share(self) -> int:
+        """Index of its share of a step's samples, which is the `share`-th run of consecutive microbatches."""
+        return self.data // self.mesh.sequence
+
+    @property
+    def sequence(self) -> int:
+        """The part of each sequence that this rank has."""
+        return self.intra % self.mesh.sequence
 
     @property
     def expert(self) -> int:
@@ -165,7 +189,8 @@ class Place:
         """Return the world ranks along `axes` through this one, in order; along one axis, this rank is at its own
         coordinate.
 
-        Two axes lie along `intra`: `expert`, the ranks that divide the experts, and `shard`, those that share them.
+        Three axes lie along `intra`: `expert`, the ranks that divide the experts, `shard`, those that share them, and
+        `sequence`, those that divide sequences.
         """
         own = self.coordinates
         positions = product(*(self._along(axis) for axis in axes))
@@ -173,9 +198,10 @@ class Place:
 
     def _along(self, axis: str) -> Iterator[tuple[str, int]]:
         """Yield the coordinate that differs along an axis."""
-        each, size = self.mesh.expert, self.mesh.intra
+        each, size, first = self.mesh.expert, self.mesh.intra, self.intra - self.sequence
         within = {"expert": range(self.intra - self.expert, self.intra - self.expert + each),
-                  "shard": range(self.expert, size, each)}  # fmt: skip
+                  "shard": range(self.expert, size, each),
+                  "sequence": range(first, first + self.mesh.sequence)}  # fmt: skip
         if axis in within:
             yield from (("intra", at) for at in within[axis])
         else:
@@ -389,4 +415,4 @@ class Plan:
     @property
     def global_batch(self) -> int:
         """Number of samples per step over all ranks."""
-        return self.microbatch * self.schedule.microbatches * self.mesh.data
+        return self.microbatch * self.schedule.microbatches * self.mesh.shares

@@ -21,6 +21,7 @@ from atoll.runtime.models.batch import (
     on_device,
     tensors_in,
 )
+from atoll.runtime.models.part import SequencePart, length_of
 from atoll.runtime.vocabulary.slice import VocabularySlice
 
 
@@ -55,6 +56,8 @@ class Batches:
     """Cuts batches, and agrees on them before any communication for them.
 
     may_copy: whether labels may equal `input_ids`, as a user's loss may require.
+    part: of each sequence that this rank has, if ranks divide them; sequences are padded for it, unless `is_exact`.
+    attends_both_ways: whether earlier positions see later ones, as padding.
     """
 
     def __init__(
@@ -67,8 +70,12 @@ class Batches:
         vocabulary: VocabularySlice | None,
         labels: Labels,
         may_copy: bool = False,
+        part: SequencePart | None = None,
+        attends_both_ways: bool = False,
+        is_exact: bool = False,
     ) -> None:
         self._may_copy = may_copy
+        self._part, self._attends_both_ways, self._is_exact = part, attends_both_ways, is_exact
         self._plan, self._place, self._device = plan, place, device
         self._agreement, self._vocabulary = agreement, vocabulary
         self._labels = labels
@@ -107,6 +114,10 @@ class Batches:
             self._agreement.agree(problem)
         return tensors
 
+    def length_of(self, batch: Mapping[str, Any]) -> int:
+        """Return the length of a batch's sequences, without padding."""
+        return length_of(as_tensors(batch))
+
     def _ask(self, batch: Mapping[str, Any], *, exactly: int | None) -> _Announced:
         problem: Exception | None = None
         pieces: list[Batch] = []
@@ -117,7 +128,7 @@ class Batches:
             count = self._microbatches(tensors, exactly=exactly)
             self._check(tensors)
             if self._place.pp == 0 and self._place.tp == 0:
-                counted = _count(tensors, labels=self._labels, may_copy=self._may_copy)
+                counted = _count(tensors, labels=self._labels, may_copy=self._may_copy, part=self._part)
             pieces = self._cut(on_device(tensors, self._device), count)
         except Exception as error:
             problem = error
@@ -143,7 +154,19 @@ class Batches:
                 )
             last = torch.full_like(labels[:, :1], IGNORED_LABEL)
             found["labels"] = torch.cat([labels[:, 1:], last], dim=1)
-        return found
+        return found if self._part is None else self._padded(found, self._part)
+
+    def _padded(self, batch: dict[str, Any], part: SequencePart) -> dict[str, Any]:
+        """Return a batch whose sequences the ranks can divide."""
+        multiple = part.ranks * (self._plan.mesh.tensor if self._plan.sequence_parallel else 1)
+        length = length_of(batch)
+        if length % multiple and self._is_exact:
+            raise PlanError(
+                f"sequences of {length} positions, which {multiple} ranks cannot divide evenly: padding would be "
+                "routed to experts, and count in their balance. Pad them to a multiple with labels of -100, or use "
+                "another length"
+            )
+        return part.padded(batch, multiple, attends_both_ways=self._attends_both_ways)
 
     def _microbatches(self, tensors: Batch, *, exactly: int | None) -> int:
         """Return the number of microbatches of a batch. Raises PlanError for other numbers of samples."""
@@ -174,6 +197,7 @@ class Batches:
         for name in ("input_ids", "labels"):
             tensor = batch.get(name)
             length = tensor.shape[1] if isinstance(tensor, torch.Tensor) and tensor.dim() > 1 else 0
+            length //= self._plan.mesh.sequence
             if length % self._plan.mesh.tensor:
                 raise PlanError(
                     f"{name} has sequences of {length} tokens, which tensor = {self._plan.mesh.tensor} ranks with "
@@ -181,16 +205,17 @@ class Batches:
                 )
 
 
-def _count(batch: Batch, *, labels: Labels, may_copy: bool) -> int:
-    """Return the number of labels that count. Raises PlanError if labels equal the model's input, were shifted twice,
-    or include padding.
+def _count(batch: Batch, *, labels: Labels, may_copy: bool, part: SequencePart | None) -> int:
+    """Return the number of labels that count, in a rank's part of sequences. Raises PlanError if labels equal the
+    model's input, were shifted twice, or include padding.
 
     All counts are read at once: of a batch on a GPU, a read waits for the device.
     """
-    sums = torch.stack([count_labels(batch), *_signs(batch)])
-    counted, copied, telling, others, telling_ahead, hidden = sums.tolist()
+    own = count_labels(batch) if part is None else _count_part(batch, part)
+    sums = torch.stack([own, count_labels(batch), *_signs(batch)])
+    own_counted, counted, copied, telling, others, telling_ahead, hidden = sums.tolist()
     if may_copy:
-        return int(counted)
+        return int(own_counted)
     if copied == counted and telling >= TELLING:
         raise PlanError(
             "labels equal input_ids wherever they count, so the model would learn to repeat its input. A label is what "
@@ -208,7 +233,14 @@ def _count(batch: Batch, *, labels: Labels, may_copy: bool) -> int:
             f"{hidden} labels of padding count: attention_mask is 0 there, and they are all one id, so the model would "
             "learn to pad. Set them to -100, as labels[attention_mask == 0] = -100 does where labels are unshifted"
         )
-    return int(counted)
+    return int(own_counted)
+
+
+def _count_part(batch: Batch, part: SequencePart) -> torch.Tensor:
+    """Return the number of labels in a part of sequences, or of samples, which the first part counts."""
+    if "labels" not in batch and part.index:
+        return torch.zeros((), dtype=torch.long, device=next(tensor.device for _, tensor in tensors_in(batch)))
+    return count_labels(part.of_batch(batch))
 
 
 def _signs(batch: Batch) -> tuple[torch.Tensor, ...]:

@@ -184,6 +184,7 @@ class Engine:
         self.adapter, self.outer, self.units = rank.adapter, rank.outer, rank.sharded.units
         self.notes, self.advice, self.runs = rank.notes, rank.advice, rank.outline.runs
         self._sharded, self._batches, self._optimizer = rank.sharded, rank.batches, rank.optimizer
+        self._sequences = rank.sequences
         self._end, self._executor, self._lanes = rank.end, rank.executor, rank.lanes
         self.program, self.reads_in_place = lower_programs(rank)
         check_host(rank, self.program)
@@ -273,7 +274,7 @@ class Engine:
             outcome = self._executor.run(
                 share.pieces,
                 step=step,
-                first_microbatch=self.place.data * self.plan.schedule.microbatches,
+                first_microbatch=self.place.share * self.plan.schedule.microbatches,
                 scale=partial(_scale, self._end, self._moment, share.tokens),
                 training=True,
             )
@@ -324,8 +325,14 @@ class Engine:
         """Return the model's output for one microbatch on the last stage's ranks: [B, S, vocabulary], or the output of
         its last block. Return None on other ranks."""
         self._settle()
-        outcome = self._run_forward([self._batches.take_one(batch)], keep_logits=True)
-        return outcome.logits[0] if outcome.logits else None
+        taken = self._batches.take_one(batch)
+        outcome = self._run_forward([taken], keep_logits=True)
+        if not outcome.logits:
+            return None
+        if self._sequences is None:
+            return outcome.logits[0]
+        with self._agreement.guard("collecting outputs", pace=self._agreement.evaluations):
+            return self._sequences.whole(outcome.logits[0], self.transport, self._batches.length_of(batch))
 
     def _run_forward(self, batches: Sequence[Batch], *, keep_logits: bool = False) -> Outcome:
         self.saving.check_loaded()

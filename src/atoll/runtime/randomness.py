@@ -17,15 +17,15 @@ from dataclasses import dataclass, field
 import torch
 
 
-def block_seed(seed: int, step: int, microbatch: int, block: int) -> int:
-    """Return the seed of one forward of one block: a stable 63-bit hash of its four numbers."""
-    text = f"{seed}:{step}:{microbatch}:{block}".encode()
+def block_seed(seed: int, step: int, microbatch: int, block: int, *, part: int = 0) -> int:
+    """Return the seed of one forward of one block: a stable 63-bit hash of its numbers. part: of a divided sequence."""
+    text = f"{seed}:{step}:{microbatch}:{block}{f':{part}' if part else ''}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
-def seed_block(seed: int, step: int, microbatch: int, block: int) -> None:
+def seed_block(seed: int, step: int, microbatch: int, block: int, *, part: int = 0) -> None:
     """Seed torch's default generators, of the CPU and of CUDA where it is in use, for one forward of one block."""
-    _seed(block_seed(seed, step, microbatch, block=block))
+    _seed(block_seed(seed, step, microbatch, block=block, part=part))
 
 
 def _seed(value: int) -> None:

@@ -107,6 +107,7 @@ class Case:
     codecs: Codecs = NO_CODECS
     outer: Outer | None = None
     expert: int = 1
+    sequence: int = 1
     expert_layout: str | None = None
     host: HostState | None = None
     balance: Balance | None = None
@@ -121,8 +122,8 @@ class Case:
     @property
     def plan(self) -> Plan:
         """The plan that the ranks run."""
-        mesh = MeshShape(self.pipeline, self.inter, self.intra, self.tensor, self.order, self.expert)
-        schedule = schedules.build(self.schedule, ranks=self.pipeline, microbatches=self.microbatches // mesh.data)
+        mesh = MeshShape(self.pipeline, self.inter, self.intra, self.tensor, self.order, self.expert, self.sequence)
+        schedule = schedules.build(self.schedule, ranks=self.pipeline, microbatches=self.microbatches // mesh.shares)
         precision = Precision.preset(self.precision)
         return Plan(
             mesh,
@@ -200,8 +201,8 @@ class Case:
     def share(self, engine: Engine, step: int) -> dict[str, Any]:
         """Return a data-parallel rank's samples of a step: consecutive microbatches."""
         batch = self.model.batch(step, self.samples)
-        each = self.samples // engine.plan.mesh.data
-        return rows(batch, engine.place.data * each, each, "cpu")
+        each = self.samples // engine.plan.mesh.shares
+        return rows(batch, engine.place.share * each, each, "cpu")
 
 
 def units_of(engine: Engine) -> tuple[tuple[str, ...], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,11 +17,13 @@ from atoll.runtime.experts.division import DividedExperts
 from atoll.runtime.experts.kinds import deferred_in, stacked_in
 from atoll.runtime.models import Adapter, Block, Vocabulary, initialise_block, name_seed, shared_parameters
 from atoll.runtime.models.buffers import buffers_of, buffers_outside, modules_outside, on_meta, written
+from atoll.runtime.models.part import SequencePart
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.block import LocalBlock
 from atoll.runtime.pipeline.deferred import Collector, defer
 from atoll.runtime.pipeline.selective import Selective
 from atoll.runtime.pipeline.stage import Stage
+from atoll.runtime.sequence.divide import DividedSequences
 from atoll.runtime.sharding.surroundings import Surroundings
 from atoll.runtime.sharding.tensor_parallel import TensorParallel
 from atoll.runtime.sharding.tensors import Spread, dtype_of
@@ -37,14 +40,16 @@ def build_rank(
     seed: int,
     tensor: TensorParallel | None,
     experts: DividedExperts,
+    sequences: DividedSequences | None = None,
 ) -> Sharded:
     """Return units, stages and wiring. Materializes this rank's blocks one after the other, each into its units, and
     installs them in the model.
 
     tensor: how blocks are split over a tensor-parallel group, if there is one.  experts: of the model.
+    sequences: if ranks divide them.
     On `meta` no values are created.
     """
-    model = _Model.of(outline, around.transport.place.pp, experts)
+    model = _Model.of(outline, around.transport.place.pp, experts, sequences)
     sliced: VocabularySlice | None = None
     if outline.vocabulary is not None:
         sliced = _slice_vocabulary(model, outline.vocabulary, around, seed=seed, tensor=tensor)
@@ -89,9 +94,10 @@ class _Model:
     matrices: frozenset[str]
     on_host: frozenset[int]
     experts: DividedExperts
+    sequences: DividedSequences | None
 
     @staticmethod
-    def of(outline: Outline, rank: int, experts: DividedExperts) -> _Model:
+    def of(outline: Outline, rank: int, experts: DividedExperts, sequences: DividedSequences | None) -> _Model:
         adapter, runs = outline.adapter, outline.runs
         blocks = tuple(adapter.blocks())
         shared = shared_parameters(adapter)
@@ -109,7 +115,7 @@ class _Model:
             tuple(Using(spec.blocks, spec.is_shared, spec.view) for spec in specs),
             first_trained=min(trained, default=len(blocks)),
             slices={} if outline.vocabulary is None else {EMBEDDING: 0, HEAD: len(apart) - 1},
-            exchanges=experts.exchanges,
+            exchanges=Counter(experts.exchanges) + Counter({} if sequences is None else sequences.exchanges),
         )
         mine = shape.stages_of(rank)
         return _Model(
@@ -123,6 +129,7 @@ class _Model:
             on_host=shape.on_host(_trained(blocks, specs, {at for stage in mine for at in runs[stage]})),
             matrices=_matrices(blocks, specs, shared, plan=outline.plan, apart=apart),
             experts=experts,
+            sequences=sequences,
         )
 
     @property
@@ -214,7 +221,8 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
     plan, runs = model.outline.plan, model.outline.runs
     last = len(runs) - 1
     users = tuple(units[at] for at in sorted(units, reverse=True) if set(units[at].spec.blocks) & set(runs[stage]))
-    entry, exit_ = _ends_of(model.outline.adapter, model.outline.vocabulary, stage, last=last)
+    part = None if model.sequences is None else model.sequences.part
+    entry, exit_ = _ends_of(model.outline.adapter, model.outline.vocabulary, stage, last=last, part=part)
     waits = last > 0
     keeps = plan.recompute == "selective" and plan.compile == "none"
     own_blocks: list[LocalBlock] = []
@@ -309,14 +317,14 @@ def _slice_vocabulary(
 
 
 def _ends_of(
-    adapter: Adapter, vocabulary: Vocabulary | None, stage: int, last: int
+    adapter: Adapter, vocabulary: Vocabulary | None, stage: int, last: int, part: SequencePart | None
 ) -> tuple[EmbeddingEntry | None, HeadExit | None]:
     """Return the replacements of embedding and head on a stage."""
     if vocabulary is None:
         return None, None
     modules = {name: module for block in adapter.blocks() for name, module in block.named_modules()}
     return (
-        EmbeddingEntry(modules[vocabulary.embedding]) if stage == 0 else None,
+        EmbeddingEntry(modules[vocabulary.embedding], part) if stage == 0 else None,
         HeadExit(modules[vocabulary.head]) if stage == last else None,
     )
 

@@ -17,11 +17,12 @@ from atoll.plans.plan import Plan
 from atoll.program import Program, Programs
 from atoll.runtime.assemble.build import build_rank
 from atoll.runtime.experts.division import DividedExperts
-from atoll.runtime.experts.kinds import stacked_in
+from atoll.runtime.experts.kinds import experts_in, stacked_in
 from atoll.runtime.models import adapter_for
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.deferred import Collector
 from atoll.runtime.pipeline.routing import Balance
+from atoll.runtime.sequence.divide import DividedSequences
 from atoll.runtime.sharding.surroundings import Surroundings
 from atoll.runtime.sharding.tensor_parallel import tensor_parallel
 from atoll.runtime.sharding.unit import Unit
@@ -62,13 +63,17 @@ def describe_rank(
         transport = Nowhere(plan.mesh.place(first), torch.device("meta"))
         adapter = adapter_for(make_model())
         outline = Outline.of(adapter, plan, stacked=stacked_in(adapter.blocks()).values())
+        alone = (module for block in adapter.blocks() for _, module in experts_in(block))
+        sequences = DividedSequences.of(adapter, plan, transport.place, alone=alone)
         tensor = None
         if plan.mesh.tensor > 1:
             tensor = tensor_parallel(adapter, plan, transport.mesh_along("tp"), apart=outline.ends)
         mesh = None if tensor is None else tensor.mesh
         experts = DividedExperts.of(adapter, plan, transport, tensor=mesh, balance=Balance())
         around = Surroundings(plan.sharding(transport.place), transport, transport.device, lanes={})
-        sharded = build_rank(outline, around=around, collector=Collector(), seed=0, tensor=tensor, experts=experts)
+        sharded = build_rank(
+            outline, around=around, collector=Collector(), seed=0, tensor=tensor, experts=experts, sequences=sequences
+        )
         shape = sharded.rank(transport.place, reads_in_place=reads_in_place)
         end = plan.end if training else None
         program = outline.program(rank, outline.row(rank, training=training), shape, end=end)

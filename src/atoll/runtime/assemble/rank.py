@@ -27,10 +27,11 @@ from atoll.runtime.batches import Batches, Labels
 from atoll.runtime.checkpoint import is_complete
 from atoll.runtime.experts.division import DividedExperts
 from atoll.runtime.experts.implementation import choose_implementation
-from atoll.runtime.experts.kinds import stacked_in
+from atoll.runtime.experts.kinds import experts_in, stacked_in
 from atoll.runtime.lanes import JobLane, LaneKind, host_lanes, lane_of, lanes_of
 from atoll.runtime.mail import Mail
 from atoll.runtime.models import Adapter, Batch, Loss, adapter_for, weights_for
+from atoll.runtime.models.part import SequencePart
 from atoll.runtime.models.sums import check_sum
 from atoll.runtime.models.weights import Weights
 from atoll.runtime.outline import Outline
@@ -40,6 +41,7 @@ from atoll.runtime.pipeline.kept import KeptActivations
 from atoll.runtime.pipeline.routing import Balance, Routers
 from atoll.runtime.pipeline.step_end import LossScaler, StepEnd
 from atoll.runtime.randomness import keeping_random_state
+from atoll.runtime.sequence.divide import DividedSequences
 from atoll.runtime.sharding.coding import Moment
 from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
 from atoll.runtime.sharding.outer import OuterSteps
@@ -108,6 +110,7 @@ class Rank:
     end: StepEnd
     executor: Executor
     outer: OuterSteps | None
+    sequences: DividedSequences | None
     lanes: dict[LaneKind, JobLane]
     notes: tuple[str, ...]
     advice: tuple[str, ...]
@@ -129,6 +132,8 @@ def assemble(
     for note in notes if place.rank == 0 else ():
         warnings.warn(note, WeightsWarning, stacklevel=3)
     outline = Outline.of(adapter, plan, stacked=stacked_in(adapter.blocks()).values())
+    alone = (module for block in adapter.blocks() for _, module in experts_in(block))
+    sequences = DividedSequences.of(adapter, plan, place, alone=alone)
     tensor = None
     if plan.mesh.tensor > 1:
         tensor = tensor_parallel(adapter, plan, transport.mesh_along("tp"), apart=outline.ends)
@@ -144,7 +149,19 @@ def assemble(
     for each in wasteful if place.rank == 0 else ():
         warnings.warn(each, CostWarning, stacklevel=3)
     collector = Collector()
-    sharded = build_rank(outline, around=around, collector=collector, seed=options.seed, tensor=tensor, experts=experts)
+    sharded = build_rank(
+        outline,
+        around=around,
+        collector=collector,
+        seed=options.seed,
+        tensor=tensor,
+        experts=experts,
+        sequences=sequences,
+    )
+    part = None if sequences is None else sequences.part
+    if sequences is not None:
+        transport.open_swaps("sequence")
+        sequences.install((block for stage in sharded.stages for block in stage.blocks), transport)
     batches = Batches(
         plan,
         place,
@@ -153,6 +170,9 @@ def assemble(
         vocabulary=sharded.vocabulary,
         labels=options.labels,
         may_copy=options.loss is not None or not _predicts_next(adapter),
+        part=part,
+        attends_both_ways=not _predicts_next(adapter),
+        is_exact=options.balance != Balance(),
     )
     if not sharded.trainable:
         raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained")
@@ -160,13 +180,15 @@ def assemble(
     kept = KeptActivations(device, lanes, transport) if plan.offloads else None
     if kept is not None and options.away:
         kept.expected = options.away[place.pp]
+    loss: Loss = adapter.loss if options.loss is None else _OwnLoss(options.loss, device)
     executor = _executor(
         outline,
         sharded,
         end,
         collector=collector,
         transport=transport,
-        loss=adapter.loss if options.loss is None else _OwnLoss(options.loss, device),
+        loss=loss if sequences is None else sequences.loss_of(loss),
+        part=part,
         seed=options.seed,
         lanes=timed,
         kept=kept,
@@ -188,6 +210,7 @@ def assemble(
         end=end,
         executor=executor,
         outer=outer,
+        sequences=sequences,
         lanes=lanes,
         notes=notes,
         advice=wasteful,
@@ -273,7 +296,15 @@ def _end(
     return own, end
 
 
-def _executor(outline: Outline, sharded: Sharded, end: StepEnd, *, transport: Transport, **options: Any) -> Executor:
+def _executor(
+    outline: Outline,
+    sharded: Sharded,
+    end: StepEnd,
+    *,
+    transport: Transport,
+    part: SequencePart | None,
+    **options: Any,
+) -> Executor:
     ranks, placement = transport.place.peers("pp"), outline.schedule.placement
     mail = Mail(transport, lambda stage: ranks[placement.rank_of(stage)])
     slices = sharded.vocabulary
@@ -284,7 +315,8 @@ def _executor(outline: Outline, sharded: Sharded, end: StepEnd, *, transport: Tr
         end=end,
         transport=transport,
         mail=mail,
-        extensions=() if slices is None else (SplitVocabulary(slices, mail, placement, ranks=ranks),),
+        extensions=() if slices is None else (SplitVocabulary(slices, mail, placement, ranks=ranks, part=part),),
+        part=0 if part is None else part.index,
         **options,
     )
 

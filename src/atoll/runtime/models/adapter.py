@@ -20,6 +20,10 @@ and one that supports rows of several documents, separated by position ids that 
 
     check_documents()  raises PlanError unless it keeps them apart
 
+and one that can compute a part of each sequence, where ranks divide them
+
+    divide_sequences()  makes it do so from then on: `forward` still gets whole sequences in its batch
+
 A model provides its own adapter by a method `atoll_adapter()`; the built-in decoder and `nn.Sequential` need none.
 """
 
@@ -39,9 +43,11 @@ from atoll.base._torch import reset_of
 from atoll.base.errors import PlanError
 from atoll.base.labels import IGNORED_LABEL
 from atoll.prediction.cost.layer import head_problem
+from atoll.runtime.models.attention import check_heads_of_sequence
 from atoll.runtime.models.batch import Batch
 from atoll.runtime.models.decoder import Attention, Decoder, document_mask
 from atoll.runtime.models.mixture import Experts, FeedForward, Router
+from atoll.runtime.models.part import SequencePart, length_of
 
 Loss = Callable[[Any, Batch], "Tensor | tuple[Tensor, Tensor | float]"]
 """(outputs, batch) -> the loss SUMMED over what counts, or a pair of this sum and its count.
@@ -172,7 +178,7 @@ def sum_and_count(found: object) -> tuple[Tensor, Tensor | float | None]:
 
 
 def run_blocks(
-    blocks: Sequence[Block], first: int, last: int, hidden: Tensor, *, layers: Sequence[Tensor] = ()
+    blocks: Sequence[Block], first: int, last: int, hidden: Tensor, *, layers: Sequence[Tensor | None] = ()
 ) -> Tensor:
     """Pass `hidden` (for block 0: the model's input) through blocks first..last-1.
 
@@ -204,6 +210,7 @@ class DecoderAdapter:
 
     def __init__(self, model: Decoder) -> None:
         self.model = model
+        self._part: SequencePart | None = None
         layers = [Block(f"layers.{index}", layer) for index, layer in enumerate(model.layers)]
         self._blocks = (Block("embed", model.embed), *layers, Block("head", model.head))
         parts = list(model.modules())
@@ -217,11 +224,24 @@ class DecoderAdapter:
 
     def forward(self, first: int, last: int, hidden: Tensor | None, batch: Batch) -> Tensor:
         """Run blocks first..last-1. `position_ids` [B, S] that restart within a row separate its documents."""
-        given = _entry(self._blocks, first, hidden, batch)
-        if "position_ids" not in batch:
+        given, part = _entry(self._blocks, first, hidden, batch), self._part
+        if "position_ids" in batch:
+            positions = torch.as_tensor(batch["position_ids"], device=given.device)
+            mask = document_mask(positions)
+        elif part is not None:
+            positions, mask = torch.arange(length_of(batch), device=given.device)[None], None
+        else:
             return run_blocks(self._blocks, first, last, given)
-        positions = torch.as_tensor(batch["position_ids"], device=given.device)
-        return run_blocks(self._blocks, first, last, given, layers=(positions, document_mask(positions)))
+        if part is not None:
+            positions = part.of(positions, 1)
+            given = part.of(given, 1) if first == 0 else given
+        return run_blocks(self._blocks, first, last, given, layers=(positions, mask))
+
+    def divide_sequences(self, part: SequencePart, tensor: int, alone: Sequence[nn.Module]) -> Mapping[int, int]:
+        """Compute a part of each sequence from now on. Return the number of attentions in each block."""
+        check_heads_of_sequence(part.ranks, self.model.config.heads // tensor, "the decoder")
+        self._part = part
+        return dict.fromkeys(range(1, len(self._blocks) - 1), 1)
 
     def check_documents(self, rows: int) -> None:
         """Accept any number of documents per row."""

@@ -16,12 +16,14 @@ cross from one to another.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atoll.base.errors import PlanError
+from atoll.runtime.models.attention import attend
 from atoll.runtime.models.mixture import FeedForward, MixtureConfig, MixtureFeedForward
 
 
@@ -126,6 +128,20 @@ def _has_grouped_kernel(states: Tensor, mask: Tensor | None) -> bool:
     return states.device.type != "cuda" or (mask is None and states.dtype in (torch.bfloat16, torch.float16))
 
 
+def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Return causal attention, [batch, S, heads, head size], of [batch, heads, S, head size]; mask: see
+    `document_mask`."""
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1 and not _has_grouped_kernel(query, mask):
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+        repeats = 1
+    dropout = module.config.dropout if module.training else 0.0
+    mixed = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=repeats > 1
+    )
+    return mixed.transpose(1, 2)
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and grouped queries: [B, S, hidden] -> [B, S, hidden]."""
 
@@ -144,17 +160,7 @@ class Attention(nn.Module):
         key = rotate(self._heads(self.key(hidden)), config.rope_theta, positions)
         value = self._heads(self.value(hidden))
 
-        grouped = config.kv_heads != config.heads
-        if grouped and not _has_grouped_kernel(query, mask):
-            repeats = config.heads // config.kv_heads
-            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-            grouped = False
-
-        dropout = config.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=grouped
-        )
-        return self.output(mixed.transpose(1, 2).flatten(2))
+        return self.output(attend(_attention, self, query, key, value, mask).flatten(2))
 
     def _heads(self, projected: Tensor) -> Tensor:
         """Reshape [B, S, heads * head size] -> [B, heads, S, head size]."""

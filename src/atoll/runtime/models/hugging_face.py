@@ -45,7 +45,9 @@ from atoll.base.errors import PlanError
 from atoll.runtime.models.adapter import STYLES, Block, Vocabulary, check_blocks, check_heads, reset_module
 from atoll.runtime.models.batch import Batch
 from atoll.runtime.models.buffers import construct_buffers, constructed_constants, on_meta, written
+from atoll.runtime.models.divided import DividedLayers, divide_layers
 from atoll.runtime.models.inputs import DECODER_IDS, decoder_ids, main_input
+from atoll.runtime.models.part import SequencePart
 from atoll.runtime.models.probe import (
     fixed_options,
     hidden_argument,
@@ -89,6 +91,7 @@ class HuggingFaceAdapter:
         self._options = fixed_options(model)
         self._accepted = set(inspect.signature(model.forward).parameters)
         self._input = main_input(model)
+        self._divided: DividedLayers | None = None
         check_blocks(self._blocks, model)
         self._fill_buffers()
 
@@ -102,6 +105,8 @@ class HuggingFaceAdapter:
         inputs = self._inputs(batch)
         training = self._blocks[first].module.training
         given = inputs[self._input]
+        if self._divided is not None:
+            self._divided.length = given.shape[1]
         for module in self._between:
             module.training = training
             self._place(module, given.device)
@@ -353,6 +358,21 @@ class HuggingFaceAdapter:
                 setattr(parent, leaf, module)
         return logits
 
+    def divide_sequences(self, part: SequencePart, tensor: int, alone: Sequence[nn.Module]) -> Mapping[int, int]:
+        """Compute a part of each sequence from now on; see divided.py. Return the number of attentions in each block.
+
+        Raises PlanError for a model in which more than attention relates positions.
+        """
+        kind = type(self.model).__name__
+        if self._is_encoder_decoder or self._input != "input_ids":
+            raise PlanError(
+                f"sequence = {part.ranks}: {kind} has more than one sequence of tokens, or none; use sequence = 1"
+            )
+        (placed,) = self._stacks
+        layers = [self._blocks[at].module for at in placed.run]
+        self._divided = divide_layers(self.model, layers, part, tensor=tensor, outputs=self._task.outputs, alone=alone)
+        return dict(zip(placed.run, self._divided.attentions, strict=True))
+
     # ---- slots
 
     def _check(self, first: int, last: int, hidden: Tensor | None) -> None:
@@ -370,7 +390,8 @@ class HuggingFaceAdapter:
     ) -> Iterator[dict[str, Any]]:
         """Context with blocks first..last-1 in their places and replacements for the others. Yields additional
         arguments of the model's forward."""
-        options, stage = dict(self._options), StageRun(first, last, hidden, EncoderOutput())
+        options = dict(self._options)
+        stage = StageRun(first, last, hidden, EncoderOutput(), self._divided)
         if hidden is not None and self._is_encoder_decoder and first >= self._stacks[1].begin:
             target = inputs[DECODER_IDS].shape[1]
             encoded, stage.hidden = hidden.split([hidden.shape[1] - target, target], dim=1)

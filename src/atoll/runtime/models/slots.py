@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from atoll.runtime.models.divided import DividedLayers
 from atoll.runtime.models.probe import OutputShape, Stack, argument, hidden_argument, replace_argument, replace_hidden
 
 
@@ -127,27 +128,31 @@ class PlacedStack:
 
 @dataclass(slots=True)
 class StageRun:
-    """Blocks first..last-1 during one forward. hidden: input of the first one, None for block 0."""
+    """Blocks first..last-1 during one forward. hidden: input of the first one, None for block 0.  divided: what layers
+    are given of each sequence, if ranks divide them."""
 
     first: int
     last: int
     hidden: Tensor | None
     memory: EncoderOutput
+    divided: DividedLayers | None = None
 
     def act(self, placed: PlacedStack, at: int, module: nn.Module) -> Callable[..., Any] | None:
         """Return the replacement of layer block `at`; None: the layer itself."""
-        stack, hidden, memory = placed.stack, self.hidden, self.memory
+        stack, hidden, memory, divided = placed.stack, self.hidden, self.memory, self.divided
         layer = module if self.first <= at < self.last else None
         if hidden is not None and self.first >= placed.end and at == placed.end - 1:
             return lambda *args, **kwargs: stack.form.wrap(hidden)
         enters = hidden is not None and at == self.first
         ends = self.last <= placed.end and at == max(self.last - 1, placed.begin)
-        if layer is not None and stack.memory is None and not enters and not ends:
+        if layer is not None and stack.memory is None and divided is None and not enters and not ends:
             return None
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if enters:
                 args, kwargs = replace_hidden(args, kwargs, hidden)
+            if divided is not None and layer is not None:
+                args, kwargs = divided.given(at - placed.begin, args, kwargs)
             encoded = None if stack.memory is None else argument(args, kwargs, stack.memory)
             if layer is None:
                 output = stack.form.wrap(hidden_argument(args, kwargs))

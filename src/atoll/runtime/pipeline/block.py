@@ -65,6 +65,7 @@ class BlockDraw(NamedTuple):
     seed: int
     step: int
     microbatch: int
+    part: int = 0
 
 
 @dataclass(slots=True)
@@ -196,7 +197,7 @@ class LocalBlock:
         return handed, leaves
 
     def _drawn(self, draw: BlockDraw, *args: Any, **kwargs: Any) -> Any:
-        seed_block(*draw, self.index)
+        seed_block(draw.seed, draw.step, draw.microbatch, self.index, part=draw.part)
         return self._forward(*args, **kwargs)
 
     # ---- backward

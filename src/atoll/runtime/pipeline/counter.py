@@ -53,14 +53,14 @@ class ProgramCounter:
     """Where a rank is in its program, and what moves it.
 
     place: numbers of the process's page; `place[AT]` is the instruction in progress, `at` the next one.
-    seed: of the model's random numbers.
+    seed: of the model's random numbers.  part: of the sequences that this rank has.
     """
 
-    def __init__(self, microbatches: Microbatches, place: memoryview[int], *, seed: int) -> None:
+    def __init__(self, microbatches: Microbatches, place: memoryview[int], *, seed: int, part: int = 0) -> None:
         self._microbatches = microbatches
         self._blocks = [block for stage in microbatches.stages.values() for block in stage.blocks]
         self._place = place
-        self._seed = seed
+        self._seed, self._part = seed, part
         # Of the running program. A step that begins again replaces the next three outside of any forward, so
         # `block_forward` can keep them in local names.
         self.calls: Sequence[Callable[[], None]] = ()
@@ -135,7 +135,7 @@ class ProgramCounter:
         self.at = at + 1
         timing = self.timing
         start = 0.0 if timing is None else timing.now()
-        draw = BlockDraw(self._seed, self.step, self.first_microbatch + microbatch)
+        draw = BlockDraw(self._seed, self.step, self.first_microbatch + microbatch, self._part)
         kept, passages = self._microbatches.kept, self._microbatches.state.passages
         if kept is None or (block.index, microbatch) not in kept.chosen:
             output, passage = block.forward(given, draw)

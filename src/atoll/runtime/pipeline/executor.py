@@ -147,6 +147,7 @@ class Executor:
         lanes: Iterable[JobLane] = (),
         extensions: Sequence[Extension] = (),
         kept: KeptActivations | None = None,
+        part: int = 0,
     ) -> None:
         self._outline, self._transport = outline, transport
         self.end = end
@@ -168,7 +169,7 @@ class Executor:
         self.kept = kept
         # Where other threads and processes see this rank. All engines of a process share its page.
         self._page = own_page()
-        self.counter = ProgramCounter(self.microbatches, self._page.numbers, seed=seed)
+        self.counter = ProgramCounter(self.microbatches, self._page.numbers, seed=seed, part=part)
         # By number of microbatches and ending. A program is lowered when it is first needed and kept until `lower`, as
         # are its calls, which bind the units and blocks above. An evaluation has programs of its own.
         self._scores: dict[tuple[int, Ending | None], _Score] = {}

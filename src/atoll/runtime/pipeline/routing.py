@@ -140,7 +140,7 @@ class Routers:
                 f"bias_rate = {balance.bias_rate}: islands have tokens of their own, and their selection biases would "
                 "drift apart, which no outer step averages; use sequence_loss, or leave outer steps out"
             )
-        sequences = plan.microbatch * plan.schedule.microbatches * plan.mesh.data // plan.islands
+        sequences = plan.microbatch * plan.schedule.microbatches * plan.mesh.shares // plan.islands
         return Routers(balance, sequences, reports=place.tp == 0 or plan.sequence_parallel)
 
     def begin(self) -> None:

@@ -63,9 +63,13 @@ class Waits:
         if peers is Partners.STAGE:
             return self._peers(*data, "tp"), ", ".join((*data, "tp"))
         if peers is Partners.TENSOR:
-            sizes = {"expert": place.mesh.expert, "tp": place.mesh.tensor}
-            axes = [axis for axis, size in sizes.items() if size > 1]
-            return self._peers(*axes) if axes else (), ", ".join(axes)
+            # Two axes that divide a group: the larger of them has all ranks of the other, or those at least that act.
+            sizes = {"expert": place.mesh.expert, "sequence": place.mesh.sequence}
+            within = [axis for axis, size in sizes.items() if size > 1]
+            axes = [*within, *(("tp",) if place.mesh.tensor > 1 else ())]
+            groups = [[axis, *axes[len(within) :]] for axis in within] or [axes]
+            ranks = (rank for group in groups if group for rank in self._peers(*group))
+            return tuple(sorted(set(ranks))), ", ".join(axes)
         axes = [axis for axis in data if place.mesh.sizes[axis] > 1]
         return self._peers(*axes) if axes else (), ", ".join(axes)
 

@@ -125,7 +125,7 @@ class BadSteps:
         step, specs, place = refused.result.step, self._sharded.specs, self._transport.place
         share, outcome = self._played[step]
         count = self._plan.schedule.microbatches
-        first, total = place.data * count, count * self._plan.mesh.data
+        first, total = place.share * count, count * self._plan.mesh.shares
         names = places_of(specs)
         # If the replay does not show the fault again, the losses of the step itself tell more.
         probe = Probe(place.rank, first=first, size=self._plan.microbatch, names=names)

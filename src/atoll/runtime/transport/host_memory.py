@@ -15,6 +15,9 @@ from atoll.runtime.transport.shared_memory import HEADERS, Arena, SharedMemory
 Exchanging = Callable[[torch.Tensor, Sequence[int], Tag], DirectSum]
 """`Transport.exchange`."""
 
+_INSIDE = ("intra", "expert", "sequence")
+"""Axes inside a group."""
+
 
 class HostMemory(GroupMemory):
     """This rank's file, and those of the other ranks of its group.
@@ -81,7 +84,7 @@ class HostMemory(GroupMemory):
         return [part.tolist() for part in exchange.parts]
 
     def sees(self, peers: Peers) -> bool:
-        return bool(self.others) and peers.axis in ("intra", "expert") and set(peers.ranks) <= self.others.keys()
+        return bool(self.others) and peers.axis in _INSIDE and set(peers.ranks) <= self.others.keys()
 
     def wait_for_readers(self) -> None:
         # Called after the jobs that read from others have been waited for, so a rank's part says that it reads no more.

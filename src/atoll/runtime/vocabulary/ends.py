@@ -9,6 +9,7 @@ from torch import nn
 
 from atoll.base._torch import parameter_replaced
 from atoll.runtime.models import Block
+from atoll.runtime.models.part import SequencePart
 
 
 class End(ABC):
@@ -31,15 +32,26 @@ class EmbeddingEntry(End):
     """Returns the looked-up rows of the running microbatch, also for a recomputed forward.
 
     rows: the looked-up rows; set before the block runs, and cleared after it.
+    part: of each sequence whose rows are looked up, if ranks divide them; the others are zero.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, part: SequencePart | None = None) -> None:
         super().__init__(module)
         self.rows: torch.Tensor | None = None
+        self._part = part
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
-        rows, module = self.rows, self._module
-        assert rows is not None, "it is set before the block runs"
+        if self._part is None or given.shape[1] == self._rows.shape[1]:
+            return self._embedded(given)
+        return self._part.among_zeros(self._embedded(self._part.of(given, 1)), 1)
+
+    @property
+    def _rows(self) -> torch.Tensor:
+        assert self.rows is not None, "it is set before the block runs"
+        return self.rows
+
+    def _embedded(self, given: torch.Tensor) -> torch.Tensor:
+        rows, module = self._rows, self._module
         if type(module) is nn.Embedding:
             return rows
         # The embedding's class may transform its rows: apply it with these rows as its table.

@@ -20,6 +20,7 @@ from atoll.base.errors import RunError
 from atoll.plans.ir import Action, Op, Placement
 from atoll.runtime.mail import Mail, Parcel, Wire
 from atoll.runtime.models import Batch
+from atoll.runtime.models.part import SequencePart
 from atoll.runtime.transport import Channel, Tag
 from atoll.runtime.vocabulary.slice import Scores, VocabularySlice
 
@@ -59,9 +60,19 @@ def ways_of(rank_of_stage: Sequence[int], ranks: int) -> Iterator[tuple[Channel,
 
 
 class SplitVocabulary:
-    """The slice of this rank and the messages for it. `ranks`: world ranks along the pipeline."""
+    """The slice of this rank and the messages for it. `ranks`: world ranks along the pipeline. part: of each sequence
+    that this rank has, if ranks divide them."""
 
-    def __init__(self, slice_: VocabularySlice, mail: Mail, placement: Placement, ranks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        slice_: VocabularySlice,
+        mail: Mail,
+        placement: Placement,
+        ranks: Sequence[int],
+        *,
+        part: SequencePart | None = None,
+    ) -> None:
+        self._part = part
         self._slice, self._mail, self._ranks = slice_, mail, tuple(ranks)
         self._own, self._first = slice_.index, placement.rank_of(0)
         self._last, self.last_stage = placement.rank_of(placement.stages - 1), placement.stages - 1
@@ -70,6 +81,8 @@ class SplitVocabulary:
 
     def begin(self, batches: Sequence[Batch], *, training: bool, keeps_logits: bool) -> None:
         """Begin a program."""
+        if self._part is not None:
+            batches = [self._part.of_batch(batch) for batch in batches]
         self._row = _Row(batches, training, keeps_logits)
         self._slice.begin()
 

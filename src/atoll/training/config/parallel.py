@@ -188,6 +188,9 @@ class Parallel(Section):
     """number of blocks that are gathered and reduced together: more means fewer, larger messages and more memory"""
     tensor: Positive = 1
     """number of tensor-parallel ranks, which split each layer and the vocabulary: docs/models.md"""
+    sequence: Positive = 1
+    """ranks of a group that divide each sequence, a divisor of `intra` and, with `tensor`, of the heads of attention:
+    docs/long-sequences.md"""
     sequence_parallel: bool = False
     """shard activations along the sequence between the tensor-parallel parts of a layer"""
     vocabulary: bool = False

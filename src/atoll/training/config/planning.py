@@ -34,12 +34,13 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
     ranks = parallel.ranks if world is None else world
     problems = _world_problems(config, ranks, launched=world is not None)
     data = 0 if problems else ranks // (parallel.pipeline * parallel.tensor)
+    shares = data // parallel.sequence if parallel.intra % parallel.sequence == 0 else data
     if data:
-        problems += _batch_problems(config, data)
+        problems += _batch_problems(config, shares)
         problems += _outer_problems(config, data // parallel.intra)
     # If the batch does not factor, check the schedule's name and stages on a batch that does.
     fits = bool(data) and not problems
-    microbatches = train.global_batch // (train.microbatch * data) if fits else parallel.pipeline
+    microbatches = train.global_batch // (train.microbatch * shares) if fits else parallel.pipeline
 
     try:
         schedule = _schedule(parallel, microbatches, fits=fits)
@@ -56,6 +57,7 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
             f"parallel.expert = {parallel.expert} does not divide parallel.intra = {parallel.intra}: the ranks of a "
             f"group divide the experts; use a divisor of it"
         )
+    problems += _sequence_problems(config)
     problems += _length_problems(config)
     problems += _compile_problems(config)
     problems += _rollback_problems(config)
@@ -72,6 +74,7 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
             tensor=parallel.tensor,
             order=parallel.order,
             expert=parallel.expert,
+            sequence=parallel.sequence,
         ),
         layout=Layout(parallel.layout),
         schedule=schedule,
@@ -157,20 +160,20 @@ def _world_problems(config: Config, ranks: int, *, launched: bool) -> list[str]:
     ]
 
 
-def _batch_problems(config: Config, data: int) -> list[str]:
+def _batch_problems(config: Config, shares: int) -> list[str]:
     batch, microbatch = config.train.global_batch, config.train.microbatch
-    part = microbatch * data
+    part = microbatch * shares
     if batch % part == 0:
         return []
     below = batch // part * part
     sizes = [str(size) for size in (below, below + part) if size]
     hint = f"use a global_batch of {' or '.join(sizes)}"
-    if batch % data == 0:
-        fitting = sorted(divisors(batch // data), key=lambda size: (abs(size - microbatch), size))[:2]
+    if batch % shares == 0:
+        fitting = sorted(divisors(batch // shares), key=lambda size: (abs(size - microbatch), size))[:2]
         hint += f", or a microbatch of {' or '.join(str(size) for size in sorted(fitting))}"
     return [
-        f"train.global_batch = {batch} is not a multiple of train.microbatch * data-parallel ranks = "
-        f"{microbatch} * {data} = {part}; {hint}"
+        f"train.global_batch = {batch} is not a multiple of train.microbatch * data-parallel ranks"
+        f"{' / parallel.sequence' if config.parallel.sequence > 1 else ''} = {microbatch} * {shares} = {part}; {hint}"
     ]
 
 
@@ -202,6 +205,23 @@ def _rollback_problems(config: Config) -> list[str]:
         f"are kept (checkpoint.every = {kept.every}, checkpoint.keep = {kept.keep}) are only sure to reach "
         f"{kept.every * (kept.keep - 1)} steps back; raise one of them, or roll back less far"
     ]
+
+
+def _sequence_problems(config: Config) -> list[str]:
+    """Return why ranks cannot divide sequences."""
+    parallel, model = config.parallel, config.model
+    ranks, tensor = parallel.sequence, parallel.tensor
+    if parallel.intra % ranks:
+        return [
+            f"parallel.sequence = {ranks} does not divide parallel.intra = {parallel.intra}: ranks of a group divide "
+            "each sequence; use a divisor of it"
+        ]
+    if model.is_builtin and model.heads % (ranks * tensor):
+        return [
+            f"parallel.sequence = {ranks} with parallel.tensor = {tensor} does not divide model.config.heads = "
+            f"{model.heads}: each rank computes some of the heads over the whole sequence; use a divisor"
+        ]
+    return []
 
 
 def _length_problems(config: Config) -> list[str]:

@@ -61,6 +61,7 @@ def _fitting(config: Config, world: int) -> tuple[str, ...] | None:
         sizes = [size for size in divisors(math.gcd(parallel.intra, data)) if parallel.outer is None or size < data]
         intra = max(sizes, default=1)
         changed = {"pipeline": pipeline, "intra": intra, "expert": math.gcd(parallel.expert, intra)}
+        changed["sequence"] = math.gcd(parallel.sequence, intra)
         tried = config.model_copy(update={"parallel": parallel.model_copy(update=changed)})
         with suppress(ConfigError):
             tried.to_plan(world)

@@ -29,6 +29,7 @@ CHOSEN = {
     "tensor": "tensor",
     "intra": "intra",
     "expert": "expert",
+    "sequence": "divide",
     "order": "order",
     "residency": "residency",
     "reduction": "reduction",

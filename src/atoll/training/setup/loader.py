@@ -35,8 +35,8 @@ class Loader:
         self.dataset = dataset
         self.epoch = self.position = 0
         self._batch = plan.global_batch
-        self._share = self._batch // plan.mesh.data
-        self._begin = plan.mesh.place(world_rank()).data * self._share
+        self._share = self._batch // plan.mesh.shares
+        self._begin = plan.mesh.place(world_rank()).share * self._share
         self._is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
         self._seed = seed if shuffle and not self._is_stream else None
         self._options = {**options, "collate_fn": collate}

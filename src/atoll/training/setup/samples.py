@@ -93,8 +93,8 @@ class Samples:
         self._weights = config.data.shares
         self._batch = config.train.global_batch
         self._eval_batches = config.train.eval_batches
-        share = self._batch // place.mesh.data
-        self._share = slice(place.data * share, (place.data + 1) * share)
+        share = self._batch // place.mesh.shares
+        self._share = slice(place.share * share, (place.share + 1) * share)
         self._next: TokenBatch | None = None
         self._train = config.train
         self._mask = mask_of(corpus)

@@ -1,0 +1,1 @@
+"""Sequences that ranks divide: each computes its positions, and its heads of whole sequences in attention."""

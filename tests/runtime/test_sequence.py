@@ -1,0 +1,244 @@
+"""Ranks that divide sequences train like one process: heads for positions, masks of the whole sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from atoll.base.errors import PlanError, RankError
+from atoll.plans.host import HostState
+from atoll.plans.layouts import EFFECTIVE
+from atoll.plans.plan import MeshShape
+from atoll.runtime.models import Decoder, DecoderConfig
+from atoll.runtime.models.part import SequencePart
+from atoll.testing import run_ranks
+from atoll.testing.parity import Case, reference, train_case, worst_difference
+from tests.families import Family
+from tests.mixtures import MIXTURES
+
+IDS = 48
+BASE = Case(intra=2, sequence=2, microbatches=4, steps=2)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The built-in decoder on rows of some tokens. documents: their rows have several, separated by position ids."""
+
+    tokens: int = 12
+    documents: bool = False
+    config: DecoderConfig = field(
+        default_factory=lambda: DecoderConfig(vocabulary=IDS, layers=4, hidden=16, heads=4, kv_heads=2, ffn=24)
+    )
+
+    def build(self) -> nn.Module:
+        return Decoder(self.config)
+
+    def batch(self, step: int, samples: int) -> dict[str, Any]:
+        return rows_of(step, samples, self.tokens, documents=self.documents)
+
+
+def rows_of(step: int, samples: int, tokens: int, *, documents: bool) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(100 + step)
+    ids, labels = (torch.randint(3, IDS, (samples, tokens), generator=generator) for _ in range(2))
+    labels[torch.rand(labels.shape, generator=generator) < 0.3] = -100
+    found = {"input_ids": ids, "labels": labels}
+    if documents:
+        begins = torch.rand(labels.shape, generator=generator) < 0.3
+        begins[:, 0] = True
+        at = torch.arange(tokens).expand(samples, -1)
+        found["position_ids"] = at - torch.where(begins, at, 0).cummax(1).values
+    return found
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A tiny model of a family on rows of documents, of more tokens than its windows."""
+
+    family: Family
+    tokens: int = 12
+    documents: bool = True
+
+    def build(self) -> nn.Module:
+        return self.family.build()
+
+    def batch(self, step: int, samples: int) -> dict[str, Any]:
+        return rows_of(step, samples, self.tokens, documents=self.documents)
+
+
+def problems_of(case: Case, histories: Sequence[Any], tolerance: float = 1e-10) -> Iterator[str]:
+    wanted = reference(case)
+    for rank, history in enumerate(histories):
+        worst, where = worst_difference(history, wanted)
+        if not worst <= tolerance:
+            yield f"{words_of(case)}: rank {rank} differs by {worst:.3g} at {where}"
+        if not history.parameters:
+            yield f"{words_of(case)}: rank {rank} has no parameters"
+
+
+def words_of(case: Case) -> str:
+    """What differs from the default."""
+    plain = Case()
+    return ", ".join(
+        f"{each.name}={getattr(case, each.name)}"
+        for each in fields(Case)
+        if getattr(case, each.name) != getattr(plain, each.name)
+    )
+
+
+def train_each(cases: Sequence[Case]) -> list[Any]:
+    return [train_case(case) for case in cases]
+
+
+def assert_all(cases: Sequence[Case], tolerance: float = 1e-10) -> None:
+    """Train each in one session of ranks, and compare each with the unsplit model."""
+    ranks = run_ranks(train_each, cases[0].ranks, cases, timeout=180)
+    found = [
+        problem
+        for at, case in enumerate(cases)
+        for problem in problems_of(case, [rank[at] for rank in ranks], tolerance)
+    ]
+    assert not found, "\n".join(found)
+
+
+TWO = [
+    BASE,
+    replace(BASE, microbatch=2, recompute="block"),
+    replace(BASE, model=Rows(documents=True), recompute="selective"),
+    replace(BASE, model=Rows(tokens=11, documents=True)),
+    replace(BASE, model=Rows(tokens=13), compile="block-eager"),
+    replace(BASE, model=MIXTURES["groups"], expert=2),
+    replace(BASE, model=MIXTURES["softmax"], layout="GGG", reads_in_place=False),
+    replace(BASE, host=HostState("update-on-host", activations=1.0), model=Rows(documents=True)),
+    replace(BASE, optimizer="Muon", layout="IIG", model=MIXTURES["softmax"]),
+]
+FOUR: list[dict[str, Any]] = [
+    {"intra": 4, "sequence": 4, "layout": "IIG"},
+    {"intra": 4, "sequence": 2, "layout": "III"},
+    {"intra": 4, "sequence": 4, "reads_in_place": False},
+    {"inter": 2, "layout": "GGG"},
+    {"pipeline": 2, "schedule": "zb-v"},
+    {"pipeline": 2, "schedule": "breadth-first", "recompute": "block"},
+    {"pipeline": 2, "vocabulary_parallel": True, "schedule": "zb-h1"},
+    {"pipeline": 2, "post_validation": True, "schedule": "1f1b"},
+    {"tensor": 2},
+    {"tensor": 2, "sequence_parallel": True, "layout": "NGG"},
+]
+
+
+def _filled(case: Case, **changes: Any) -> Case:
+    return replace(case, **{"model": Rows(documents=True), **changes})
+
+
+def test_two_ranks_divide_sequences() -> None:
+    assert_all([case if case.model != BASE.model else replace(case, model=Rows()) for case in TWO])
+
+
+@pytest.mark.slow
+def test_four_ranks_divide_sequences_beside_other_axes() -> None:
+    assert_all([_filled(BASE, **way) for way in FOUR])
+
+
+@pytest.mark.slow
+def test_mixtures_divide_sequences_and_experts() -> None:
+    four = replace(BASE, intra=4, model=MIXTURES["groups"])
+    assert_all(
+        [
+            replace(four, sequence=4, expert=2),
+            replace(four, sequence=2, expert=4),
+            replace(four, sequence=2, expert=2, expert_layout="NNG", layout="GGG"),
+            replace(BASE, model=MIXTURES["groups"], pipeline=2, expert=2, schedule="zb-v"),
+            replace(BASE, model=MIXTURES["groups"], tensor=2, expert=2),
+        ]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [each.name for each in EFFECTIVE])
+def test_every_layout_with_pipelines(layout: str) -> None:
+    case = _filled(BASE, layout=layout, pipeline=2)
+    assert_all([replace(case, schedule=schedule) for schedule in ("1f1b", "zb-v")])
+
+
+FAMILIES: dict[str, tuple[tuple[tuple[str, Any], ...], float]] = {
+    "llama": ((), 1e-10),
+    "qwen3": ((), 1e-10),
+    "mistral": ((), 1e-10),  # windows
+    "gemma3_text": ((), 1e-5),  # windows in some layers; its norms of heads compute in fp32
+    "gpt_oss": ((), 1e-10),  # sinks, windows, experts
+    "deepseek_v3": ((), 1e-4),  # latent attention; its router computes in fp32
+    "modernbert": ((), 1e-10),  # both ways, windows
+    "olmo3": ((), 1e-10),
+    "cohere2": ((), 1e-6),
+    "phi3": ((), 1e-10),
+    "smollm3": ((), 1e-10),
+    "gpt_neox": ((), 1e-10),
+}
+"""Options and tolerance of each."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_divide_sequences(name: str) -> None:
+    pytest.importorskip("transformers")
+    options, tolerance = FAMILIES[name]
+    padded = Family(name, options, padded=True)
+    packed = Texts(Family(name, options), documents=name != "modernbert")
+    assert_all([replace(BASE, model=padded), replace(BASE, model=packed)], tolerance)
+    four = replace(BASE, intra=4, sequence=4, model=packed)  # of two heads of keys, for most
+    assert_all(
+        [four, replace(BASE, model=packed, pipeline=2, schedule="zb-v", recompute="block"), replace(four, sequence=2)],
+        tolerance,
+    )
+
+
+REFUSED = {
+    "gpt2": "fails in the model",
+    "falcon": "relates positions",
+    "bloom": "relates positions",
+    "gptj": "relates positions",
+    "mamba2": "positions",
+    "llama4_text": "counts positions by itself",
+    "deberta-v2": "relates positions",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_relate_positions_elsewhere_are_refused(name: str) -> None:
+    pytest.importorskip("transformers")
+    from atoll.runtime.models import adapter_for
+
+    with torch.device("meta"):
+        model = Family(name).build()
+    with pytest.raises(PlanError, match=REFUSED[name]):
+        adapter_for(model).divide_sequences(SequencePart(0, 2), 1, ())  # type: ignore[attr-defined]
+
+
+def test_what_cannot_be_divided_is_refused() -> None:
+    with pytest.raises(PlanError, match="sequence = 3 does not divide intra = 4"):
+        MeshShape(intra=4, sequence=3)
+    with pytest.raises(RankError, match="does not divide the 2 query heads of the decoder"):
+        assert_all([_filled(BASE, intra=4, sequence=4, tensor=1, model=Rows(config=_heads(2)))])
+    with pytest.raises(RankError, match="not known how a SequentialAdapter computes a part"):
+        assert_all([BASE])
+
+
+def _heads(heads: int) -> DecoderConfig:
+    return DecoderConfig(vocabulary=IDS, layers=2, hidden=16, heads=heads, kv_heads=heads, ffn=24)
+
+
+def test_ranks_that_divide_sequences_have_the_same_share() -> None:
+    mesh = MeshShape(pipeline=2, inter=2, intra=4, sequence=2)
+    places = [mesh.place(rank) for rank in range(mesh.world)]
+    assert mesh.shares == 4
+    assert [place.share for place in places] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
+    assert [place.sequence for place in places] == [0, 1] * 8
+    assert places[3].peers("sequence") == (2, 3)
+    assert places[13].peers("sequence") == (12, 13)
+    assert {place.share: place.peers("sequence") for place in places[8:]} == {
+        0: (8, 9), 1: (10, 11), 2: (12, 13), 3: (14, 15)
+    }  # fmt: skip
