@@ -242,3 +242,71 @@ def test_ranks_that_divide_sequences_have_the_same_share() -> None:
     assert {place.share: place.peers("sequence") for place in places[8:]} == {
         0: (8, 9), 1: (10, 11), 2: (12, 13), 3: (14, 15)
     }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What a rank says of samples without training."""
+
+    loss: float
+    tokens: int
+    logits: torch.Tensor | None
+
+
+def look(case: Case) -> list[Looked]:
+    engine = case.engine()
+    found = []
+    for length in (12, 11):
+        batch = {name: value[:, :length] for name, value in case.share(engine, 0).items()}
+        result = engine.evaluate(batch)
+        logits = engine.logits({"input_ids": batch["input_ids"][:1]})
+        found.append(Looked(result.loss_sum, result.tokens, logits))
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("model", [Rows(), Texts(Family("qwen3"), documents=False)], ids=["decoder", "qwen3"])
+def test_evaluations_and_logits_are_of_whole_sequences(model: Any) -> None:
+    pytest.importorskip("transformers")
+    alone = run_ranks(look, 1, replace(BASE, intra=1, sequence=1, model=model))[0]
+    for rank, seen in enumerate(run_ranks(look, 4, replace(BASE, pipeline=2, model=model))):
+        for own, wanted in zip(seen, alone, strict=True):
+            assert own.tokens == wanted.tokens
+            assert own.loss == pytest.approx(wanted.loss, rel=1e-12)
+            assert (own.logits is None) == (rank < 2)
+            if own.logits is not None and wanted.logits is not None:
+                assert own.logits.shape == wanted.logits.shape
+                assert float((own.logits - wanted.logits).abs().max()) < 1e-10
+
+
+@pytest.mark.slow
+def test_low_rank_adapters_of_divided_sequences() -> None:
+    pytest.importorskip("peft")
+    model = Texts(Family("llama", lora=True))
+    assert_all([replace(BASE, model=model), replace(BASE, model=model, layout="GGG", recompute="block")])
+
+
+def counted(batch: dict[str, Any], part: SequencePart) -> int:
+    return int((part.of_batch(batch)["labels"] != -100).sum())
+
+
+def test_parts_of_a_batch_have_all_of_its_labels() -> None:
+    batch = rows_of(0, 4, 12, documents=True) | {"weights": torch.ones(4), "kinds": torch.ones(4, 3)}
+    parts = [SequencePart(at, 3) for at in range(3)]
+    assert sum(counted(batch, part) for part in parts) == int((batch["labels"] != -100).sum())
+    own = parts[1].of_batch(batch)
+    assert torch.equal(own["position_ids"], batch["position_ids"][:, 4:8])
+    assert own["weights"].shape == (4,)
+    assert own["kinds"].shape == (4, 3)
+
+
+def test_padding_does_not_count_and_is_a_document_of_its_own() -> None:
+    part = SequencePart(0, 4)
+    padded = part.padded(rows_of(0, 2, 11, documents=True), 4, attends_both_ways=False)
+    assert {name: each.shape[1] for name, each in padded.items()} == {"input_ids": 12, "labels": 12, "position_ids": 12}
+    assert padded["labels"][:, 11].tolist() == [-100, -100]
+    assert padded["position_ids"][:, 11].tolist() == [0, 0]
+    masked = part.padded(rows_of(0, 2, 11, documents=False), 4, attends_both_ways=True)
+    assert masked["attention_mask"].sum(1).tolist() == [11, 11]
+    with pytest.raises(PlanError, match="not known how colours of shape"):
+        part.padded(rows_of(0, 2, 11, documents=False) | {"colours": torch.ones(2, 11)}, 4, attends_both_ways=False)

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from atoll.runtime.randomness import keeping_random_state
 from atoll.runtime.services.bad_steps import BadSteps
 from atoll.runtime.services.buffers import Buffers
 from atoll.runtime.services.checkpoints import Checkpoints
+from atoll.runtime.services.evaluation import Evaluation
 from atoll.runtime.services.parameters import Parameters
 from atoll.runtime.services.timing import StepTiming
 from atoll.runtime.sharding.coding import Moment
@@ -47,28 +48,6 @@ from atoll.runtime.sharding.matrices import MatrixUpdate
 from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory
 from atoll.runtime.sharding.state import load_values
 from atoll.runtime.transport import connect, world_rank, world_size
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """Sums over the evaluated samples of all ranks.
-
-    tokens: labels that count, or samples of a batch without labels.  counted: the count of the loss, `tokens` unless
-    the loss returns another one.
-    """
-
-    loss_sum: float
-    tokens: int
-    counted: float
-
-    @property
-    def loss(self) -> float:
-        """Mean loss; 0 if the count is 0."""
-        return self.loss_sum / self.counted if self.counted else 0.0
-
-    def __add__(self, other: Evaluation) -> Evaluation:
-        """Return the sum of both evaluations."""
-        return Evaluation(self.loss_sum + other.loss_sum, self.tokens + other.tokens, self.counted + other.counted)
 
 
 class Engine:

@@ -89,6 +89,17 @@ class DividedLayers:
             {key: cut(each, own.get(key), self.part, self.length) for key, each in kwargs.items()},
         )
 
+    def looking_up(self, table: nn.Module) -> Callable[[Tensor], Tensor]:
+        """Return an embedding that looks up this rank's positions, and has zeros at the others."""
+
+        def look_up(ids: Tensor) -> Tensor:
+            if ids.dim() < 2 or ids.shape[1] != self.length:
+                found: Tensor = table(ids)
+                return found
+            return self.part.among_zeros(table(self.part.of(ids, 1)), 1)
+
+        return look_up
+
 
 def divide_layers(
     model: nn.Module,

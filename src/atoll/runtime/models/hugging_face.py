@@ -46,6 +46,7 @@ from atoll.runtime.models.adapter import STYLES, Block, Vocabulary, check_blocks
 from atoll.runtime.models.batch import Batch
 from atoll.runtime.models.buffers import construct_buffers, constructed_constants, on_meta, written
 from atoll.runtime.models.divided import DividedLayers, divide_layers
+from atoll.runtime.models.documents import sees, separates
 from atoll.runtime.models.inputs import DECODER_IDS, decoder_ids, main_input
 from atoll.runtime.models.part import SequencePart
 from atoll.runtime.models.probe import (
@@ -92,6 +93,7 @@ class HuggingFaceAdapter:
         self._accepted = set(inspect.signature(model.forward).parameters)
         self._input = main_input(model)
         self._divided: DividedLayers | None = None
+        self._tables: list[tuple[str, nn.Module]] = []
         check_blocks(self._blocks, model)
         self._fill_buffers()
 
@@ -290,7 +292,7 @@ class HuggingFaceAdapter:
             raise PlanError(f"flash attention separates the documents of a single row, and a microbatch has {rows}")
         positions = torch.tensor([[*range(5), *range(6)]] if is_flash else [[*range(5), *range(6)], [*range(11)]])
         for at, given in enumerate(self._given_to_layers(positions)):
-            kept = _sees(given, positions) if is_flash else _separates(given, positions)
+            kept = sees(given, positions) if is_flash else separates(given, positions)
             if not kept:
                 raise PlanError(f"layer {at} of {kind} is given nothing that keeps the documents of a row apart")
 
@@ -369,6 +371,8 @@ class HuggingFaceAdapter:
                 f"sequence = {part.ranks}: {kind} has more than one sequence of tokens, or none; use sequence = 1"
             )
         (placed,) = self._stacks
+        self._tables = [(each.name, each.module) for each in self._blocks[: placed.begin]]
+        self._tables = [each for each in self._tables if isinstance(each[1], nn.Embedding)]
         layers = [self._blocks[at].module for at in placed.run]
         self._divided = divide_layers(self.model, layers, part, tensor=tensor, outputs=self._task.outputs, alone=alone)
         return dict(zip(placed.run, self._divided.attentions, strict=True))
@@ -407,6 +411,9 @@ class HuggingFaceAdapter:
                 if hidden is not None and first >= placed.begin:
                     for name, stub in placed.stubs.items():
                         put(*self._parent(name), stub.doing(self._sizes(inputs), hidden))
+                elif self._divided is not None:
+                    for name, module in self._tables:
+                        put(*self._parent(name), LayerSlot(module).doing(self._divided.looking_up(module)))
                 for at in placed.run:
                     act = stage.act(placed, at, self._blocks[at].module)
                     if act is not None:
@@ -474,22 +481,6 @@ def _encoder_outputs(encoded: Tensor) -> Any:
     from transformers.modeling_outputs import BaseModelOutput
 
     return BaseModelOutput(last_hidden_state=encoded)
-
-
-def _sees(given: Sequence[Tensor], positions: Tensor) -> bool:
-    """Return True if a layer gets the positions themselves, and no mask."""
-    return any(torch.equal(each, positions) for each in given) and not any(each.dim() == 4 for each in given)
-
-
-def _separates(given: Sequence[Tensor], positions: Tensor) -> bool:
-    """Return True if a layer's masks forbid attention between documents, and allow each token to attend to itself."""
-    document = (positions == 0).cumsum(-1)
-    apart = document[:, None, :, None] != document[:, None, None, :]
-    masks = [each for each in given if each.dim() == 4 and each.shape[-2:] == apart.shape[-2:]]
-    allowed = [each if each.dtype == torch.bool else each > torch.finfo(each.dtype).min / 2 for each in masks]
-    return bool(masks) and all(
-        not (each & apart).any() and bool(each.diagonal(dim1=-2, dim2=-1).all()) for each in allowed
-    )
 
 
 def _unset(module: nn.Module) -> dict[str, nn.Parameter]:
