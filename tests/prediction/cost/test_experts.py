@@ -189,8 +189,9 @@ def test_an_uneven_choice_of_experts_fills_one_rank() -> None:
 
 def test_an_exchange_takes_a_latency_for_each_rank_and_what_leaves_it() -> None:
     link = Speed(latency=1e-3, rate=1e6)
-    assert all_to_all(8e6, ranks=4, link=link) == pytest.approx(4e-3 + 6.0)
-    assert all_to_all(8e6, ranks=1, link=link) == 0.0
+    assert all_to_all(8e6, ranks=4, link=link, is_told=True) == pytest.approx(4e-3 + 6.0)
+    assert all_to_all(8e6, ranks=1, link=link, is_told=True) == 0.0
+    assert all_to_all(8e6, ranks=4, link=link, is_told=False) == pytest.approx(3e-3 + 6.0)
 
 
 def test_the_link_of_expert_ranks() -> None:

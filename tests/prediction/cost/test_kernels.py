@@ -75,5 +75,5 @@ def test_collectives_are_rings() -> None:
     assert collective("reduce-scatter", 8e9, ranks=8, link=link) == pytest.approx(7 * (1e-6 + 1.0))
     assert collective("all-reduce", 8e9, ranks=8, link=link) == pytest.approx(14 * (1e-6 + 1.0))
     assert collective("all-reduce", 8e9, ranks=1, link=link) == 0.0
-    group = KernelClock(DEVICE, "bfloat16", 2, ranks=8, link=link)
+    group = KernelClock(DEVICE, "bfloat16", 2, {"tp": (8, link)})
     assert group.of(Exchange("all-gather", 8e9)) == pytest.approx(7 * (1e-6 + 1.0))

@@ -17,7 +17,8 @@ class Breakdown(NamedTuple):
     waits for I, which then also computes the weights' gradients. Recomputing is part of I. Of a split vocabulary,
     look-ups (L), their sum and scores (S) are part of F, the gradient that is combined from scores is part of I, and
     the slices' gradients (T, G) are part of W.
-    tensor: time of collectives of tensor parallelism.  exchanges: of rows between ranks that divide experts.
+    tensor: time of collectives of tensor parallelism.  exchanges: of rows between ranks that divide experts,
+    and of heads between those that divide sequences.
     optimizer: its step, and waits for slices of matrices that it transforms whole.
     other: pauses, and everything else with a time.
     bubble: waits for a message or a sum that another pipeline rank has not sent yet.
@@ -52,7 +53,7 @@ PARTS = {
     "backward": "backward (I)",
     "weights": "weights' gradients (W)",
     "tensor": "tensor-parallel collectives",
-    "exchanges": "exchanges between experts",
+    "exchanges": "exchanges of rows and heads",
     "optimizer": "optimizer",
     "other": "other",
     "bubble": "pipeline bubble",

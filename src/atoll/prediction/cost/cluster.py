@@ -235,11 +235,11 @@ class Cluster(_Table):
     def along(self, mesh: MeshShape, axis: str) -> Speed:
         """Return the link of each rank for a collective along an axis, while all groups along it communicate. Besides
         the axes of the mesh there are `expert`, ranks that divide experts, also with their tensor-parallel groups
-        (`expert x tp`), and `shard`, those that share them.
+        (`expert x tp`), `shard`, those that share them, and `sequence`, those that divide sequences.
 
         A ring crosses between nodes once in each direction, so the ranks of a group in one node share one group's part
-        of the cards. Ranks that divide experts send to all others: each has its own part of the cards, for what leaves
-        the node. Raises ConfigError if the axis leaves the node and there is no network.
+        of the cards. Ranks that divide experts or sequences send to all others: each has its own part of the cards, for
+        what leaves the node. Raises ConfigError if the axis leaves the node and there is no network.
         """
         inner, size = _stretch(mesh, axis)
         near = 1 if inner >= self.node.devices else min(size, self.node.devices // inner)
@@ -257,7 +257,7 @@ class Cluster(_Table):
                 "cluster no [network]; add one, or use fewer ranks"
             )
         groups = self.node.devices // near
-        if axis.startswith("expert"):
+        if axis in _ALL_TO_ALL:
             found = self.network.speed(self.node.cards / self.node.devices)
             found = replace(found, rate=found.rate * (size - 1) / (size - near))
         else:
@@ -308,15 +308,19 @@ class Cluster(_Table):
         return Speed() if link is None else link.speed(1.0)
 
 
+_ALL_TO_ALL = ("expert", "expert x tp", "sequence")
+"""Axes along which each rank sends to all others."""
+
+
 def _stretch(mesh: MeshShape, axis: str) -> tuple[int, int]:
     """Return how far neighbours along an axis are apart, and the number of ranks along it."""
     sizes = mesh.sizes
-    own = "intra" if axis in ("expert", "expert x tp", "shard") else axis
+    own = "intra" if axis in (*_ALL_TO_ALL, "shard") else axis
     names = list(sizes)
     inner = math.prod(sizes[name] for name in names[names.index(own) + 1 :])
     if axis == "shard":
         return inner * mesh.expert, mesh.intra // mesh.expert
-    return inner, mesh.expert if axis.startswith("expert") else sizes[own]
+    return inner, {"sequence": mesh.sequence}.get(axis, mesh.expert) if axis in _ALL_TO_ALL else sizes[own]
 
 
 @lru_cache(maxsize=1)

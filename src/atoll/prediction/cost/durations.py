@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -179,10 +179,13 @@ class Durations:
     def clock(self) -> KernelClock:
         """Clock of the device, which gives the seconds of kernels."""
         mesh, use = self.ranks.plan.mesh, self.ranks.use
-        links = {"link": self.cluster.along(mesh, "tp")} if mesh.tensor > 1 else {}
-        if use.exchanging > 1:
-            links["between"] = self.cluster.along(mesh, "expert" if use.parts == 1 else "expert x tp")
-        return KernelClock(self.cluster.device, use.compute, use.item, mesh.tensor, experts=use.exchanging, **links)
+        along = {"expert": "expert x tp"} if use.parts > 1 else {}
+        groups = {
+            axis: (size, self.cluster.along(mesh, along.get(axis, axis)))
+            for axis, size in use.groups.items()
+            if size > 1
+        }
+        return KernelClock(self.cluster.device, use.compute, use.item, groups)
 
     def _by_instruction(self, rank: int, of_work: Callable[[Work], Parts]) -> dict[tuple[Operation, int], float]:
         """Return the seconds of a rank's blocks and slices, given F, I and W of each, by instruction."""
@@ -214,21 +217,21 @@ class Durations:
     def _known(self) -> dict[int, tuple[Work, Parts]]:
         return {}
 
-    def _collectives(self, work: Work, axis: str) -> Parts:
-        """Return the seconds of collectives along an axis within F, I and W."""
+    def _collectives(self, work: Work, axes: Collection[str]) -> Parts:
+        """Return the seconds of collectives along some axes within F, I and W."""
         every = work.forward, work.backward, work.weights
         alone = (
-            self.clock.seconds(each for each in kernels if not (isinstance(each, Exchange) and each.axis == axis))
+            self.clock.seconds(each for each in kernels if not (isinstance(each, Exchange) and each.axis in axes))
             for kernels in every
         )
         return tuple(whole - part for whole, part in zip(self.parts(work), alone, strict=True))  # type: ignore[return-value]
 
     def inside(self, rank: int) -> dict[str, dict[tuple[Operation, int], float]]:
         """Return the seconds that collectives add to a pipeline rank's instructions, by field of `Breakdown`."""
-        use = self.ranks.use
-        axes = (("tensor", "tp", use.tensor), ("exchanges", "expert", use.exchanging))
+        sizes = self.ranks.use.groups
+        axes = {"tensor": ("tp",), "exchanges": ("expert", "sequence")}
         return {
-            part: self._by_instruction(rank, partial(self._collectives, axis=axis))
-            for part, axis, size in axes
-            if size > 1
+            part: self._by_instruction(rank, partial(self._collectives, axes=own))
+            for part, own in axes.items()
+            if max(sizes[axis] for axis in own) > 1
         }

@@ -213,7 +213,7 @@ class MixtureWork:
         """Yield rows to the ranks of their experts, and a pass that sorts them there; nothing if each has them all."""
         if self.use.exchanging > 1:
             nbytes = self.use.item * self.rows * self.sizes.hidden
-            yield Exchange("all-to-all", nbytes)
+            yield Exchange("all-to-all", nbytes, "expert")
             yield Pass(2.0 * nbytes)
 
     def _repeated(self) -> Iterator[Kernel]:

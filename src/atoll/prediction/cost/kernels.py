@@ -9,7 +9,7 @@ host needs to launch them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -74,16 +74,15 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A collective over the tensor-parallel group, of a whole buffer of `nbytes`; or an all-to-all over the ranks that
-    divide experts, of so many bytes of each of them, after the numbers of rows."""
+    """A collective within a block, of a whole buffer of `nbytes`; in an all-to-all, of so many bytes of each rank.
+
+    axis: of the mesh, along which its ranks are: a tensor-parallel group, or those that divide experts, which first
+    tell each other numbers of rows, or sequences.
+    """
 
     kind: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
     nbytes: float
-
-    @property
-    def axis(self) -> Literal["tp", "expert"]:
-        """The axis of the mesh along which its ranks are."""
-        return "expert" if self.kind == "all-to-all" else "tp"
+    axis: Literal["tp", "expert", "sequence"] = "tp"
 
     def sent(self, ranks: int) -> float:
         """Return the bytes that each of so many ranks sends: in an all-reduce, as in a reduce-scatter and an
@@ -101,19 +100,15 @@ def launches(kernel: Kernel) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KernelClock:
-    """Computes the duration of kernels on a device, in a dtype, with a tensor-parallel group.
+    """Computes the duration of kernels on a device, in a dtype, with other ranks.
 
-    item: bytes of an element.  ranks: of the group, which communicates over `link`.  experts: ranks that divide the
-    experts, which exchange rows over `between`.
+    item: bytes of an element.  groups: by the axis of exchanges, the number of ranks along it, and their link.
     """
 
     device: Device
     dtype: str
     item: int
-    ranks: int = 1
-    link: Speed = field(default_factory=Speed)
-    experts: int = 1
-    between: Speed = field(default_factory=Speed)
+    groups: Mapping[str, tuple[int, Speed]] = field(default_factory=dict)
 
     def seconds(self, kernels: Iterable[Kernel]) -> float:
         """Return the seconds of kernels run one after the other on the device, or of their launches on the host if
@@ -137,10 +132,11 @@ class KernelClock:
             case Pass():
                 reached = efficiency.half if self.item == 2 else 1.0
                 return max(self._memory(kernel.nbytes) / reached, efficiency.launch * kernel.kernels)
-            case Exchange("all-to-all"):
-                return all_to_all(kernel.nbytes, ranks=self.experts, link=self.between)
             case Exchange():
-                return collective(kernel.kind, kernel.nbytes, ranks=self.ranks, link=self.link)
+                ranks, link = self.groups.get(kernel.axis, (1, Speed()))
+                if kernel.kind == "all-to-all":
+                    return all_to_all(kernel.nbytes, ranks=ranks, link=link, is_told=kernel.axis == "expert")
+                return collective(kernel.kind, kernel.nbytes, ranks=ranks, link=link)
         return max(own, efficiency.launch)
 
     def _memory(self, nbytes: float) -> float:
@@ -165,9 +161,10 @@ def collective(kind: str, nbytes: float, *, ranks: int, link: Speed) -> float:
     return rounds * (link.latency + link.seconds(nbytes / ranks))
 
 
-def all_to_all(nbytes: float, *, ranks: int, link: Speed) -> float:
-    """Return the seconds in which each rank sends its part of `nbytes` to each of the others, after how many rows
-    come."""
+def all_to_all(nbytes: float, *, ranks: int, link: Speed, is_told: bool) -> float:
+    """Return the seconds in which each rank sends its part of `nbytes` to each of the others. is_told: after how many
+    rows come."""
     if ranks == 1:
         return 0.0
-    return ranks * link.latency + link.seconds(nbytes * (ranks - 1) / ranks)
+    messages = ranks if is_told else ranks - 1
+    return messages * link.latency + link.seconds(nbytes * (ranks - 1) / ranks)

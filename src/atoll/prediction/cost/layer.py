@@ -31,6 +31,10 @@ FLASH_BACKWARD = 2.5
 """Ratio of operations of fused attention's backward to its forward: five products to two."""
 
 
+HEAD_EXCHANGES = 2
+"""Exchanges of heads for positions in an attention's forward."""
+
+
 def head_problem(ranks: int, heads: int, kv_heads: int) -> str | None:
     """Return why attention's heads cannot be split over tensor-parallel ranks, with the sizes that fit; None if they
     can. Each rank has whole heads: keys and values are not replicated."""
@@ -75,6 +79,10 @@ class TransformerLayer:
             raise ConfigError(problem)
         for size, what in ((sizes.heads, "heads"), (sizes.keys, "kv_heads x width")):
             _check(size, self._heads_over(use), what)
+        if sizes.heads % (self._heads_over(use) * use.divide):
+            raise ConfigError(
+                f"sequence = {use.divide} does not divide the {sizes.heads // self._heads_over(use)} heads of a rank"
+            )
         mixture = self._mixture(use)
         _check(0 if mixture else sizes.ffn, self._inside(use), "ffn")
         forward = tuple(self._forward(use))
@@ -108,7 +116,7 @@ class TransformerLayer:
             backward=backward,
             weights=weights,
             expert_weights=apart,
-            exchanges=0 if mixture is None else mixture.exchanges,
+            exchanges=(0 if mixture is None else mixture.exchanges) + (HEAD_EXCHANGES if use.divide > 1 else 0),
             saved=tuple(saved),
             pending=self._gradients(use) if how.waits else (),
             again=tuple(again),
@@ -195,6 +203,26 @@ class TransformerLayer:
         """Return the number of ranks over which heads are split, between the linear layers."""
         return 1 if self.sizes.latent else self._inside(use)
 
+    def _own_heads(self, use: Use) -> int:
+        """Return the heads of all samples whose scores a rank computes."""
+        return use.samples * self.sizes.heads // (self._heads_over(use) * use.divide)
+
+    def _repeats(self, use: Use) -> int:
+        """Return how often keys and values are repeated, so that each rank that divides sequences has some."""
+        groups = (self.sizes.kv_heads or self.sizes.heads) // self._heads_over(use)
+        return math.lcm(groups, use.divide) // groups
+
+    def _exchanged(self, use: Use, *, is_back: bool = False) -> Iterator[Kernel]:
+        """Return the exchange of heads for positions, before attention or behind it (`is_back`), with the copies into
+        messages and out of them."""
+        if use.divide > 1:
+            s = self.sizes
+            width = s.attended if is_back else s.queries + (s.keys + s.values) * self._repeats(use)
+            nbytes = use.item * use.tokens * width / self._heads_over(use)
+            yield Pass(2.0 * nbytes, 1 if is_back else 3)
+            yield Exchange("all-to-all", nbytes, "sequence")
+            yield Pass(2.0 * nbytes, use.divide * (1 if is_back else 3))
+
     def _mixture(self, use: Use) -> MixtureWork | None:
         mixture = self.sizes.mixture
         return None if mixture is None else MixtureWork(mixture, self.sizes, use)
@@ -212,10 +240,10 @@ class TransformerLayer:
     def _scores(self, use: Use) -> Iterator[Kernel]:
         """Return the kernels of attention between its two linear layers, forward."""
         s, i = self.sizes, use.item
-        heads, length = use.samples * s.heads // self._heads_over(use), use.sequence
+        heads, length = self._own_heads(use), use.sequence
         value_width = s.head_width if s.latent is None else s.latent.values
         if not s.is_eager(use):
-            width = (s.queries + s.keys + s.values + s.attended) // self._heads_over(use)
+            width = (s.queries + (s.keys + s.values) * self._repeats(use) + s.attended) // self._heads_over(use)
             share = 0.5 if s.causal else 1.0
             flops = 2.0 * share * heads * length * length * (s.head_width + value_width)
             yield FusedAttention(flops, i * use.tokens * width)
@@ -243,7 +271,9 @@ class TransformerLayer:
             yield Pass(2.0 * i * tokens * (s.latent.norms + s.keys), 3)
         if s.rotary:
             yield Pass(2.0 * i * tokens * (s.queries + s.keys) / self._heads_over(use))
+        yield from self._exchanged(use)
         yield from self._scores(use)
+        yield from self._exchanged(use, is_back=True)
         yield from self._multiply(use, out)
         if self._heads_over(use) > 1:
             yield from self._leave(use)
@@ -281,7 +311,9 @@ class TransformerLayer:
         if self._heads_over(use) > 1:
             yield from self._enter(use)
         yield from self._multiply_back(use, out)
+        yield from self._exchanged(use, is_back=True)
         yield from self._scores_backward(use)
+        yield from self._exchanged(use)
         if s.rotary:
             yield Pass(2.0 * i * tokens * (s.queries + s.keys) / self._heads_over(use))
         if s.latent is not None:
@@ -293,7 +325,7 @@ class TransformerLayer:
         yield Pass(4.0 * i * hidden)
 
     def _scores_backward(self, use: Use) -> Iterator[Kernel]:
-        s, i = self.sizes, use.item
+        i = use.item
         for kernel in self._scores(use):
             match kernel:
                 case FusedAttention():
@@ -302,8 +334,7 @@ class TransformerLayer:
                     yield kernel.swapped
                     yield kernel.learnt
                 case Pass():
-                    scores = use.samples * s.heads // self._heads_over(use) * use.sequence**2
-                    yield Pass(kernel.nbytes + i * scores, kernel.kernels)
+                    yield Pass(kernel.nbytes + i * self._own_heads(use) * use.sequence**2, kernel.kernels)
 
     def _enter(self, use: Use) -> Iterator[Kernel]:
         """Return the traffic of the hidden state at modules split by outputs; in the backward, at those split by
@@ -367,16 +398,17 @@ class TransformerLayer:
                 yield from how.saved_by_norm(use, f"{name}' norm", tokens * width // t, rows, is_kept=False)
         if how.keeps_angles:
             yield Saved("rotary angles", 2 * i * use.sequence * s.head_width, "I")
-        keys = s.queries if is_eager and how.repeats_keys else s.keys
+        keys = s.queries if is_eager and how.repeats_keys else s.keys * self._repeats(use)
         yield Saved("queries and keys", i * tokens * (s.queries + keys) // t, "I")
-        values = s.queries + 2 * s.keys if _is_slice(self.sizes, use) else keys
+        values = s.queries + 2 * s.keys if _is_slice(self.sizes, use) and use.divide == 1 else keys
         if s.latent is not None:
             values = s.attention["keys and values"][1]
         yield Saved("values", i * tokens * values // t, "I")
         # Kernels write in the queries' memory order: head by head, the output is copied.
-        if how.heads == "outer" and not is_eager and (i < 4 or how.copies == "all"):
+        # An exchange copies it as well.
+        if not is_eager and (use.divide > 1 or (how.heads == "outer" and (i < 4 or how.copies == "all"))):
             yield Saved("attention's output", i * tokens * s.attended // t, "I")
-        scores = use.samples * s.heads // t * use.sequence**2
+        scores = self._own_heads(use) * use.sequence**2
         if not is_eager:
             yield Saved("log-sums", max(4, i) * tokens * s.heads // t, "I")
             return

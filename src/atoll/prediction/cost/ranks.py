@@ -231,7 +231,7 @@ class Ranks:
 def sent_inside(ranks: Ranks, rank: int) -> dict[tuple[str, str], tuple[int, float]]:
     """Return the number of collectives within blocks of a pipeline rank in a step, and the bytes that they send, by
     axis and field of `Breakdown`."""
-    sizes = {"tp": ranks.use.tensor, "expert": ranks.use.exchanging}
+    sizes = ranks.use.groups
     found: dict[tuple[str, str], tuple[int, float]] = {}
     if max(sizes.values()) == 1:
         return found

@@ -24,8 +24,9 @@ LossKind = Literal["eager", "fused"]
 class Use:
     """How a model is executed.
 
-    samples, sequence: of one microbatch.  tensor: ranks of a tensor-parallel group.  expert, imbalance: as in
-    `MeshShape` and `Plan`.  compute: torch's name of the dtype of activations.  recompute: as `Plan` has it.
+    samples, sequence: of one microbatch.  divide: ranks that divide each sequence.  tensor: ranks of a tensor-parallel
+    group.  expert, imbalance: as in `MeshShape` and `Plan`.  compute: torch's name of the dtype of activations.
+    recompute: as `Plan` has it.
     attention: "eager" writes all scores to memory, "flash" none of them; None: that of a counted model, by formulas
     "flash".
     loss: "eager" keeps the logits in compute and in fp32, "fused" once.
@@ -34,6 +35,7 @@ class Use:
 
     samples: int
     sequence: int
+    divide: int = 1
     tensor: int = 1
     expert: int = 1
     imbalance: float = 1.0
@@ -46,8 +48,8 @@ class Use:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of a microbatch."""
-        return self.samples * self.sequence
+        """Number of tokens of a microbatch on a rank."""
+        return self.samples * -(-self.sequence // self.divide)
 
     @property
     def item(self) -> int:
@@ -70,6 +72,11 @@ class Use:
         """Number of ranks that exchange rows: those of `expert`, and with `sequence_parallel` also those of their
         tensor-parallel groups, which then have tokens of their own."""
         return self.expert * self.parts
+
+    @property
+    def groups(self) -> dict[str, int]:
+        """Ranks that communicate within a block, by axis."""
+        return {"tp": self.tensor, "expert": self.exchanging, "sequence": self.divide}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +127,8 @@ class Work:
     frozen: those that are not trained.  experts: the share of all three that is in the experts of a mixture.
     forward, backward, weights: kernels of F, of I and of W. Recomputing is part of `backward`.
     expert_weights: the kernels of W that are of experts.
-    exchanges: how often a forward exchanges rows with the ranks that divide the experts.
+    exchanges: how often a forward exchanges rows with the ranks that divide the experts, or heads for positions with
+    those that divide sequences.
     saved: from F on.  pending: computed by I for W, the gradients of outputs of linear layers.
     again: saved by a recomputed forward within the block's I.  peak: temporary bytes within an operation.
     loss: temporary bytes in the loss's backward, before the block's I.
@@ -255,6 +263,7 @@ class Workload:
         """
         plain = replace(
             use,
+            divide=1,
             tensor=1,
             expert=1,
             sequence_parallel=False,

@@ -34,6 +34,7 @@ def use_of(plan: Plan, use: Use) -> Use:
     return replace(
         use,
         samples=plan.microbatch,
+        divide=plan.mesh.sequence,
         tensor=plan.mesh.tensor,
         expert=plan.mesh.expert,
         imbalance=plan.imbalance,

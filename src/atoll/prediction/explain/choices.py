@@ -100,10 +100,10 @@ def rebuilt(
     if plan.outer is not None and mesh.inter != plan.mesh.inter:
         raise PlanError(f"{mesh.inter} islands instead of {plan.mesh.inter} would change the results")
     name = schedule or plan.schedule.name
-    microbatches, rest = divmod(batch, microbatch * mesh.data)
+    microbatches, rest = divmod(batch, microbatch * mesh.shares)
     if rest or not microbatches:
         raise PlanError(
-            f"a global batch of {batch} is not a multiple of {microbatch} samples x {mesh.data} data-parallel ranks"
+            f"a global batch of {batch} is not a multiple of {microbatch} samples x {mesh.shares} data-parallel ranks"
         )
     if chunks is None and name == plan.schedule.name and _takes_chunks(name):
         chunks = plan.schedule.chunks
@@ -136,8 +136,9 @@ def with_axis(mesh: MeshShape, axis: str, size: int, *, gives: tuple[str, str]) 
         whole = _whole(mesh, axis, other)
         if whole % size == 0:
             sizes: dict[str, Any] = {axis: size, other: whole // size}
-            expert = math.gcd(mesh.expert, sizes.get("intra", mesh.intra))
-            return replace(mesh, **sizes, expert=expert)
+            intra = sizes.get("intra", mesh.intra)
+            divided: dict[str, Any] = {name: math.gcd(getattr(mesh, name), intra) for name in ("expert", "sequence")}
+            return replace(mesh, **sizes, **divided)
     raise PlanError(f"{mesh.world} ranks {mesh.sizes} cannot have {size} along {axis!r}")
 
 
@@ -266,6 +267,10 @@ def _has_tensor_ranks(plan: Plan) -> bool:
     return plan.mesh.tensor > 1
 
 
+def _divided_sequences(plan: Plan) -> Iterator[str]:
+    return (str(size) for size in range(1, plan.mesh.intra + 1) if plan.mesh.intra % size == 0)
+
+
 def _expert_layouts(plan: Plan) -> Iterator[str]:
     others = (layout.name for layout in EFFECTIVE if layout != plan.layout)
     return _if(plan.mesh.data > plan.mesh.expert, SAME_LAYOUT, *others)
@@ -314,6 +319,14 @@ _CHOICES = (
         make=lambda plan, value: replace(plan, mesh=replace(plan.mesh, expert=int(value))),
         plain="1",
         applies=_has_experts,
+    ),
+    Choice(
+        "sequences",
+        "parallel.sequence",
+        now=lambda plan: str(plan.mesh.sequence),
+        others=_divided_sequences,
+        make=lambda plan, value: rebuilt(plan, mesh=replace(plan.mesh, sequence=int(value))),
+        plain="1",
     ),
     Choice(
         "layout of experts",

@@ -14,6 +14,7 @@ GATHERS, _REDUCTIONS, RETURNS, PIPELINE_MESSAGES = "gathers", "reductions", "upd
 OUTER = "outer gradients, mean of a step"
 MATRICES = "slices of matrices"
 ROWS = "rows of experts"
+HEADS = "heads of attention"
 
 _KINDS = {
     "gathers": GATHERS,
@@ -34,8 +35,8 @@ _KINDS = {
 class LinkUse:
     """Traffic of a rank on a link in a step.
 
-    axis: of the mesh.  kind: gathers, reductions, updated parameters, slices of matrices, rows of experts, messages,
-    outer gradients, or what goes to host memory and comes from it.
+    axis: of the mesh.  kind: gathers, reductions, updated parameters, slices of matrices, rows of experts, heads of
+    attention, messages, outer gradients, or what goes to host memory and comes from it.
     times: their number.  nbytes: in total.  seconds: busy time of the link.
     """
 
@@ -62,10 +63,11 @@ def link_uses(prediction: Prediction, rank: int) -> tuple[LinkUse, ...]:
         for axis, nbytes in way:
             times[axis, _KINDS.get(do.carries, PIPELINE_MESSAGES)] += 1
             sent[axis, _KINDS.get(do.carries, PIPELINE_MESSAGES)] += nbytes
-    links = {**prediction.durations.links, "expert": prediction.durations.clock.between}
+    links = prediction.durations.links | {axis: link for axis, (_, link) in prediction.durations.clock.groups.items()}
     for (axis, part), (count, nbytes) in sent_inside(prediction.ranks, rank).items():
         if part == "exchanges":
-            times[axis, ROWS], sent[axis, ROWS] = count, nbytes
+            kind = ROWS if axis == "expert" else HEADS
+            times[axis, kind], sent[axis, kind] = count, nbytes
     if prediction.plan.outer is not None:
         outgoing = outer_bytes_sent(prediction.ranks, rank)
         times["inter", OUTER] = -(-len(outgoing) // prediction.plan.outer.every)

@@ -45,7 +45,8 @@ def mesh(shape: MeshShape) -> str:
     """Return a mesh: "64 ranks: pp 4 x inter 2 x intra 8"."""
     sizes = " x ".join(f"{name} {size}" for name, size in shape.sizes.items() if size > 1)
     experts = f", experts over {shape.expert}" if shape.expert > 1 else ""
-    return "1 rank" if shape.world == 1 else f"{shape.world} ranks: {sizes}{experts}"
+    sequences = f", sequences over {shape.sequence}" if shape.sequence > 1 else ""
+    return "1 rank" if shape.world == 1 else f"{shape.world} ranks: {sizes}{experts}{sequences}"
 
 
 def plan_line(prediction: Prediction) -> str:

@@ -103,9 +103,10 @@ class _Total(NamedTuple):
 
 
 def _alone(mesh: MeshShape) -> MeshShape:
-    """Return the mesh without data parallelism but for ranks that divide experts."""
-    order = mesh.order if mesh.expert > 1 and mesh.order[-2] == "pp" else AXES
-    return MeshShape(mesh.pipeline, 1, mesh.expert, mesh.tensor, order, mesh.expert)
+    """Return the mesh without data parallelism but for ranks that divide experts or sequences."""
+    divided = math.lcm(mesh.expert, mesh.sequence)
+    order = mesh.order if divided > 1 and mesh.order[-2] == "pp" else AXES
+    return MeshShape(mesh.pipeline, 1, divided, mesh.tensor, order, mesh.expert, mesh.sequence)
 
 
 class _Node(NamedTuple):
@@ -441,7 +442,8 @@ class PlanSearch:
         """Return the seconds of one microbatch through all blocks."""
         use = frame.use(self.goal)
         if use not in self._totals:
-            mesh = MeshShape(1, 1, use.expert, use.tensor, expert=use.expert)
+            divided = math.lcm(use.expert, use.divide)
+            mesh = MeshShape(1, 1, divided, use.tensor, expert=use.expert, sequence=use.divide)
             alone = frame._replace(mesh=mesh, microbatches=1, vocabulary_parallel=False)
             prediction = self._prediction(alone, Order("1f1b"), PLAIN)
             workload, precision = self.workload, Precision.preset(frame.precision)

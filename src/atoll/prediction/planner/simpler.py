@@ -24,13 +24,14 @@ OF_A_TRAVEL = ("residency", "reduction", "unit", "prefetch", "post_validation")
 def specials(candidate: Candidate, space: Space) -> int:
     """Return the number of special choices of a plan.
 
-    One for each of: a pipeline, tensor parallelism, several groups of data-parallel ranks, divided experts, each
-    sharded state, a layout of experts alone, host memory, a searched order, and each choice that is not the first of
-    its values in the space.
+    One for each of: a pipeline, tensor parallelism, several groups of data-parallel ranks, divided experts or
+    sequences, each sharded state, a layout of experts alone, host memory, a searched order, and each choice that is not
+    the first of its values in the space.
     """
     frame, order, travel = candidate.frame, candidate.order, candidate.travel
     mesh, layout = frame.mesh, travel.layout
-    axes = (mesh.pipeline > 1, mesh.tensor > 1, mesh.inter > 1, mesh.order != space.order[0], mesh.expert > 1)
+    sizes = mesh.pipeline, mesh.tensor, mesh.inter, mesh.expert, mesh.sequence
+    axes = (*(size > 1 for size in sizes), mesh.order != space.order[0])
     sharded = [level is not Level.N for level in (layout.parameters, layout.gradients, layout.optimizer)]
     of_a_frame = [getattr(frame, name) != getattr(space, name)[0] for name in OF_A_FRAME]
     of_a_travel = [getattr(travel, name) != getattr(space, name)[0] for name in OF_A_TRAVEL]

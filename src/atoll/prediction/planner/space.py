@@ -95,6 +95,7 @@ class Frame(NamedTuple):
         return Use(
             samples=self.microbatch,
             sequence=goal.sequence,
+            divide=self.mesh.sequence,
             tensor=self.mesh.tensor,
             expert=self.mesh.expert,
             imbalance=goal.imbalance,
@@ -127,6 +128,7 @@ class Space:
 
     pipeline, tensor, intra: ranks along these axes; by default all divisors. A group is within a node, and so are
     tensor-parallel ranks.  expert: ranks of a group that divide experts; by default all divisors of both.
+    divide: ranks of a group that divide sequences; by default none, or of goals with long ones all divisors.
     expert_layout: of experts; if None that of all else, unless another one saves time for the fastest plans.
     order: of the mesh's axes over the ranks.  schedules: of a pipeline, those of
     `atoll.prediction.planner.space.ORDERS_OF_A_PIPELINE` if not given, and orders searched for the fastest plans.
@@ -140,6 +142,7 @@ class Space:
     tensor: tuple[int, ...] | None = None
     intra: tuple[int, ...] | None = None
     expert: tuple[int, ...] | None = None
+    divide: tuple[int, ...] | None = None
     expert_layout: Layout | None = None
     order: tuple[tuple[str, ...], ...] = ORDERS
     schedules: tuple[Order, ...] | None = None
@@ -172,7 +175,7 @@ class Space:
         if not precisions:
             cluster.device.rate(computes[self.precision[0]])
         for mesh in self.meshes(world_of(goal, cluster), cluster, blocks=blocks, experts=experts):
-            share, rest = divmod(goal.global_batch, mesh.data)
+            share, rest = divmod(goal.global_batch, mesh.shares)
             if rest:
                 continue
             sizes = _chosen(self.microbatch, share)
@@ -181,7 +184,7 @@ class Space:
             for size, recompute, precision, is_spread, is_sliced in product(
                 sizes, self.recompute, precisions, spread, sliced
             ):
-                if not is_spread or goal.sequence % mesh.tensor == 0:
+                if not is_spread or goal.sequence % (mesh.tensor * mesh.sequence) == 0:
                     yield Frame(mesh, size, share // size, recompute, precision, is_spread, is_sliced)
 
     def meshes(self, world: int, cluster: Cluster, *, blocks: int, experts: int = 0) -> Iterator[MeshShape]:
@@ -203,7 +206,11 @@ class Space:
                         if intra <= max(1, within) and lies not in seen:
                             seen.add(lies)
                             each = math.gcd(intra, experts // tensor) if experts else 1
-                            yield from (replace(mesh, expert=expert) for expert in _chosen(self.expert, each))
+                            for expert, divide in product(_chosen(self.expert, each), self._divides(intra)):
+                                yield replace(mesh, expert=expert, sequence=divide)
+
+    def _divides(self, intra: int) -> list[int]:
+        return [1] if self.divide is None else _chosen(self.divide, intra)
 
     def cause(self, goal: Goal, cluster: Cluster, *, blocks: int, experts: int = 0) -> str:
         """Return the constraint that leaves no frame; an empty text if there is one.
@@ -230,8 +237,8 @@ class Space:
                 f"intra are within the {devices} devices of a node, and a pipeline has at most {blocks} ranks, one for "
                 "each block of the model; keep fewer choices, or use other numbers of ranks"
             )
-        shares = sorted({mesh.data for mesh in meshes})
-        fitting = [data for data in shares if goal.global_batch % data == 0]
+        shares = sorted({mesh.shares for mesh in meshes})
+        fitting = [share for share in shares if goal.global_batch % share == 0]
         if not fitting:
             return (
                 f"global_batch = {goal.global_batch} is not divisible by {_listed(shares)}, the possible numbers of "

@@ -26,7 +26,7 @@ from atoll.runtime.models.attention import check_heads_of_sequence, register_att
 from atoll.runtime.models.inputs import example
 from atoll.runtime.models.operations import nested_tensors
 from atoll.runtime.models.part import SequencePart
-from atoll.runtime.models.probe import Arguments, fixed_options
+from atoll.runtime.models.probe import Arguments, fixed_options, hidden_argument, replace_hidden
 
 Cut = Any
 """Of an argument: the dimension of a tensor along which it is cut, None if it is whole; or a tuple or dict of these."""
@@ -84,10 +84,10 @@ class DividedLayers:
     def given(self, at: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
         """Return the arguments of a layer for this rank."""
         own = self.cuts[at]
-        return (
-            tuple(cut(each, own.get(place), self.part, self.length) for place, each in enumerate(args)),
-            {key: cut(each, own.get(key), self.part, self.length) for key, each in kwargs.items()},
-        )
+        cut_args = tuple(cut(each, own.get(place), self.part, self.length) for place, each in enumerate(args))
+        cut_kwargs = {key: cut(each, own.get(key), self.part, self.length) for key, each in kwargs.items()}
+        # Not a view of the whole, which would be kept with it until the backward.
+        return replace_hidden(cut_args, cut_kwargs, hidden_argument(cut_args, cut_kwargs).contiguous())
 
     def looking_up(self, table: nn.Module) -> Callable[[Tensor], Tensor]:
         """Return an embedding that looks up this rank's positions, and has zeros at the others."""

@@ -62,17 +62,16 @@ class HeadExchange:
     def move(self, tensors: Sequence[Tensor], *, gathers_heads: bool) -> list[Tensor]:
         """Exchange tensors. gathers_heads: whether each ends with all heads, and a part of its positions."""
         ranks, along = self.ranks, 2 if gathers_heads else 1
-        parts = [each.chunk(ranks, along) for each in tensors]
-        sizes = [own[0].numel() for own in parts]
+        sizes = [each.numel() // ranks for each in tensors]
         sent = self._room(tensors[0], sum(sizes))
-        for row, own in zip(sent, zip(*parts, strict=True), strict=True):
-            for target, part in zip(row.split(sizes), own, strict=True):
-                target.view(part.shape).copy_(part)
+        for part, tensor in zip(sent.split(sizes, 1), tensors, strict=True):
+            parts = tensor.unflatten(along, (ranks, -1)).movedim(along, 0)
+            part.unflatten(1, parts.shape[1:]).copy_(parts)
         made = [self._made(each, gathers_heads=gathers_heads) for each in tensors]
-        targets = list(zip(*(each.chunk(ranks, 3 - along) for each in made), strict=True))
+        targets = [each.unflatten(3 - along, (ranks, -1)).unbind(3 - along) for each in made]
         each = [1] * ranks
         with self._transport.exchange_rows(sent, (each, each), self.peers, tag=self._tag) as rows:
-            for row, into in zip(rows, targets, strict=True):
+            for row, into in zip(rows, zip(*targets, strict=True), strict=True):
                 for source, target in zip(row.view(-1).split(sizes), into, strict=True):
                     target.copy_(source.view(target.shape))
         self._transport.memory.give_back(sent)

@@ -14,8 +14,8 @@ from atoll.plans.plan import Plan
 from atoll.prediction.cost import Prediction
 from atoll.prediction.cost.summary import summary
 from atoll.program.trace import Trace, to_chrome
-from atoll.runtime.services.evaluation import Evaluation
 from atoll.runtime.pipeline.step_end import StepResult
+from atoll.runtime.services.evaluation import Evaluation
 from atoll.training.config import Config
 from atoll.training.data import Name
 from atoll.training.data.tokenizer import FileTokenizer, Tokenizer

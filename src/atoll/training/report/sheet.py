@@ -256,7 +256,7 @@ def _bottleneck(prediction: Prediction) -> str:
         "gathers": "waiting for gathers",
         "reductions": "waiting for reductions",
         "tensor": "tensor-parallel collectives",
-        "exchanges": "exchanging rows of experts",
+        "exchanges": "exchanging rows or heads",
         "sums": "waiting for sums",
         "host": "waiting for host memory",
     }

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from atoll.base.errors import BadStepError
 from atoll.base.faults import Fault
-from atoll.runtime.services.evaluation import Evaluation
 from atoll.runtime.pipeline.step_end import StepResult
+from atoll.runtime.services.evaluation import Evaluation
 from atoll.training.data import Name
 from atoll.training.output.folder import Start
 from atoll.training.output.record import perplexity

@@ -46,6 +46,7 @@ def predict_plan(
     use = Use(
         samples=plan.microbatch,
         sequence=config.data.sequence,
+        divide=plan.mesh.sequence,
         tensor=plan.mesh.tensor,
         expert=plan.mesh.expert,
         imbalance=plan.imbalance,
