@@ -17,6 +17,7 @@ from atoll.plans import schedules
 from atoll.plans.layouts import Layout
 from atoll.plans.plan import MeshShape, Plan
 from atoll.prediction.cost import FusedAttention, Kernel, Pass, Product, Ranks, Use, Work, Workload
+from atoll.prediction.cost.kernels import Exchange
 from atoll.runtime.assemble.describe import describe_rank
 from atoll.runtime.models import Adapter, Decoder, DecoderConfig, adapter_for, count, transformer_of
 from atoll.runtime.models.operations import kernel_of
@@ -199,6 +200,31 @@ def test_formulas_agree_with_counting_to_the_byte(family: str, attention: str) -
         both = zip(parts(counted, use), parts(formulas, use), strict=True)
         for (name, found), (_, expected) in both:
             assert measures(found) == measures(expected), (name, use)
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"), [("decoder", "flash"), *product(["llama", "qwen3", "gpt_neox", "bert"], ["flash", "eager"])]
+)
+def test_formulas_of_divided_sequences_agree_with_counting_to_the_byte(family: str, attention: str) -> None:
+    """Four ranks are more than there are heads of keys in most; one sample of one such head is no copy of it."""
+    config = config_of(family)
+    counted, formulas = count(model_of(config)), transformer_of(config).workload
+    for divide, recompute, compute in product((2, 4), ("none", "selective", "block"), ("bfloat16", "float32")):
+        options = {"compute": compute, "recompute": recompute, "attention": attention, "divide": divide}
+        use = Use(samples=2, sequence=16, **options)  # type: ignore[arg-type]
+        for (name, found), (_, expected) in zip(parts(counted, use), parts(formulas, use), strict=True):
+            assert measures(found) == measures(expected), (name, use)
+            assert sent(found) == sent(expected), (name, use)
+
+
+def sent(works: list[Work]) -> dict[str, float]:
+    """Bytes of exchanges."""
+    return {
+        kind: sum(
+            kernel.nbytes for work in works for kernel in getattr(work, kind) if isinstance(kernel, Exchange)
+        )
+        for kind in ("forward", "backward")
+    }
 
 
 def test_a_model_of_70_billion_parameters_is_counted_in_seconds() -> None:

@@ -21,7 +21,15 @@ class Embedding:
     sizes: Transformer
 
     def work(self, use: Use) -> Work:
-        """See `Work`."""
+        """See `Work`. Where ranks divide sequences, one with types computes all positions."""
+        if use.divide == 1 or not self.sizes.types:
+            return self._of_part(use)
+        whole = self._of_part(replace(use, divide=1))
+        return replace(
+            whole, saved=(*whole.saved, Saved("output", whole.wire, "I")), wire=use.item * use.tokens * self.sizes.hidden
+        )
+
+    def _of_part(self, use: Use) -> Work:
         s, i, rest = self.sizes, use.item, self.without_tokens(use)
         whole = use.tokens * s.hidden
         is_megatron = s.implementation.runtime == "megatron"
@@ -66,6 +74,8 @@ class Embedding:
 
     def _kept(self, use: Use) -> Iterator[Saved]:
         s, hidden = self.sizes, use.tokens * self.sizes.hidden // use.parts
+        if use.divide > 1 and not s.implementation.keeps_angles:  # beside the next layer's part of all rows
+            yield Saved("output", use.item * hidden, "I")
         if s.implementation.ends == "parts" and s.positions:
             yield Saved("tokens' rows", use.item * hidden, "I")
             yield Saved("positions' rows", use.item * use.sequence * s.hidden // use.parts, "I")

@@ -397,7 +397,7 @@ class TransformerLayer:
                 rows = s.head_width if s.head_norms == "head" else width // t
                 yield from how.saved_by_norm(use, f"{name}' norm", tokens * width // t, rows, is_kept=False)
         if how.keeps_angles:
-            yield Saved("rotary angles", 2 * i * use.sequence * s.head_width, "I")
+            yield Saved("rotary angles", 2 * i * -(-use.sequence // use.divide) * s.head_width, "I")
         keys = s.queries if is_eager and how.repeats_keys else s.keys * self._repeats(use)
         yield Saved("queries and keys", i * tokens * (s.queries + keys) // t, "I")
         values = s.queries + 2 * s.keys if _is_slice(self.sizes, use) and use.divide == 1 else keys
@@ -428,9 +428,9 @@ class TransformerLayer:
             return tuple(Saved(f"{name}'s product", int(i * tokens * each.columns), "I") for name, each in products)
         hidden = i * tokens * s.hidden // use.parts
         queries, keys = i * tokens * s.queries // t, i * tokens * s.keys // t
-        is_copied = _is_copied(self.sizes, use)
+        is_copied = _is_copied(self.sizes, use) or use.divide > 1
         if _is_slice(self.sizes, use):
-            heads = [Saved("values", queries + 2 * keys, "I")]
+            heads = [Saved("product of values" if is_copied else "values", queries + 2 * keys, "I")]
         else:
             changed = s.rotary or is_copied
             heads = [Saved("product of queries and keys" if changed else "queries and keys", queries + keys, "I")]

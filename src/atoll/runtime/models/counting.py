@@ -33,8 +33,12 @@ from atoll.base._torch import parameter_replaced
 from atoll.base.errors import AtollError, ConfigError
 from atoll.prediction.cost import Use, Work, Workload
 from atoll.runtime.models.adapter import Block, adapter_for, sum_and_count
+from atoll.runtime.models.attention import share
 from atoll.runtime.models.fused import DeviceType
+from atoll.runtime.models.heads import PretendedExchange
 from atoll.runtime.models.meter import Meter
+from atoll.runtime.models.operations import has_experts
+from atoll.runtime.models.part import SequencePart
 from atoll.runtime.models.weigh import weigh_blocks
 
 
@@ -152,7 +156,7 @@ class _Counts:
     def _count(self, run: range, state: _State, use: Use) -> tuple[tuple[Work, ...], _State]:
         blocks = [self._blocks[at] for at in run]
         try:
-            with _attention(self._model, use), _as_before(self._model), torch.enable_grad():
+            with _attention(self._model, use), _as_before(self._model), torch.enable_grad(), self._dividing(use):
                 return self._count_run(run, state, use)
         except AtollError:
             raise
@@ -163,6 +167,31 @@ class _Counts:
                 f"without values fails: {type(error).__name__}: {error}"
             ) from error
 
+    @contextmanager
+    def _dividing(self, use: Use) -> Iterator[None]:
+        """Context in which the adapter computes a part of each sequence, if ranks divide them."""
+        if use.divide == 1:
+            yield
+            return
+        if not hasattr(self._adapter, "divide_sequences"):
+            raise ConfigError(
+                f"sequence = {use.divide}: it is not known how a {type(self._adapter).__name__} computes a part of "
+                "each sequence"
+            )
+        if use.sequence % use.divide:
+            raise ConfigError(f"sequence = {use.divide} ranks are counted for lengths that they divide evenly")
+        whole = self._adapter
+        self._adapter = adapter_for(self._model)
+        part, alone = SequencePart(0, use.divide), [each for each in self._model.modules() if has_experts(each)]
+        self._adapter.divide_sequences(part, 1, alone)  # type: ignore[attr-defined]
+        exchange = PretendedExchange(0, use.divide)
+        share(self._model.modules(), exchange)
+        try:
+            yield
+        finally:
+            share(self._model.modules(), None)
+            self._adapter = whole
+
     def _count_run(self, run: range, state: _State, use: Use) -> tuple[tuple[Work, ...], _State]:
         blocks = [self._blocks[at] for at in run]
         dtype = getattr(torch, use.compute)
@@ -171,6 +200,7 @@ class _Counts:
             key: torch.zeros(use.samples, use.sequence, dtype=torch.long, device="meta")
             for key in ("input_ids", "labels")
         }
+        own = batch if use.divide == 1 else SequencePart(0, use.divide).of_batch(batch)
         given = None
         if run.start:
             given = torch.empty(state.shape, dtype=dtype, device="meta").requires_grad_(state.is_trained)
@@ -178,12 +208,12 @@ class _Counts:
             for block in blocks:
                 stack.enter_context(_on_meta(block.module, dtype))
             known = [tensor for block in blocks for tensor in (*block.module.parameters(), *block.module.buffers())]
-            meter = Meter(blocks, [*known, *batch.values()], use, given)
+            meter = Meter(blocks, [*known, *batch.values(), *own.values()], use, given)
             stack.enter_context(meter.measuring(self._device))
             output = self._adapter.forward(run.start, run.stop, given, batch)
             passed = _State(tuple(output.shape), output.requires_grad)
             if is_last:
-                output, _ = sum_and_count(self._adapter.loss(output, batch))
+                output, _ = sum_and_count(self._adapter.loss(output, own))
             meter.finish(output, is_last=is_last)
             meter.backward(output, is_last=is_last)
             return tuple(tally.work(use) for tally in meter.tallies), passed

@@ -86,8 +86,12 @@ class DividedLayers:
         own = self.cuts[at]
         cut_args = tuple(cut(each, own.get(place), self.part, self.length) for place, each in enumerate(args))
         cut_kwargs = {key: cut(each, own.get(key), self.part, self.length) for key, each in kwargs.items()}
-        # Not a view of the whole, which would be kept with it until the backward.
-        return replace_hidden(cut_args, cut_kwargs, hidden_argument(cut_args, cut_kwargs).contiguous())
+        return replace_hidden(cut_args, cut_kwargs, self.own(hidden_argument(args, kwargs)))
+
+    def own(self, hidden: Tensor) -> Tensor:
+        """Return this rank's positions of a hidden state, which may be whole: a copy, as a view would keep the whole
+        until the backward."""
+        return self.part.of(hidden, 1).clone() if hidden.shape[1] == self.length else hidden
 
     def looking_up(self, table: nn.Module) -> Callable[[Tensor], Tensor]:
         """Return an embedding that looks up this rank's positions, and has zeros at the others."""

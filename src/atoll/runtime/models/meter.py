@@ -21,6 +21,7 @@ from atoll.runtime.models.adapter import Block
 from atoll.runtime.models.fused import DeviceType, FusedCalls
 from atoll.runtime.models.operations import (
     PRODUCTS,
+    exchange_of,
     has_experts,
     is_deferrable,
     kernel_of,
@@ -205,6 +206,8 @@ class Meter:
                 self._held.append(tensor)
             if is_product and self._phase == "inside" and self._now is not None:
                 self._now.products[self.number(tensor)] = self._entry(tensor)
+        for part in exchange_of(operation, arguments, ranks=self._use.divide):
+            self.add(part)
         kernel = kernel_of(operation, arguments, output)
         if kernel is not None:
             self.add(kernel, is_product=is_product)

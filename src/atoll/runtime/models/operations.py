@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.prediction.cost import FusedAttention, Kernel, Pass, Product
+from atoll.prediction.cost.kernels import Exchange
 from atoll.prediction.cost.layer import FLASH_BACKWARD
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -31,12 +32,16 @@ _LOOKUPS = (
 )
 """Operations that read some elements of their first argument."""
 
+_EXCHANGING = ("atoll::to_heads", "atoll::to_positions")
+
 
 def kernel_of(operation: Any, arguments: Sequence[Any], output: Any) -> Kernel | None:
     """Return the kernel of an operation of the dispatcher; None if it reads and writes nothing, such as a view.
 
     A grouped product, of tokens with their experts, counts as if each expert had equally many tokens.
     """
+    if operation.name() in _EXCHANGING:
+        return None
     given = list(nested_tensors(arguments))
     if operation in (*PRODUCTS, *_BATCHED):
         left, right = given[-2:]
@@ -53,6 +58,16 @@ def kernel_of(operation: Any, arguments: Sequence[Any], output: Any) -> Kernel |
         return None
     read = [*made, *given[1:]] if operation in _LOOKUPS else given
     return Pass(float(sum(moved(tensor) for tensor in (*read, *made))))
+
+
+def exchange_of(operation: Any, arguments: Sequence[Any], *, ranks: int) -> Iterator[Kernel]:
+    """Yield the kernels of an exchange of heads for positions: its copies into messages, which travel, and out."""
+    if operation.name() in _EXCHANGING:
+        given = list(nested_tensors(arguments))
+        nbytes = float(sum(map(moved, given)))
+        yield Pass(2.0 * nbytes, len(given))
+        yield Exchange("all-to-all", nbytes, "sequence")
+        yield Pass(2.0 * nbytes, ranks * len(given))
 
 
 def attention_of(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> FusedAttention:

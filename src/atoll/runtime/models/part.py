@@ -50,7 +50,11 @@ class SequencePart:
     def of_batch(self, batch: Batch) -> dict[str, Any]:
         """Return the batch with this part of all tensors [samples, S, ...]; others stay whole."""
         length = length_of(batch)
-        return map_tensors(batch, lambda each: self.of(each, 1) if each.dim() > 1 and each.shape[1] == length else each)
+
+        def own(tensor: Tensor) -> Tensor:
+            return self.of(tensor, 1).contiguous() if tensor.dim() > 1 and tensor.shape[1] == length else tensor
+
+        return map_tensors(batch, own)
 
     def padded(self, batch: Batch, multiple: int, *, attends_both_ways: bool) -> dict[str, Any]:
         """Return the batch with sequences padded on the right to a multiple of positions, which do not count.

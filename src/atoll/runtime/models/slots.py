@@ -164,6 +164,8 @@ class StageRun:
             if not ends:
                 return output
             given = stack.form.unwrap(output)
+            if divided is not None:  # of a stage without layers the model has a whole
+                given = divided.own(given)
             raise StageEnd(given if encoded is None else torch.cat([encoded, given], dim=1))
 
         return run

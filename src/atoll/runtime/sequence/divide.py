@@ -13,9 +13,10 @@ from atoll.base.errors import PlanError
 from atoll.plans.plan import Place, Plan
 from atoll.runtime.models import Adapter, Batch, Loss
 from atoll.runtime.models.attention import share
+from atoll.runtime.models.heads import EXCHANGES
 from atoll.runtime.models.part import SequencePart
 from atoll.runtime.pipeline.block import LocalBlock
-from atoll.runtime.sequence.exchange import EXCHANGES, HeadExchange
+from atoll.runtime.sequence.exchange import RankExchange
 from atoll.runtime.transport import Channel, Peers, Tag, Transport
 
 
@@ -28,7 +29,7 @@ class DividedSequences:
 
     part: SequencePart
     attentions: Mapping[int, int]
-    _exchanges: list[HeadExchange] = field(default_factory=list)
+    _exchanges: list[RankExchange] = field(default_factory=list)
 
     @staticmethod
     def of(adapter: Adapter, plan: Plan, place: Place, *, alone: Iterable[nn.Module]) -> DividedSequences | None:
@@ -56,7 +57,7 @@ class DividedSequences:
         """Have the attention in this rank's blocks exchange."""
         for block in blocks:
             if block.index in self.attentions:
-                exchange = HeadExchange(transport, block.index)
+                exchange = RankExchange(transport, block.index)
                 self._exchanges.append(exchange)
                 share(block.module.modules(), exchange)
 

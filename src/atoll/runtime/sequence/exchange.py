@@ -1,73 +1,38 @@
-"""The exchange of heads for positions between the ranks that divide sequences: arXiv 2309.14509.
-
-    to_heads       from all heads of some positions to some heads of all positions
-    to_positions   and back
-
-    positions      0 1 2 3      heads      rank 0 has a b of positions 0 1, and then a of 0 1 2 3
-    rank 0         a b a b                 rank 1 has a b of positions 2 3, and then b of 0 1 2 3
-    rank 1             a b a b
+"""Heads and positions on their way between the ranks of a group.
 
 Queries, keys and values travel together, in one message to each of the others; the output travels back in another one.
-Each is the backward of the other. Both are registered operators, which a compiler neither traces nor breaks at.
+Ranks of one host read each other's in place.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from typing import Any
-from weakref import WeakValueDictionary
 
-import torch
 from torch import Tensor
 
+from atoll.runtime.models.heads import HeadExchange
 from atoll.runtime.transport import Channel, Peers, Tag, Transport
 
-EXCHANGES = 2
-"""Exchanges of an attention's forward, and of its backward."""
 
-_SLOTS = itertools.count()
-_EXCHANGES: WeakValueDictionary[int, HeadExchange] = WeakValueDictionary()
-"""Exchanges by their number, because operators take numbers rather than objects."""
-
-
-class HeadExchange:
+class RankExchange(HeadExchange):
     """The ranks that divide sequences, as attention of a block exchanges with them. block: for the tags of messages."""
 
     def __init__(self, transport: Transport, block: int) -> None:
         place = transport.place
+        super().__init__(place.sequence, place.mesh.sequence)
         self._transport = transport
         self._tag = Tag(Channel.EXCHANGE, block)
         self.peers = Peers("sequence", place.peers("sequence"), place.sequence)
-        self.index, self.ranks = place.sequence, place.mesh.sequence
-        self._slot = next(_SLOTS)
-        _EXCHANGES[self._slot] = self
-
-    def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Exchange [B, H, S / n, D] for [B, H / n, S, D], with n ranks. H and D may differ between the tensors."""
-        found: list[Tensor] = to_heads(list(tensors), self._slot)
-        return found
-
-    def to_positions(self, output: Tensor) -> Tensor:
-        """Exchange [B, S, H / n, D] for [B, S / n, H, D]."""
-        (found,) = to_positions([output.transpose(1, 2)], self._slot)
-        return found.transpose(1, 2)
-
-    def whole(self, positions: Tensor) -> Tensor:
-        """Return [B, S] of integers, of which each rank has [B, S / n]."""
-        given = positions[:, None, :, None].expand(-1, self.ranks, -1, 1)
-        (found,) = self.move([given], gathers_heads=False)
-        return found[:, 0, :, 0]
 
     def move(self, tensors: Sequence[Tensor], *, gathers_heads: bool) -> list[Tensor]:
-        """Exchange tensors. gathers_heads: whether each ends with all heads, and a part of its positions."""
+        """See `HeadExchange.move`; all of the ranks call it."""
         ranks, along = self.ranks, 2 if gathers_heads else 1
         sizes = [each.numel() // ranks for each in tensors]
-        sent = self._room(tensors[0], sum(sizes))
+        sent = self._sending(tensors[0], sum(sizes))
         for part, tensor in zip(sent.split(sizes, 1), tensors, strict=True):
             parts = tensor.unflatten(along, (ranks, -1)).movedim(along, 0)
             part.unflatten(1, parts.shape[1:]).copy_(parts)
-        made = [self._made(each, gathers_heads=gathers_heads) for each in tensors]
+        made = [self.room(each, gathers_heads=gathers_heads) for each in tensors]
         targets = [each.unflatten(3 - along, (ranks, -1)).unbind(3 - along) for each in made]
         each = [1] * ranks
         with self._transport.exchange_rows(sent, (each, each), self.peers, tag=self._tag) as rows:
@@ -77,60 +42,7 @@ class HeadExchange:
         self._transport.memory.give_back(sent)
         return made
 
-    def _made(self, tensor: Tensor, *, gathers_heads: bool) -> Tensor:
-        """Return memory for the result: positions outside of heads where all heads come together, as what follows
-        attention reads them."""
-        rows, heads, positions, width = tensor.shape
-        if gathers_heads:
-            return tensor.new_empty(rows, positions // self.ranks, heads * self.ranks, width).transpose(1, 2)
-        return tensor.new_empty(rows, heads // self.ranks, positions * self.ranks, width)
-
-    def _room(self, like: Tensor, numel: int) -> Tensor:
+    def _sending(self, like: Tensor, numel: int) -> Tensor:
         """Return memory for what is sent, a row for each rank, which the others read in place if they do."""
         lent = self._transport.memory.lend(self.ranks * numel, like.dtype, self.peers, waits=False)
         return like.new_empty(self.ranks, numel) if lent is None else lent.view(self.ranks, numel)
-
-
-@torch.library.custom_op("atoll::to_heads", mutates_args=())
-def to_heads(tensors: list[Tensor], slot: int) -> list[Tensor]:
-    """Exchange positions of all heads for all positions of some heads."""
-    return _EXCHANGES[slot].move(tensors, gathers_heads=False)
-
-
-@torch.library.custom_op("atoll::to_positions", mutates_args=())
-def to_positions(tensors: list[Tensor], slot: int) -> list[Tensor]:
-    """Exchange all positions of some heads for positions of all heads."""
-    return _EXCHANGES[slot].move(tensors, gathers_heads=True)
-
-
-@to_heads.register_fake
-def _(tensors: list[Tensor], slot: int) -> list[Tensor]:
-    return [_EXCHANGES[slot]._made(each, gathers_heads=False) for each in tensors]
-
-
-@to_positions.register_fake
-def _(tensors: list[Tensor], slot: int) -> list[Tensor]:
-    return [_EXCHANGES[slot]._made(each, gathers_heads=True) for each in tensors]
-
-
-def _keep(ctx: Any, inputs: tuple[list[Tensor], int], output: list[Tensor]) -> None:
-    ctx.slot, ctx.made = inputs[1], [(each.shape, each.dtype, each.device) for each in output]
-
-
-def _gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    return [
-        torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
-        for gradient, (shape, dtype, device) in zip(gradients, ctx.made, strict=True)
-    ]
-
-
-def _from_heads(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], None]:
-    return to_positions(_gradients(ctx, gradients), ctx.slot), None
-
-
-def _from_positions(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], None]:
-    return to_heads(_gradients(ctx, gradients), ctx.slot), None
-
-
-to_heads.register_autograd(_from_heads, setup_context=_keep)
-to_positions.register_autograd(_from_positions, setup_context=_keep)
