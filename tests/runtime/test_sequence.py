@@ -14,7 +14,9 @@ from atoll.base.errors import PlanError, RankError
 from atoll.plans.host import HostState
 from atoll.plans.layouts import EFFECTIVE
 from atoll.plans.plan import MeshShape
-from atoll.runtime.models import Decoder, DecoderConfig
+from atoll.prediction.cost import Ranks, Use
+from atoll.prediction.cost.ranks import sent_inside
+from atoll.runtime.models import Decoder, DecoderConfig, transformer_of
 from atoll.runtime.models.part import SequencePart
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, reference, train_case, worst_difference
@@ -310,3 +312,25 @@ def test_padding_does_not_count_and_is_a_document_of_its_own() -> None:
     assert masked["attention_mask"].sum(1).tolist() == [11, 11]
     with pytest.raises(PlanError, match="not known how colours of shape"):
         part.padded(rows_of(0, 2, 11, documents=False) | {"colours": torch.ones(2, 11)}, 4, attends_both_ways=False)
+
+
+def bytes_exchanged(case: Case) -> tuple[int, dict[str, float]]:
+    """What the first step sends between ranks that divide sequences, and what is predicted."""
+    engine = case.engine()
+    engine.step(case.share(engine, 0))
+    sent = engine.transport.sent["sequence"]
+    engine.close()
+    use = Use(samples=case.microbatch, sequence=12, divide=case.sequence, compute="float32", recompute=case.recompute)
+    workload = transformer_of(case.model.config).workload  # type: ignore[attr-defined]
+    ranks = Ranks(workload, case.plan, use)
+    predicted = {axis: nbytes for (axis, _), (_, nbytes) in sent_inside(ranks, engine.place.pp).items()}
+    return sent, predicted
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_is_exchanged_is_predicted_to_the_byte(ranks: int, recompute: str) -> None:
+    """Four ranks are more than the two heads of keys and values, which are then repeated."""
+    case = replace(BASE, intra=ranks, sequence=ranks, model=Rows(), recompute=recompute, precision="fp32")
+    for sent, predicted in run_ranks(bytes_exchanged, ranks, case):
+        assert predicted == {"sequence": sent}

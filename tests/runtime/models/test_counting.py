@@ -203,7 +203,8 @@ def test_formulas_agree_with_counting_to_the_byte(family: str, attention: str) -
 
 
 @pytest.mark.parametrize(
-    ("family", "attention"), [("decoder", "flash"), *product(["llama", "qwen3", "gpt_neox", "bert"], ["flash", "eager"])]
+    ("family", "attention"),
+    [("decoder", "flash"), *product(["llama", "qwen3", "gpt_neox", "bert"], ["flash", "eager"])],
 )
 def test_formulas_of_divided_sequences_agree_with_counting_to_the_byte(family: str, attention: str) -> None:
     """Four ranks are more than there are heads of keys in most; one sample of one such head is no copy of it."""
@@ -220,9 +221,7 @@ def test_formulas_of_divided_sequences_agree_with_counting_to_the_byte(family: s
 def sent(works: list[Work]) -> dict[str, float]:
     """Bytes of exchanges."""
     return {
-        kind: sum(
-            kernel.nbytes for work in works for kernel in getattr(work, kind) if isinstance(kernel, Exchange)
-        )
+        kind: sum(kernel.nbytes for work in works for kernel in getattr(work, kind) if isinstance(kernel, Exchange))
         for kind in ("forward", "backward")
     }
 

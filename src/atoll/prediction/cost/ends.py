@@ -26,7 +26,9 @@ class Embedding:
             return self._of_part(use)
         whole = self._of_part(replace(use, divide=1))
         return replace(
-            whole, saved=(*whole.saved, Saved("output", whole.wire, "I")), wire=use.item * use.tokens * self.sizes.hidden
+            whole,
+            saved=(*whole.saved, Saved("output", whole.wire, "I")),
+            wire=use.item * use.tokens * self.sizes.hidden,
         )
 
     def _of_part(self, use: Use) -> Work:
