@@ -29,6 +29,9 @@ DRAWN: Mapping[str, tuple[int, int]] = {
 }
 """Ranks and microbatches of the drawing in text, where the picture's sizes are too wide for a page."""
 
+SLICES = (1, 2, 4, 8)
+"""Numbers of slices of the table that compares them."""
+
 PLAYED = ((4, 4), (4, 8), (8, 16), (8, 32))
 """Ranks and microbatches of the figures."""
 
@@ -59,6 +62,22 @@ def schedule_table() -> str:
         chunks = build(name, ranks=RANKS, microbatches=MICROBATCHES).chunks
         rows.append([f"[`{name}`](schedules/{name}.md)", entry.summary, str(chunks), _paper(entry.paper)])
     return markdown_table(["name", "rule", "stages a rank", "source"], rows)
+
+
+def slices_table() -> str:
+    """What slices gain: a few microbatches on RANKS ranks."""
+    rows = []
+    for name in (name for name, entry in CATALOGUE.items() if "slices" in entry.options):
+        row = [f"[`{name}`](schedules/{name}.md)"]
+        for slices in SLICES:
+            trace = simulate(build(name, ranks=RANKS, microbatches=RANKS, slices=slices), Costs())
+            row.append(f"{trace.makespan:g}, {max(trace.peak_microbatches):.4g}")
+        rows.append(row)
+    heads = ["schedule", "whole sequences", *(f"{slices} slices" for slices in SLICES[1:])]
+    return (
+        f"Makespan, and microbatches that the fullest rank keeps from F to I or B; {RANKS} ranks, {RANKS} "
+        f"microbatches, F = I = W = 1, so {3 * RANKS} of work:\n\n" + markdown_table(heads, rows)
+    )
 
 
 def _paper(text: str) -> str:
@@ -145,6 +164,6 @@ KINDS: Mapping[str, Callable[[str], str]] = {
     "refused": refused,
 }
 
-PARTS: Mapping[str, Callable[[], str]] = {"schedule-table": schedule_table} | {
+PARTS: Mapping[str, Callable[[], str]] = {"schedule-table": schedule_table, "slices-table": slices_table} | {
     f"{kind}-{name}": partial(make, name) for name in CATALOGUE for kind, make in KINDS.items()
 }

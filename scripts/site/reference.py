@@ -97,6 +97,7 @@ PAGES = (
                 *("build", "CATALOGUE", "Entry", "ClosedForm", "RankForm", "Sizes"),
                 *("Problem", "Memory", "Links", "PipelineLink", "lower_bound"),
             ],
+            "atoll.plans.slices": ["even_slices", "slice_shares", "slice_work"],
             "atoll.plans.ir": [
                 *("Schedule", "Action", "Op", "Placement"),
                 *("lower", "insert_messages", "insert_sharding", "insert_vocabulary"),

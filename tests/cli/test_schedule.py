@@ -12,7 +12,7 @@ from atoll.plans.ir.text import from_csv
 from atoll.plans.schedules import CATALOGUE, build
 
 KEYS = [
-    "schedule", "ranks", "chunks", "microbatches", "makespan", "bubble_rate", "span", "span_bubble_rate",
+    "schedule", "ranks", "chunks", "microbatches", "slices", "makespan", "bubble_rate", "span", "span_bubble_rate",
     "peak_microbatches", "peak_bytes", "lower_bound", "critical_path", "actions",
 ]  # fmt: skip
 
@@ -48,11 +48,39 @@ def test_json() -> None:
     assert found["actions"] == [[str(action) for action in row] for row in expected]
 
 
+def test_slices() -> None:
+    """Four microbatches in eight slices: costs and bytes are those of a whole microbatch, as without."""
+    arguments = ["1f1b", "--microbatches", "4", "--slices", "8", "--activation-bytes", "80", "--static-bytes", "10"]
+    found = payload(*arguments)
+    assert list(found) == KEYS
+    assert (found["microbatches"], found["slices"], found["makespan"]) == (4, 8, 12.75)
+    assert found["peak_microbatches"] == [1.375, 1.25, 1.125, 1]
+    assert found["peak_bytes"] == [120, 110, 100, 90]
+    assert found["lower_bound"] == 12.375
+    assert found["actions"][3][:9] == [*(f"3F{number}" for number in range(8)), "3B7"]  # type: ignore[index]
+    result = run(*arguments, "--memory-limit", "110")
+    assert "1f1b: line, ranks 4, chunks 1, microbatches 4, slices 8\n" in result.stdout
+    assert "note: rank 0 holds 120 bytes, more than its limit of 110\n" in result.stderr
+    assert "rank 1" not in result.stderr
+    assert payload("zb-v", "--slices", "2")["slices"] == 2
+    assert "F0.0 F0.1" in run("1f1b", "--ranks", "2", "--microbatches", "1", "--slices", "2").stdout
+
+
+def test_a_picture_of_slices(tmp_path: Path) -> None:
+    csv, svg = tmp_path / "a.csv", tmp_path / "a.svg"
+    run("1f1b", "--ranks", "2", "--microbatches", "3", "--slices", "2", "--csv", str(csv), "--svg", str(svg))
+    assert from_csv(csv.read_text(), name="1f1b", slices=2) == build("1f1b", ranks=2, microbatches=3, slices=2)
+    assert "<title>1F2.1 on rank 1: " in svg.read_text()
+
+
 def test_a_split_head() -> None:
     found = payload(*COMMAND, "--split-head", "2")
     # Each rank works 16 * (3 + 6 / 4); with the head on one rank that one would work 16 * 9.
     assert 72 <= found["makespan"] <= 80
     assert [sum("S" in action for action in row) for row in found["actions"]] == [16] * 4  # type: ignore[attr-defined]
+    sliced = payload(*COMMAND, "--slices", "2", "--split-head", "2")
+    assert 72 <= sliced["makespan"] < found["makespan"]  # type: ignore[operator]
+    assert [sum("S" in action for action in row) for row in sliced["actions"]] == [32] * 4  # type: ignore[attr-defined]
 
 
 def test_bytes_bound_and_critical_path() -> None:
@@ -142,6 +170,9 @@ def test_a_file_of_links(tmp_path: Path) -> None:
     [
         ("1f1", "did you mean '1f1b'"),
         ("gpipe --ranks 0", "at least 1 of ranks"),
+        ("gpipe --slices 0", "at least 1 of slices"),
+        ("auto --slices 2", "schedule 'auto' runs whole sequences, not slices of them: use one of gpipe, 1f1b"),
+        ("zb-v --slices 2 --memory-limit 4", "zb-v with 2 slices of a sequence has one order"),
         ("gpipe --forward x", "--forward is 'x': give a number"),
         ("gpipe --forward 1,", "--forward is '1,': give a number"),
         ("gpipe --forward 1,2,3", "cost forward has 3 numbers for 4 ranks"),

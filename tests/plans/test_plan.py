@@ -1,11 +1,14 @@
 """Mesh coordinates, and plans that do not fit."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.base.errors import PlanError
 from atoll.plans import schedules
+from atoll.plans.ir.text import to_text
 from atoll.plans.layouts import Layout, Nest
 from atoll.plans.plan import ORDERS, MeshShape, Place, Plan
 from atoll.training.config import from_dict
@@ -77,6 +80,10 @@ def test_a_plan_knows_its_global_batch() -> None:
             {"schedule": schedules.build("gpipe", ranks=2, microbatches=8192)},
             "8192 microbatches a rank .* at most 8191",
         ),
+        (
+            {"schedule": schedules.build("1f1b", ranks=2, microbatches=4, slices=2)},
+            "schedule '1f1b' has 2 slices of each sequence, and engines run whole sequences: .* drawn and simulated",
+        ),
         ({"recompute": "all"}, "recompute = 'all'; known: none, block, selective"),
         ({"residency": "block"}, "residency = 'block'; known: action, run, step"),
         ({"reduction": "unit"}, "reduction = 'unit'; known: microbatch, run, step"),
@@ -106,6 +113,16 @@ def test_plans_that_do_not_fit(change: dict[str, object], message: str) -> None:
     }
     with pytest.raises(PlanError, match=message):
         Plan(**{**fitting, **change})  # type: ignore[arg-type]
+
+
+def test_an_order_of_slices_in_a_config_is_refused() -> None:
+    order = replace(schedules.build("1f1b", ranks=2, microbatches=2, slices=2), name="mine")
+    train = {"global_batch": 4, "microbatch": 1}
+    parallel = {"ranks": 2, "pipeline": 2, "layout": "NNN"}
+    with pytest.raises(PlanError, match="schedule 'mine' has 2 slices of each sequence"):
+        from_dict({"train": train, "parallel": {**parallel, "schedule": to_text(order)}}).to_plan()
+    whole = replace(order, slices=1)
+    assert from_dict({"train": train, "parallel": {**parallel, "schedule": to_text(whole)}}).to_plan().schedule == whole
 
 
 def test_a_pipeline_inside_the_nodes() -> None:

@@ -1,6 +1,7 @@
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from atoll.base.errors import ConfigError
 from atoll.plans.ir import Schedule, insert_messages, insert_sharding, lower
-from atoll.plans.schedules import Memory, build
+from atoll.plans.schedules import Links, Memory, PipelineLink, build
 from atoll.program.sim import Costs, simulate
 from tests.plans.ir.shapes import V, random_schedule, typed
 
@@ -58,6 +59,62 @@ def test_a_chunk_takes_its_share_and_the_turn_of_a_v_is_free() -> None:
     assert found["3F0"] == (23, 24)
     assert found["3I0"] == (24, 26)
     assert found["3W0"][1] - found["3W0"][0] == 3
+
+
+def test_a_slice_takes_its_share_and_the_latency_of_a_message() -> None:
+    """Of 2 seconds for F, 4 for I, 6 for W, and 10 of latency."""
+    found = times(typed("0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1B0", slices=2), Costs(2, 4, 6, hop=10))
+    assert found == {
+        "0F0": (0, 1), "0F1": (1, 2), "1F0": (11, 12), "1F1": (12, 13), "1B1": (13, 18), "1B0": (18, 23),
+        "0B1": (25, 30), "0B0": (30, 35),
+    }  # fmt: skip
+
+
+def test_a_message_of_a_slice_is_shorter() -> None:
+    link = PipelineLink(latency=1, seconds=4)
+    costs = Costs(2, 4, 6, hop=Links({(0, 1): link}, other=PipelineLink(0.5)))
+    found = times(typed("0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1B0", slices=2), costs)
+    assert (found["1F0"], found["1F1"]) == ((4, 5), (6, 7))  # 2 seconds each on the link, one after the other
+    assert found["0B1"][0] == found["1B1"][0] + 2 + 0.5
+
+
+def test_unequal_slices() -> None:
+    """The second takes three quarters of F and I, and half of W."""
+    schedule = typed("0F0 0F1 0I1 0W1 0I0 0W0", "1F0 1F1 1I1 1I0 1W0 1W1", slices=2)
+    uneven = Costs(4, 4, 4, slices=((0.25, 0.25, 0.5), (0.75, 0.75, 0.5)))
+    assert times(schedule, uneven) == {
+        "0F0": (0, 1), "0F1": (1, 4), "1F0": (1, 2), "1F1": (4, 7), "1I1": (7, 10), "1I0": (10, 11),
+        "1W0": (11, 13), "1W1": (13, 15), "0I1": (10, 13), "0W1": (13, 15), "0I0": (15, 16), "0W0": (16, 18),
+    }  # fmt: skip
+    assert (
+        simulate(schedule, replace(uneven, slices=((0.5, 0.5, 0.5),) * 2)).spans
+        == simulate(schedule, Costs(4, 4, 4)).spans
+    )
+    with pytest.raises(ConfigError, match="shares for 2 slices, and the schedule has 1: give the shares of each"):
+        simulate(typed("0F0 0B0"), uneven)
+    with pytest.raises(ConfigError, match=r"a slice's share of a cost is -1\.0"):
+        Costs(slices=((0.5, 0.5, -1.0),))
+
+
+def test_memory_counts_slices_as_their_share() -> None:
+    """8 bytes from F to I and 4 from I to W: 4 and 2 of a slice."""
+    schedule = typed("0F0 0F1 0I1 0I0 0W1 0W0", slices=2)
+    trace = simulate(schedule, Costs(2, 2, 2), Memory(8.0, 4.0, 1.0, limit=20.0))
+    assert [(sample.time, sample.bytes) for sample in trace.memory] == [
+        (0, 1), (0, 5), (1, 9), (3, 7), (4, 5), (5, 3), (6, 1),
+    ]  # fmt: skip
+    assert trace.peak_microbatches == (1.0,)
+    assert trace.peak_bytes == (9.0,)
+
+
+@given(st.integers(0, 100_000), st.sampled_from([1.0, 2.0, 3.0]), st.booleans())
+def test_slices_are_microbatches_of_a_share_of_the_costs(seed: int, hop: float, fused: bool) -> None:
+    schedule = random_schedule(seed, most_slices=4)
+    costs = Costs(1.0, 2.0, 3.0, hop=hop, fused_backward=fused)
+    sliced, whole = simulate(schedule, costs), simulate(replace(schedule, slices=1), costs.of_slice(schedule.slices))
+    assert sliced.spans == whole.spans
+    peaks = [peak / schedule.slices for peak in whole.peak_microbatches]
+    assert sliced.peak_microbatches == pytest.approx(peaks)
 
 
 VOCABULARY_COSTS = Costs(look_up=(1, 2, 4), score=(4, 2, 1), score_grad=1, hop=0.5)
@@ -214,9 +271,9 @@ def test_an_input_from_the_own_rank_is_there_at_once() -> None:
     assert simulate(schedule, costs, Memory(limit=(9, 0.5))).idle(1)[2] == 1.5
 
 
-@given(st.integers(0, 100_000), st.floats(0, 2), st.floats(0, 2))
-def test_lowering_changes_no_byte(seed: int, weight_grad: float, limit: float) -> None:
-    schedule, memory = random_schedule(seed), Memory(1.0, weight_grad, 0.5, limit)
+@given(st.integers(0, 100_000), st.sampled_from([1, 3]), st.floats(0, 2), st.floats(0, 2))
+def test_lowering_changes_no_byte(seed: int, most_slices: int, weight_grad: float, limit: float) -> None:
+    schedule, memory = random_schedule(seed, most_slices=most_slices), Memory(1.0, weight_grad, 0.5, limit)
     plain, lowered = (simulate(each, Costs(hop=0.3), memory) for each in (schedule, lower(schedule)))
     assert plain.memory == lowered.memory
     for rank in range(plain.ranks):

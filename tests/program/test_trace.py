@@ -152,11 +152,12 @@ def test_a_gather_before_the_first_forward_has_no_negative_time() -> None:
 
 @given(st.integers(0, 100_000), st.floats(0.0, 2.0))
 def test_chrome_json_is_valid_and_reads_back(seed: int, hop: float) -> None:
-    trace = simulate(lower(random_schedule(seed)), Costs(1.0, 1.25, 0.5, hop=hop))
+    trace = simulate(lower(random_schedule(seed, most_slices=3)), Costs(1.0, 1.25, 0.5, hop=hop))
     text = to_chrome(trace)
     obeys_the_trace_event_format(text)
     again = from_chrome(text)
-    assert (again.ranks, again.chunks) == (trace.ranks, trace.chunks)
+    assert (again.ranks, again.chunks, again.slices) == (trace.ranks, trace.chunks, trace.slices)
+    assert again.peak_microbatches == trace.peak_microbatches
     origin = min(each.start for each in trace.spans)
     expected = sorted((each.rank, str(each.action), each.start - origin, each.end - origin) for each in trace.spans)
     found = sorted((each.rank, str(each.action), each.start, each.end) for each in again.spans)
@@ -174,6 +175,7 @@ def test_other_files_are_no_trace(text: str) -> None:
 @pytest.mark.parametrize(
     ("event", "about"),
     [
+        ({}, {"slices": 0}),
         ({}, {"ranks": 10**12}),  # a list for each rank was made first
         ({"pid": 0.5}, {}),
         ({"pid": True}, {}),

@@ -33,6 +33,7 @@ def schedule_command(
         str | None, typer.Option(help=f"{', '.join(_KINDS)}: the placement of stages. Most schedules have their own.")
     ] = None,
     unit: Annotated[int | None, typer.Option(help="Maximum number of microbatches in a unit.")] = None,
+    slices: Annotated[int, typer.Option(help="Slices of each sequence, which ranks run one by one.")] = 1,
     forward: Annotated[str, typer.Option(help=f"Time of F {_COST}")] = "1",
     input_grad: Annotated[str, typer.Option(help=f"Time of I, the backward for the input, {_COST}")] = "1",
     weight_grad: Annotated[str, typer.Option(help=f"Time of W, the backward for the weights, {_COST}")] = "1",
@@ -60,22 +61,21 @@ def schedule_command(
         float | None,
         typer.Option(help="Time of F of the head for a microbatch, equal to its I and W, split over all ranks."),
     ] = None,
-    csv: Annotated[
-        Path | None, typer.Option(help="Write the format of torch.distributed.pipelining to this file.")
-    ] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write torch.distributed.pipelining's format to this file.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write a picture to this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Build one schedule, draw it, and simulate it with costs.
 
-    Every schedule accepts every option; a note names options without effect. For a schedule with a fixed order, a note
-    states where it exceeds the memory limit.
+    Every schedule accepts every option but --slices; a note names options without effect. For a schedule with a fixed
+    order, a note states where it exceeds the memory limit. Costs and bytes are of a whole microbatch: a slice has its
+    share of them. In drawings 0F2.1 is slice 1 of microbatch 2; in torch's notation its number is 2 * slices + 1.
 
-    Keys of the JSON object: schedule, ranks, chunks, microbatches; makespan; bubble_rate, the makespan's share in
-    which the busiest rank computes nothing; span, the largest of the ranks' own spans (end of the last action - start
-    of the first); span_bubble_rate, the same of it; peak_microbatches, per rank; peak_bytes, per rank; lower_bound,
-    below which no order on these ranks has its objective, a split head not counted; critical_path, the actions of the
-    chain that ends last, in its order; actions, per rank, in torch's notation.
+    Keys of the JSON object: schedule, ranks, chunks, microbatches, slices; makespan; bubble_rate, the makespan's share
+    in which the busiest rank computes nothing; span, the largest of the ranks' own spans (end of the last action -
+    start of the first); span_bubble_rate, the same of it; peak_microbatches, per rank; peak_bytes, per rank;
+    lower_bound, below which no order on these ranks has its objective, a split head not counted; critical_path, the
+    actions of the chain that ends last, in its order; actions, per rank, in torch's notation.
     """
     from atoll.plans.schedules import Memory
     from atoll.program.sim import Costs, simulate
@@ -93,7 +93,7 @@ def schedule_command(
         static=_numbers("--static-bytes", static_bytes),
         limit=None if memory_limit is None else _numbers("--memory-limit", memory_limit),
     )
-    sizes = {"ranks": ranks, "microbatches": microbatches}
+    sizes = {"ranks": ranks, "microbatches": microbatches, "slices": slices}
     asked = {"chunks": chunks, "placement": placement, "unit": unit, "objective": objective}
     schedule, bound = _build(name, sizes, asked, costs, memory)
     if split_head is not None:
@@ -138,9 +138,11 @@ def _split_head(schedule: Schedule, costs: Costs, head: float) -> tuple[Schedule
     from atoll.plans.schedules import Links
 
     each = head / schedule.ranks
-    forward = sum(takes for takes, _, _ in costs.per_rank(schedule.ranks)) / schedule.ranks
     found = replace(costs, score=2 * each, score_grad=each)
-    relative = {"score": 2 * each / forward, "hop": Links.of(costs.hop).longest / forward} if forward else {}
+    one = found.of_slice(schedule.slices)
+    forward = sum(takes for takes, _, _ in one.per_rank(schedule.ranks)) / schedule.ranks
+    score = 2 * each / schedule.slices
+    relative = {"score": score / forward, "hop": Links.of(one.hop).longest / forward} if forward else {}
     return insert_vocabulary(schedule, **relative), found
 
 
@@ -151,11 +153,12 @@ def _bound(schedule: Schedule, objective: Objective, costs: Costs, memory: Memor
     from atoll.plans.schedules import Problem, lower_bound
     from atoll.plans.schedules.automatic import own_limit
 
-    limited = own_limit(schedule.name, memory, schedule.ranks, schedule.microbatches)
+    limited = own_limit(schedule.name, memory, schedule.ranks, schedule.whole_microbatches)
     if _excess(schedule, limited):
         limited = replace(limited, limit=None)
+    each, kept = costs.of_slice(schedule.slices), limited.of_slice(schedule.slices)
     return lower_bound(
-        Problem.of(schedule.placement, schedule.microbatches, costs=costs, memory=limited, objective=objective)
+        Problem.of(schedule.placement, schedule.microbatches, costs=each, memory=kept, objective=objective)
     )
 
 
@@ -165,7 +168,7 @@ def _excess(schedule: Schedule, memory: Memory) -> list[tuple[int, float, float]
     from atoll.plans.schedules.problem import TOLERANCE
 
     found = []
-    for rank, bytes_of in enumerate(memory.per_rank(schedule.ranks)):
+    for rank, bytes_of in enumerate(memory.of_slice(schedule.slices).per_rank(schedule.ranks)):
         peak = peak_of(schedule.compute_only().actions[rank], schedule.chunks, bytes_of)
         if peak > bytes_of.limit * (1 + TOLERANCE):
             found.append((rank, peak, bytes_of.limit))
@@ -191,7 +194,8 @@ def _summary(schedule: Schedule, trace: Trace, bound: float) -> dict[str, object
         "schedule": schedule.name,
         "ranks": schedule.ranks,
         "chunks": schedule.chunks,
-        "microbatches": schedule.microbatches,
+        "microbatches": schedule.whole_microbatches,
+        "slices": schedule.slices,
         "makespan": trace.makespan,
         "bubble_rate": trace.bubble_rate,
         "span": trace.span,

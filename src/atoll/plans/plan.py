@@ -283,6 +283,11 @@ class Plan:
                 f"schedule {self.schedule.name!r} is for {self.schedule.ranks} pipeline ranks, the mesh has "
                 f"{self.mesh.pipeline}; build the schedule for the mesh"
             )
+        if self.schedule.slices > 1:
+            raise PlanError(
+                f"schedule {self.schedule.name!r} has {self.schedule.slices} slices of each sequence, and engines run "
+                "whole sequences: slices can be drawn and simulated; build the schedule without them for a plan"
+            )
         if self.schedule.microbatches > MOST_MICROBATCHES:
             raise PlanError(
                 f"{self.schedule.microbatches} microbatches a rank and step: at most {MOST_MICROBATCHES}, so that each "

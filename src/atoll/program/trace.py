@@ -79,6 +79,7 @@ class Idle(NamedTuple):
 class Trace:
     """Spans of `ranks` pipeline ranks with `chunks` stages each. Metrics are over compute actions.
 
+    slices        of each microbatch's sequences, which the spans number one by one: see atoll.plans.ir.Schedule
     memory        bytes of each rank over time, if known; a pending W holds some too
     memory_wait   per rank, idle time in which a forward was ready but did not fit; empty if no limit is known
 
@@ -90,6 +91,7 @@ class Trace:
     chunks: int = 1
     memory: tuple[MemorySample, ...] = ()
     memory_wait: tuple[float, ...] = ()
+    slices: int = 1
 
     def __post_init__(self) -> None:
         lost = next((span for span in self.spans if not 0 <= span.rank < self.ranks), None)
@@ -200,7 +202,8 @@ class Trace:
         """Peak number of microbatches whose activations each rank keeps, in shares of the whole rank.
 
         A chunk's activations are kept from the start of F to the end of I, or of B. Nothing starts inside a B, so the
-        time at which its input gradient is ready makes no difference. A pending W is not counted.
+        time at which its input gradient is ready makes no difference. A pending W is not counted. All slices of a
+        sequence count the same.
         """
         peaks = []
         for row in self._rows:
@@ -211,7 +214,7 @@ class Trace:
                     peak = max(peak, held)
                 elif span.action.op in (Op.I, Op.B):
                     held -= 1
-            peaks.append(peak / self.chunks)
+            peaks.append(peak / (self.chunks * self.slices))
         return tuple(peaks)
 
     def critical_path(self) -> tuple[Span, ...]:
@@ -320,6 +323,8 @@ def to_chrome(trace: Trace) -> str:
         since = nanoseconds(time) / 1e3
         events.append({"ph": "C", "name": "memory", "pid": rank, "ts": since, "args": {"bytes": held}})
     about = {"ranks": trace.ranks, "chunks": trace.chunks}
+    if trace.slices > 1:
+        about["slices"] = trace.slices
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}, allow_nan=False)
 
 
@@ -351,6 +356,12 @@ def from_chrome(text: str) -> Trace:
         if not all(span.start <= span.end < math.inf for span in spans):
             raise ValueError("an event that ends before it begins, or never")
         ranks = about.get("ranks", 1 + max((span.rank for span in spans), default=-1))
-        return Trace(tuple(spans), whole_number(ranks, limit=MOST_RANKS), whole_number(about.get("chunks", 1)), memory)
+        return Trace(
+            tuple(spans),
+            whole_number(ranks, limit=MOST_RANKS),
+            whole_number(about.get("chunks", 1)),
+            memory,
+            slices=whole_number(about.get("slices", 1), least=1),
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"not a trace that atoll has written: {type(error).__name__}: {error}") from error

@@ -10,12 +10,14 @@ from atoll.plans.ir.placement import PlacementKind
 Rows = list[list[str]]
 
 
-def typed(*rows: str, kind: PlacementKind = "line", chunks: int = 1, microbatches: int | None = None) -> Schedule:
+def typed(
+    *rows: str, kind: PlacementKind = "line", chunks: int = 1, microbatches: int | None = None, slices: int = 1
+) -> Schedule:
     """A schedule from rows such as "0F0 0B0"; as many microbatches as are named."""
     actions = tuple(tuple(Action.parse(cell) for cell in row.split()) for row in rows)
     named = [action.microbatch or 0 for row in actions for action in row]
     count = 1 + max(named) if microbatches is None else microbatches
-    return Schedule("typed", Placement(kind, len(rows), chunks), count, actions)
+    return Schedule("typed", Placement(kind, len(rows), chunks), count, actions, slices)
 
 
 LOOP = (
@@ -30,9 +32,17 @@ V = (
 )
 """Two ranks, two chunks in a v, two microbatches, split backward: stages 1 and 2 turn on rank 1."""
 
+SLICED = (
+    "0F0 0F1 0F2 0F3 0B1 0B0 0B3 0B2",
+    "1F0 1F1 1I1 1F2 1I0 1W0 1F3 1W1 1I3 1I2 1W2 1W3",
+)
+"""Two ranks, two microbatches of two slices. W have any order."""
 
-def random_schedule(seed: int) -> Schedule:
+
+def random_schedule(seed: int, *, most_slices: int = 1) -> Schedule:
     """A random valid schedule, compute-only: any placement and sizes, full or split backward, by random execution.
+
+    most_slices: of a sequence. A stage runs those of a microbatch forward from the first, and backward from the last.
 
     Actions become ready when what they need is done; a random ready one is appended to its rank's row, so the order is
     executable by construction and otherwise arbitrary.
@@ -41,13 +51,20 @@ def random_schedule(seed: int) -> Schedule:
     kind: PlacementKind = chance.choice(["line", "loop", "v"])
     chunks = {"line": 1, "v": 2}.get(kind, chance.randint(1, 3))
     placement = Placement(kind, chance.randint(1, 4), chunks)
-    microbatches = chance.randint(1, 5)
+    slices = 1 if most_slices == 1 else chance.randint(1, most_slices)
+    microbatches = chance.randint(1, 5) * slices
     is_split = [chance.random() < 0.5 for _ in range(microbatches)]
     rows: list[list[Action]] = [[] for _ in range(placement.ranks)]
     ready = [Action(0, Op.F, microbatch) for microbatch in range(microbatches)]
     last = placement.stages - 1
+    done: set[tuple[int, bool, int]] = set()  # stages, whether forward, and microbatches
     while ready:
-        action = ready.pop(chance.randrange(len(ready)))
+        nth = chance.randrange(len(ready))
+        if slices > 1:
+            nth = next(at for at in (*range(nth, len(ready)), *range(nth)) if _is_next(ready[at], done, slices))
+        action = ready.pop(nth)
+        if action.op is not Op.W:
+            done.add((action.stage, action.op is Op.F, action.microbatch or 0))
         rows[placement.rank_of(action.stage)].append(action)
         number = action.microbatch or 0
         backward = Op.I if is_split[number] else Op.B
@@ -60,4 +77,12 @@ def random_schedule(seed: int) -> Schedule:
                 ready.append(Action(action.stage, Op.W, number))
             if action.stage > 0:
                 ready.append(Action(action.stage - 1, backward, number))
-    return Schedule("random", placement, microbatches, tuple(map(tuple, rows)))
+    return Schedule("random", placement, microbatches, tuple(map(tuple, rows)), slices)
+
+
+def _is_next(action: Action, done: set[tuple[int, bool, int]], slices: int) -> bool:
+    """Whether the slice that this one follows is done."""
+    number, is_forward = action.microbatch or 0, action.op is Op.F
+    follows = number % slices > 0 if is_forward else number % slices < slices - 1
+    before = number - 1 if is_forward else number + 1
+    return action.op is Op.W or not follows or (action.stage, is_forward, before) in done

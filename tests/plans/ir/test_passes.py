@@ -75,9 +75,9 @@ def test_lowered_schedules_are_valid_at_many_sizes(at: int, name: str) -> None:
             assert lowered.compute_only() == schedule
 
 
-@given(st.integers(0, 100_000))
-def test_any_valid_order_is_lowered_to_a_valid_one(seed: int) -> None:
-    schedule = random_schedule(seed)
+@given(st.integers(0, 100_000), st.sampled_from([1, 4]))
+def test_any_valid_order_is_lowered_to_a_valid_one(seed: int, most_slices: int) -> None:
+    schedule = random_schedule(seed, most_slices=most_slices)
     lowered = lower(schedule)
     assert lowered.compute_only() == schedule
     assert insert_messages(schedule) == lowered.only(set(Op) - {Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
@@ -89,9 +89,9 @@ def test_any_valid_order_is_lowered_to_a_valid_one(seed: int) -> None:
                 assert (action.stage, action.microbatch) == (following.stage, following.microbatch)
 
 
-@given(st.integers(0, 100_000))
-def test_forward_only_of_any_lowered_schedule(seed: int) -> None:
-    schedule = random_schedule(seed)
+@given(st.integers(0, 100_000), st.sampled_from([1, 4]))
+def test_forward_only_of_any_lowered_schedule(seed: int, most_slices: int) -> None:
+    schedule = random_schedule(seed, most_slices=most_slices)
     forward = lower(schedule).forward_only()
     assert forward.compute_only() == schedule.only({Op.F}) == schedule.forward_only()
     for op in (Op.UNSHARD, Op.RESHARD):

@@ -8,7 +8,7 @@ from atoll.base.errors import ScheduleError
 from atoll.plans.ir import Placement, lower
 from atoll.plans.ir.text import from_csv, from_text, to_csv, to_text
 from atoll.plans.schedules import build
-from tests.plans.ir.shapes import V, random_schedule, typed
+from tests.plans.ir.shapes import SLICED, V, random_schedule, typed
 
 
 def test_picture() -> None:
@@ -23,12 +23,31 @@ def test_picture_of_csv() -> None:
     assert to_csv(build("gpipe", ranks=2, microbatches=2)) == "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n"
 
 
-@given(st.integers(0, 100_000), st.booleans())
-def test_round_trips(seed: int, lowered: bool) -> None:
-    schedule = random_schedule(seed)
+def test_picture_of_slices() -> None:
+    """Numbers stay those that torch reads: slice 1 of microbatch 1 is 3."""
+    text = to_text(typed(*SLICED, slices=2))
+    assert text == (
+        "# typed: line, ranks 2, chunks 1, microbatches 2, slices 2\n"
+        "0F0 0F1 0F2 0F3 0B1 .   0B0 .   .   .   0B3 0B2\n"
+        ".   1F0 1F1 1I1 1F2 1I0 1W0 1F3 1W1 1I3 1I2 1W2 1W3\n"
+    )
+    assert from_text(text).slices == 2
+
+
+@given(st.integers(0, 100_000), st.sampled_from([1, 4]), st.booleans())
+def test_round_trips(seed: int, most_slices: int, lowered: bool) -> None:
+    schedule = random_schedule(seed, most_slices=most_slices)
     schedule = lower(schedule) if lowered else schedule
+    slices = schedule.slices
     assert from_text(to_text(schedule)) == schedule
-    assert from_csv(to_csv(schedule), name="random", placement=schedule.placement) == schedule
+    assert from_csv(to_csv(schedule), name="random", placement=schedule.placement, slices=slices) == schedule
+
+
+def test_a_csv_does_not_say_that_it_has_slices() -> None:
+    csv = to_csv(typed(*SLICED, slices=2))
+    assert (from_csv(csv).microbatches, from_csv(csv, slices=2).whole_microbatches) == (4, 2)
+    with pytest.raises(ScheduleError, match="numbers 4 slices, and each microbatch has 3"):
+        from_csv(csv, slices=3)
 
 
 def test_actions_that_torch_overlaps_are_read() -> None:
@@ -100,3 +119,9 @@ def test_a_csv_that_names_more_than_it_has_is_refused_at_once(text: str, words: 
 def test_a_grid_that_names_more_than_it_has_is_refused_at_once() -> None:
     with pytest.raises(ScheduleError, match="has 1 actions, too few for 9999999 stages and 9999999 microbatches"):
         from_text("# a: loop, ranks 1, chunks 9999999, microbatches 9999999\n0F0")
+    with pytest.raises(
+        ScheduleError, match="has 1 actions, too few for 1 stages and 9999999 microbatches of 99 slices"
+    ):
+        from_text("# a: line, ranks 1, chunks 1, microbatches 9999999, slices 99\n0F0")
+    with pytest.raises(ScheduleError, match="at least 1 microbatch, not 0"):
+        from_text("# a: line, ranks 1, chunks 1, microbatches 9, slices 0\n0F0")

@@ -20,6 +20,7 @@ COST = st.floats(0.01, 10.0)
 SEARCHED = [name for name, entry in CATALOGUE.items() if "placement" in entry.options]
 RULED = [name for name in CATALOGUE if name not in SEARCHED]
 FIXED = [name for name in RULED if name == "zb-v" or "costs" not in CATALOGUE[name].options]  # zb-v: without costs
+SLICED = [name for name, entry in CATALOGUE.items() if "slices" in entry.options]
 LISTED = [name for name in RULED if name not in FIXED]
 
 
@@ -43,18 +44,20 @@ PLACES = [
 ]
 """Numbers of microbatches around every place where a domain or a rule of construction changes."""
 RANKS = list(range(1, 17))
+SLICES = (1, 2, 3, 8)
 
 
-def sizes_of(name: str) -> Iterator[tuple[int, int, int]]:
-    """Ranks, microbatches and chunks: two numbers of ranks at each place, others for each schedule."""
+def sizes_of(name: str) -> Iterator[tuple[int, int, int, int]]:
+    """Ranks, microbatches, chunks and slices: two numbers of ranks at each place, others for each schedule."""
     at = 3 * RULED.index(name)
-    for place, ranks, chunks in drawn(2 * len(PLACES), PLACES, RANKS[at % 16 :] + RANKS[: at % 16], (1, 2, 3)):
+    axes = PLACES, RANKS[at % 16 :] + RANKS[: at % 16], (1, 2, 3), SLICES if name in SLICED else (1,)
+    for place, ranks, chunks, slices in drawn(2 * len(PLACES), *axes):
         # Those that are listed take longer to build.
         least, most = (
             least_microbatches(name, ranks),
             128 if name in FIXED or ranks <= 8 or ranks % 4 == 0 else 3 * ranks,
         )
-        yield ranks, min(max(place(ranks), least), most), chunks
+        yield ranks, min(max(place(ranks), least), most // slices), chunks, slices
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
@@ -71,7 +74,7 @@ def keeps(schedule: Schedule, ends: tuple[Op, ...]) -> list[float]:
         for action in row:
             held += (action.op is Op.F) - (action.op in ends)
             peak = max(peak, held)
-        peaks.append(peak / schedule.chunks)
+        peaks.append(peak / (schedule.chunks * schedule.slices))
     return peaks
 
 
@@ -102,21 +105,27 @@ def check_memory(schedule: Schedule, entry: Entry, sizes: Sizes) -> None:
 
 @pytest.mark.parametrize("entry", CATALOGUE.values(), ids=lambda entry: entry.name)
 def test_the_docstrings_drawing_is_true(entry: Entry) -> None:
+    """Of those that take slices some draw them, too."""
     documentation = inspect.getdoc(entry.function) or ""
-    drawing = [line.strip() for line in documentation.splitlines() if line.strip().startswith("rank ")]
-    microbatches = 1 + max(int(number) for number in re.findall(r"F(\d+)", "\n".join(drawing)))
-    assert draw(build(entry.name, ranks=len(drawing), microbatches=microbatches)).splitlines() == drawing
+    paragraphs = [paragraph.splitlines() for paragraph in documentation.split("\n\n")]
+    drawings = [[line.strip() for line in lines] for lines in paragraphs if lines[0].strip().startswith("rank ")]
+    assert 1 <= len(drawings) <= 1 + (entry.name in SLICED)
+    for drawing in drawings:
+        numbers = re.findall(r"F(\d+)(?:\.(\d+))?", "\n".join(drawing))
+        microbatches, slices = (1 + max(int(number or 0) for number in column) for column in zip(*numbers, strict=True))
+        schedule = build(entry.name, ranks=len(drawing), microbatches=microbatches, slices=slices)
+        assert draw(schedule).splitlines() == drawing
 
 
 @pytest.mark.parametrize("name", RULED)
 def test_closed_forms_and_memory_at_equal_costs(name: str) -> None:
-    """p 1 to 16, m up to 8p, F = I = W, one to three chunks where a schedule takes a number of them."""
+    """p 1 to 16, m up to 8p, F = I = W, one to three chunks, one to eight slices where a schedule takes these."""
     entry = CATALOGUE[name]
-    for ranks, microbatches, number in sizes_of(name):
-        with example(f"ranks={ranks}", f"microbatches={microbatches}", f"chunks={number}"):
+    for ranks, microbatches, number, slices in sizes_of(name):
+        with example(f"ranks={ranks}", f"microbatches={microbatches}", f"chunks={number}", f"slices={slices}"):
             options = {"chunks": number} if "chunks" in entry.options else {}
-            schedule = build(name, ranks=ranks, microbatches=microbatches, **options)
-            sizes = Sizes(ranks, microbatches, chunks=options.get("chunks", entry.chunks))
+            schedule = build(name, ranks=ranks, microbatches=microbatches, slices=slices, **options)
+            sizes = Sizes(ranks, microbatches, chunks=options.get("chunks", entry.chunks), slices=slices)
             check_forms(schedule, entry, sizes)
             check_memory(schedule, entry, sizes)
 
@@ -128,17 +137,18 @@ def test_closed_forms_and_memory_at_equal_costs(name: str) -> None:
 def test_the_early_form_of_interleaved_holds_where_it_says(
     microbatches: int, chunks: int, weight_grad: float, holds: bool
 ) -> None:
-    """T_W <= T_F, or m < 2p, or v = 1; on 4 ranks."""
+    """T_W <= T_F, or mn < 2p, or v = 1; on 4 ranks."""
     (form,) = [form for form in CATALOGUE["interleaved"].bubbles if form.backward == "early"]
-    assert form.domain == "T_W <= T_F, or m < 2p, or v = 1"
+    assert form.domain == "T_W <= T_F, or mn < 2p, or v = 1"
     assert form.holds(Sizes(4, microbatches, 1.0, 1.0, weight_grad, chunks=chunks)) == holds
 
 
 def test_every_place_and_number_of_ranks_is_drawn_for_every_schedule() -> None:
     for name in RULED:
         sizes = list(sizes_of(name))
-        assert {ranks for ranks, _, _ in sizes} == set(RANKS)
-        assert {chunks for _, _, chunks in sizes} == {1, 2, 3}
+        assert {ranks for ranks, _, _, _ in sizes} == set(RANKS)
+        assert {chunks for _, _, chunks, _ in sizes} == {1, 2, 3}
+        assert {slices for _, _, _, slices in sizes} == (set(SLICES) if name in SLICED else {1})
 
 
 @pytest.mark.parametrize("name", FIXED)
@@ -148,17 +158,21 @@ def test_every_place_and_number_of_ranks_is_drawn_for_every_schedule() -> None:
     chunks=st.integers(1, 5),
     costs=st.tuples(COST, COST, COST),
     hop=st.floats(0, 0.5),
+    slices=st.integers(1, 9),
 )
 @settings(max_examples=60)
 def test_closed_forms_at_unequal_costs(
-    name: str, ranks: int, rounds: float, chunks: int, costs: tuple[float, float, float], hop: float
+    name: str, ranks: int, rounds: float, chunks: int, costs: tuple[float, float, float], hop: float, slices: int
 ) -> None:
     entry = CATALOGUE[name]
-    microbatches = max(round(rounds * ranks), least_microbatches(name, ranks))
+    slices = slices if name in SLICED else 1
+    microbatches = max(round(rounds * ranks) // slices, least_microbatches(name, ranks))
     options = {"chunks": chunks} if "chunks" in entry.options else {}
+    options |= {"slices": slices}
     schedule = build(name, ranks=ranks, microbatches=microbatches, **options)
     for latency in (0.0, hop * min(costs)):
-        check_forms(schedule, entry, Sizes(ranks, microbatches, *costs, hop=latency, chunks=schedule.chunks))
+        sizes = Sizes(ranks, microbatches, *costs, hop=latency, chunks=schedule.chunks, slices=slices)
+        check_forms(schedule, entry, sizes)
 
 
 @pytest.mark.parametrize("name", RULED)
@@ -174,13 +188,18 @@ def test_any_size_is_valid_and_lowers_without_deadlock(name: str, data: st.DataO
         options["chunks"] = data.draw(st.integers(1, 5))
     if "unit" in entry.options:
         options["unit"] = data.draw(st.integers(1, microbatches))
+    if "slices" in entry.options:
+        options["slices"] = data.draw(st.integers(1, 6))
+        microbatches = max(1, microbatches // options["slices"])
     schedule = build(name, ranks=ranks, microbatches=microbatches, **options)
     assert (schedule.placement.kind, schedule.chunks) == (entry.placement, options.get("chunks", entry.chunks))
     lowered = lower(schedule)
     costs = Costs(1.0, 1.3, 0.7, hop=0.1)
     assert simulate(lowered, costs).makespan == simulate(schedule, costs).makespan
     assert lowered.compute_only().actions == schedule.actions
-    sizes = Sizes(ranks, microbatches, chunks=schedule.chunks, unit=options.get("unit"))
+    sizes = Sizes(
+        ranks, microbatches, chunks=schedule.chunks, unit=options.get("unit"), slices=options.get("slices", 1)
+    )
     check_memory(schedule, entry, sizes)
 
 
@@ -192,6 +211,30 @@ def test_backwards_keep_the_microbatch_order(name: str) -> None:
             for ops in ((Op.F,), (Op.I, Op.B), (Op.W, Op.B)):
                 numbers = [action.microbatch for action in row if action.stage == stage and action.op in ops]
                 assert numbers == list(range(9))
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_slices_run_forward_in_order_and_backward_in_reverse(name: str) -> None:
+    for row in build(name, ranks=4, microbatches=2, slices=3).actions:
+        for stage in {action.stage for action in row}:
+            for ops in ((Op.F,), (Op.I, Op.B), (Op.W, Op.B)):
+                numbers = [action.microbatch for action in row if action.stage == stage and action.op in ops]
+                assert numbers == ([0, 1, 2, 3, 4, 5] if ops == (Op.F,) else [2, 1, 0, 5, 4, 3])
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_a_schedule_takes_slices_or_says_which_do(name: str) -> None:
+    sizes = {"ranks": 2, "microbatches": 3}
+    assert build(name, **sizes, slices=1) == build(name, **sizes)
+    if name in SLICED:
+        schedule = build(name, **sizes, slices=2)
+        assert (schedule.slices, schedule.whole_microbatches, schedule.microbatches) == (2, 3, 6)
+        return
+    message = (
+        f"schedule '{name}' runs whole sequences, not slices of them: use one of {', '.join(SLICED)}, or leave out"
+    )
+    with pytest.raises(ConfigError, match=message):
+        build(name, **sizes, slices=2)
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
@@ -241,6 +284,8 @@ def test_unknown_names_and_sizes() -> None:
         build("interleaved", ranks=2, microbatches=2, chunk=3)
     with pytest.raises(ConfigError, match="at least 1 of chunks, not 0"):
         build("interleaved", ranks=2, microbatches=2, chunks=0)
+    with pytest.raises(ConfigError, match="at least 1 of slices, not 0"):
+        build("1f1b", ranks=2, microbatches=2, slices=0)
     with pytest.raises(ConfigError, match=r"at least 1 of unit, not 1\.5"):
         build("unit", ranks=2, microbatches=2, unit=1.5)
     with pytest.raises(ConfigError, match="cost forward has 3 numbers for 2 ranks"):
@@ -249,8 +294,8 @@ def test_unknown_names_and_sizes() -> None:
 
 def test_sizes_are_of_one_chunk_of_equal_costs_unless_more_is_said() -> None:
     sizes = Sizes(3, 7)
-    assert sizes == Sizes(3, 7, 1.0, 1.0, 1.0, hop=0.0, chunks=1, unit=None)
-    assert (sizes.work, sizes.is_even) == (21.0, True)
+    assert sizes == Sizes(3, 7, 1.0, 1.0, 1.0, hop=0.0, chunks=1, unit=None, slices=1)
+    assert (sizes.work, sizes.is_even, sizes.all_slices) == (21.0, True, 7)
     for name in ("gpipe", "1f1b", "zb-h1"):
         check_forms(build(name, ranks=3, microbatches=7), CATALOGUE[name], sizes)
 

@@ -1,4 +1,7 @@
-"""Pictures of schedules: text for a terminal, a self-contained SVG for a page."""
+"""Pictures of schedules: text for a terminal, a self-contained SVG for a page.
+
+With slices of sequences, an action is named by its microbatch and slice: F2.1 is the forward of microbatch 2's slice 1.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +41,10 @@ class Timeline(Protocol):
     @property
     def spans(self) -> Sequence[TimedAction]:
         """In any order."""
+
+    @property
+    def slices(self) -> int:
+        """Slices of each microbatch's sequences."""
 
 
 class _Box(NamedTuple):
@@ -79,9 +86,23 @@ def layout_rows(schedule: Schedule, write: Callable[[Action], str]) -> list[list
 
 
 def _label(schedule: Schedule) -> Callable[[Action], str]:
-    if schedule.placement.kind != "line":
-        return str
-    return lambda action: str(action)[len(str(action.stage)) :]
+    if schedule.placement.kind == "line":
+        return lambda action: _name(action, schedule.slices)
+    return lambda action: f"{action.stage}{_name(action, schedule.slices)}"
+
+
+def _name(action: Action, slices: int) -> str:
+    """Return an action's name without its stage, such as F0, or F0.1 with slices."""
+    if action.microbatch is None:
+        return action.op.value
+    return f"{action.op.value}{_number(action.microbatch, slices)}"
+
+
+def _number(microbatch: int, slices: int) -> str:
+    if slices == 1:
+        return str(microbatch)
+    whole, part = divmod(microbatch, slices)
+    return f"{whole}.{part}"
 
 
 def _time_rows(schedule: Schedule, trace: Timeline, width: int) -> list[list[str]]:
@@ -128,7 +149,8 @@ text { fill: #e6edf3 } .name { fill: #14202b }
 def draw_svg(picture: Timeline | Schedule, *, width: int = 1200, title: str = "") -> str:
     """Return a self-contained SVG, `width` pixels wide: a bar per action, with its name and times as a tooltip.
 
-    If every rank runs the stage of its own number, bars are named without it. The `title` is written above.
+    If every rank runs the stage of its own number, bars are named without it. The `title` is written above. With slices
+    of sequences, bars of every other microbatch are lighter.
     """
     boxes = _unit_boxes(picture) if isinstance(picture, Schedule) else _timed_boxes(picture)
     ranks = 1 + max(box.rank for box in boxes)
@@ -137,7 +159,7 @@ def draw_svg(picture: Timeline | Schedule, *, width: int = 1200, title: str = ""
     top = 36 if title else 10
     bottom = top + ranks * _ROW
     height = bottom + 56
-    is_line = all(box.action.stage == box.rank for box in boxes)
+    names = _Names(is_line=all(box.action.stage == box.rank for box in boxes), slices=picture.slices)
     hidden = title or (str(picture) if isinstance(picture, Schedule) else "timeline")
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
@@ -154,7 +176,7 @@ def draw_svg(picture: Timeline | Schedule, *, width: int = 1200, title: str = ""
     parts += _axis(first, last, scale, top=top, bottom=bottom)
     for box in boxes:
         left, wide = _LEFT + (box.start - first) * scale, (box.end - box.start) * scale
-        parts.append(_bar(box, left, wide, y=top + box.rank * _ROW, turn=box.action.stage // ranks, is_line=is_line))
+        parts.append(_bar(box, left, wide, y=top + box.rank * _ROW, turn=box.action.stage // ranks, names=names))
     parts += _legend({box.action.op for box in boxes}, height - 14)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
@@ -169,20 +191,37 @@ def _unit_boxes(schedule: Schedule) -> list[_Box]:
     return [_Box(rank, action, level, level + 1) for rank, action, level in cells if action.op.is_compute]
 
 
-def _bar(box: _Box, x: float, wide: float, *, y: int, turn: int, is_line: bool) -> str:
+class _Names(NamedTuple):
+    """How bars are named: without their stage on a line; with their slice if there are several."""
+
+    is_line: bool
+    slices: int
+
+
+def _bar(box: _Box, x: float, wide: float, *, y: int, turn: int, names: _Names) -> str:
     """Draw one bar. Later chunks of a rank have an outline, which distinguishes them without another colour."""
-    name = str(box.action)[len(str(box.action.stage)) if is_line else 0 :]
+    short, number = _name(box.action, names.slices), box.action.microbatch or 0
+    full = f"{box.action.stage}{short}"
     outline = ' stroke="#333333"' if turn % 2 else ""
     # If the name does not fit, the colour identifies the op.
-    shown = next((each for each in (name, str(box.action.microbatch)) if wide > _LETTER * len(each)), None)
+    choices = (short if names.is_line else full, _number(number, names.slices))
+    shown = next((each for each in choices if wide > _LETTER * len(each)), None)
     text = ""
     if shown is not None:
         text = f'<text class="name" x="{x + wide / 2:.2f}" y="{y + _BAR / 2 + 4:g}" text-anchor="middle">{shown}</text>'
-    tip = f"{box.action} on rank {box.rank}: {box.start:g} to {box.end:g}"
+    is_lighter = names.slices > 1 and number // names.slices % 2 == 1
+    colour = _COLOURS[box.action.op]
+    fill = _lighten(colour) if is_lighter else colour
+    tip = f"{full} on rank {box.rank}: {box.start:g} to {box.end:g}"
     # One pixel narrower, so that adjacent bars are distinguishable on any page.
     bar = (f'<rect x="{x:.2f}" y="{y}" width="{max(wide - 1, 0.5):.2f}" height="{_BAR}" rx="2" '
-           f'fill="{_COLOURS[box.action.op]}"{outline}/>')  # fmt: skip
+           f'fill="{fill}"{outline}/>')  # fmt: skip
     return f"<g><title>{tip}</title>{bar}{text}</g>"
+
+
+def _lighten(colour: str) -> str:
+    """Return the colour half way to white."""
+    return "#" + "".join(f"{(int(colour[at : at + 2], 16) + 255) // 2:02x}" for at in (1, 3, 5))
 
 
 def _axis(first: float, last: float, scale: float, *, top: int, bottom: int) -> list[str]:

@@ -51,7 +51,7 @@ def insert_messages(schedule: Schedule) -> Schedule:
             lowered.append(table.cells[cell])
             lowered.extend(after.get(cell, ()))
         rows.append(tuple(lowered))
-    return Schedule(schedule.name, schedule.placement, schedule.microbatches, tuple(rows))
+    return replace(schedule, actions=tuple(rows))
 
 
 def _messages(table: Table) -> tuple[_Actions, _Actions]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
 from atoll.base.errors import ScheduleError
@@ -78,7 +78,7 @@ def insert_sharding(
             if at in reduced:
                 lowered.append(Action(action.stage, Op.REDUCE_GRAD))
         rows.append(tuple(lowered))
-    return Schedule(schedule.name, schedule.placement, schedule.microbatches, tuple(rows))
+    return replace(schedule, actions=tuple(rows))
 
 
 def current(residency: str) -> Residency:

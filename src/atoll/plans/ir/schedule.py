@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from atoll.base.errors import ScheduleError
@@ -24,6 +24,9 @@ class Schedule:
     `actions[rank]` is the order of that rank. A schedule without sends and receives is
     *compute-only*: its executor or simulator transfers results.
 
+    slices: number of slices of each sequence (atoll.plans.slices). Actions number slices instead of microbatches: slice
+    s of microbatch i is i * slices + s, and `microbatches` is the number of all slices.
+
     Raises ScheduleError with every violated law (atoll.plans.ir.validate).
     """
 
@@ -31,10 +34,18 @@ class Schedule:
     placement: Placement
     microbatches: int
     actions: ActionRows
+    slices: int = 1
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
             raise ScheduleError(f"schedule {self.name!r} needs at least 1 microbatch, not {self.microbatches}")
+        if self.slices < 1:
+            raise ScheduleError(f"schedule {self.name!r} needs at least 1 slice of a sequence, not {self.slices}")
+        if self.microbatches % self.slices:
+            raise ScheduleError(
+                f"schedule {self.name!r} numbers {self.microbatches} slices, and each microbatch has {self.slices}: "
+                "number all slices of every microbatch"
+            )
         if len(self.actions) != self.placement.ranks:
             raise ScheduleError(
                 f"schedule {self.name!r} has {len(self.actions)} rows of actions for {self.placement.ranks} ranks"
@@ -47,15 +58,16 @@ class Schedule:
         places = self.placement.stages * self.microbatches
         actions = sum(map(len, self.actions))
         if places > max(actions, CHECKED_PLACES):
+            each = "microbatches" if self.slices == 1 else f"microbatches of {self.slices} slices"
             raise ScheduleError(
                 f"schedule {self.name!r} has {actions} actions, too few for {self.placement.stages} stages and "
-                f"{self.microbatches} microbatches: each stage has an F for each microbatch"
+                f"{self.whole_microbatches} {each}: each stage has an F for each of them"
             )
 
     @cached_property
     def table(self) -> Table:
         """The cells in flat arrays."""
-        return Table(self.placement, self.microbatches, self.actions)
+        return Table(self.placement, self.microbatches, self.actions, self.slices)
 
     @property
     def ranks(self) -> int:
@@ -71,6 +83,11 @@ class Schedule:
     def stages(self) -> int:
         """Number of stages of the whole pipeline."""
         return self.placement.stages
+
+    @property
+    def whole_microbatches(self) -> int:
+        """Number of microbatches, whose slices the actions number."""
+        return self.microbatches // self.slices
 
     @property
     def has_backward(self) -> bool:
@@ -96,7 +113,7 @@ class Schedule:
         """Return the same orders with only `ops`; they are validated."""
         kept = frozenset(ops)
         rows = tuple(tuple(action for action in row if action.op in kept) for row in self.actions)
-        return Schedule(self.name, self.placement, self.microbatches, rows)
+        return replace(self, actions=rows)
 
     def compute_only(self) -> Schedule:
         """Return the schedule without messages and sharding actions."""
@@ -108,11 +125,12 @@ class Schedule:
         With a split vocabulary, also L and S with their messages.
         """
         rows = tuple(_forward_row(row, self.stages - 1 if self.has_vocabulary else None) for row in self.actions)
-        return Schedule(self.name, self.placement, self.microbatches, rows)
+        return replace(self, actions=rows)
 
     def __str__(self) -> str:
-        sizes = f"{self.placement.kind}, ranks {self.ranks}, chunks {self.chunks}, microbatches {self.microbatches}"
-        return f"{self.name}: {sizes}"
+        sizes = f"{self.placement.kind}, ranks {self.ranks}, chunks {self.chunks}"
+        counts = f"microbatches {self.whole_microbatches}" + (f", slices {self.slices}" if self.slices > 1 else "")
+        return f"{self.name}: {sizes}, {counts}"
 
 
 _FORWARD = frozenset({Op.F, Op.SEND_F, Op.RECV_F, Op.UNSHARD, Op.RESHARD, Op.L, Op.SEND_L, Op.S, Op.SEND_S, Op.RECV_S})

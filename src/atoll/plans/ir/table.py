@@ -22,7 +22,7 @@ UNSHARD, RESHARD, REDUCE_GRAD = Op.UNSHARD.code, Op.RESHARD.code, Op.REDUCE_GRAD
 class Table:
     """The cells of a schedule.
 
-    placement, microbatches   the sizes
+    placement, microbatches   the sizes; slices: how many consecutive microbatches are slices of the same sequences
     cells                     every action, rank by rank
     offset                    rank -> its first cell; one more entry closes the last rank
     code, rank, key           cell -> code of its op; its rank; stage * microbatches + microbatch (-1: no such place)
@@ -34,9 +34,12 @@ class Table:
     others                    cell -> further inputs, all from other ranks, if it collects from many
     """
 
-    def __init__(self, placement: Placement, microbatches: int, actions: Sequence[Sequence[Action]]) -> None:
+    def __init__(
+        self, placement: Placement, microbatches: int, actions: Sequence[Sequence[Action]], slices: int = 1
+    ) -> None:
         self.placement = placement
         self.microbatches = microbatches
+        self.slices = slices
         self.rank_of_stage = [placement.rank_of(stage) for stage in range(placement.stages)]
         self.cells: list[Action] = []
         self.offset = [0]

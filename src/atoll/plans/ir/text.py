@@ -13,7 +13,9 @@ from atoll.plans.ir.placement import PLACEMENT_KINDS, Placement, PlacementKind
 from atoll.plans.ir.schedule import ActionRows, Schedule
 
 _OVERLAP = re.compile(r"\(([^();]+);([^();]+)\)OVERLAP_F_B")
-_HEADER = re.compile(r"# (.+): (line|loop|v), ranks (\d{1,7}), chunks (\d{1,7}), microbatches (\d{1,7})", re.ASCII)
+_HEADER = re.compile(
+    r"# (.+): (line|loop|v), ranks (\d{1,7}), chunks (\d{1,7}), microbatches (\d{1,7})(?:, slices (\d{1,7}))?", re.ASCII
+)
 
 
 def to_text(schedule: Schedule) -> str:
@@ -22,6 +24,8 @@ def to_text(schedule: Schedule) -> str:
         # gpipe: line, ranks 2, chunks 1, microbatches 2
         0F0 0F1 .   .   0B0 0B1
         .   1F0 1F1 1B0 1B1
+
+    With slices of sequences the header ends with `microbatches 2, slices 4`, and slice 3 of microbatch 1 is `0F7`.
     """  # fmt: skip
     rows = layout_rows(schedule, str)
     width = max(len(cell) for row in rows for cell in row)
@@ -36,10 +40,10 @@ def from_text(text: str) -> Schedule:
     if match is None:
         raise ScheduleError("the text of a schedule begins with a line such as "
                             "'# 1f1b: line, ranks 4, chunks 1, microbatches 8'")  # fmt: skip
-    name, kind, ranks, chunks, microbatches = match.groups()
+    name, kind, ranks, chunks, microbatches, slices = match.groups(default="1")
     placement = Placement(_kind(kind), int(ranks), int(chunks))
     rows = tuple(_parse_row(rank, line.split()) for rank, line in enumerate(lines[1:]))
-    return Schedule(name, placement, int(microbatches), rows)
+    return Schedule(name, placement, int(microbatches) * int(slices), rows, int(slices))
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -49,12 +53,13 @@ def to_csv(schedule: Schedule) -> str:
     return text.getvalue()
 
 
-def from_csv(text: str, *, name: str = "csv", placement: Placement | None = None) -> Schedule:
+def from_csv(text: str, *, name: str = "csv", placement: Placement | None = None, slices: int = 1) -> Schedule:
     """Parse torch's format, compute-only or lowered; empty cells are skipped. Actions that overlap, such as
     `(0F3;3B1)OVERLAP_F_B`, are executed one after the other, as torch does.
 
     The format has no header: without `placement`, the first one that matches the stages of each rank is used (line, v,
-    loop), and the number of microbatches is the largest one in the file. Raises ScheduleError if none matches.
+    loop), and the number of microbatches is the largest one in the file. It cannot say either that numbers are those of
+    `slices` slices of each microbatch. Raises ScheduleError if no placement matches.
     """
     try:
         lines = [line for line in csv.reader(io.StringIO(text)) if line]
@@ -64,7 +69,7 @@ def from_csv(text: str, *, name: str = "csv", placement: Placement | None = None
     if not any(rows):
         raise ScheduleError("the CSV of a schedule has one line of actions per rank, and this one has no action")
     microbatches = 1 + max((action.microbatch or 0) for row in rows for action in row)
-    return Schedule(name, placement or _placement_of(rows), microbatches, rows)
+    return Schedule(name, placement or _placement_of(rows), microbatches, rows, slices)
 
 
 def _apart(cell: str) -> list[str]:

@@ -95,13 +95,13 @@ def one_forward(table: Table) -> list[Violation]:
 
 
 def whole_backward(table: Table) -> list[Violation]:
-    """A microbatch runs backward on every stage or on none: B, or I and W, never both."""
+    """A microbatch runs backward on every stage, with all its slices, or on none: B, or I and W, never both."""
     full, inputs, weights = table.at[B], table.at[I], table.at[W]
-    size, found = table.microbatches, []
+    size, slices, found = table.microbatches, table.slices, []
     runs_backward = [False] * size
     for key in range(len(full)):
         if full[key] >= 0 or inputs[key] >= 0 or weights[key] >= 0:
-            runs_backward[key % size] = True
+            runs_backward[key % size // slices] = True
     for key in range(len(full)):
         i, w, b = inputs[key], weights[key], full[key]
         if b >= 0 and (i >= 0 or w >= 0):
@@ -112,9 +112,10 @@ def whole_backward(table: Table) -> list[Violation]:
             cell = max(i, w)
             absent = _name(table, key, Op.W if i >= 0 else Op.I)
             found.append(Violation("whole backward", f"{table.cells[cell]} has no {absent}", cell, f"needs {absent}"))
-        elif b < 0 and i < 0 and runs_backward[key % size]:
+        elif b < 0 and i < 0 and runs_backward[key % size // slices]:
             problem = f"rank {_rank(table, key)} never runs {_name(table, key, Op.B)}"
-            found.append(Violation("whole backward", problem, None, "other stages run this microbatch backward"))
+            others = "other stages" if slices == 1 else "other stages or slices"
+            found.append(Violation("whole backward", problem, None, f"{others} run this microbatch backward"))
     return found
 
 
@@ -130,6 +131,26 @@ def order_on_rank(table: Table) -> list[Violation]:
         if needed > cell and not table.crosses[cell]:
             problem = f"{table.cells[cell]} runs before its input arrives"
             found.append(Violation("order on rank", problem, cell, _where(table, needed), (needed,)))
+    return found
+
+
+def slices_in_order(table: Table) -> list[Violation]:
+    """A stage runs the slices of a microbatch forward from the first to the last, and backward from the last.
+
+    A forward attends to the keys and values of earlier slices. Their gradients are whole after the backwards of all
+    later slices. W has no such order.
+    """
+    found = []
+    for key, forward in enumerate(table.at[F] if table.slices > 1 else ()):
+        microbatch, late = divmod(key % table.microbatches, table.slices)
+        if late == 0:
+            continue
+        which = f"slices {late - 1} and {late} of microbatch {microbatch}"
+        for before, after in ((table.at[F][key - 1], forward), (table.gradient(key), table.gradient(key - 1))):
+            if before > after >= 0:
+                problem = f"{table.cells[after]} runs before {table.cells[before]}"
+                detail = f"{_where(table, before)}: {which}"
+                found.append(Violation("slices in order", problem, after, detail, (before,)))
     return found
 
 
@@ -336,6 +357,7 @@ LAWS: tuple[Law, ...] = (
     one_forward,
     whole_backward,
     order_on_rank,
+    slices_in_order,
     whole_vocabulary,
     messages_complete,
     messages_in_order,

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from heapq import heappop, heappush, heappushpop
 
 from atoll.base.errors import ScheduleError
@@ -57,7 +58,7 @@ def insert_vocabulary(schedule: Schedule, *, score: float = 1.0, hop: float = 0.
     best = min(plays, key=lambda play: play.finish)
     actions = cells.actions()
     rows = tuple(tuple(map(actions.__getitem__, row)) for row in best.rows)
-    return Schedule(schedule.name, schedule.placement, schedule.microbatches, rows)
+    return replace(schedule, actions=rows)
 
 
 _TIMES = {F: 1.0, I: 1.0, W: 1.0, B: 2.0, L: 0.0, G: 0.0}

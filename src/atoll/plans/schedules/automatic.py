@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from atoll.base.errors import ConfigError
 from atoll.plans.ir.placement import Placement, PlacementKind
 from atoll.plans.ir.schedule import Schedule
 from atoll.plans.schedules.memory import Memory, PerRank, peak_of
@@ -93,6 +94,7 @@ def zero_bubble_v(
     static_bytes: PerRank = 0.0,
     activation_bytes: PerRank = 1.0,
     weight_grad_bytes: PerRank = 1.0,
+    slices: int = 1,
 ) -> Schedule:
     """No rank keeps more than p microbatches between F and W, and no bubble is in a span where F = I = W, m >= 2p-1.
 
@@ -101,9 +103,20 @@ def zero_bubble_v(
 
         rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3
         rank 1  .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
+
+    With n slices of each sequence it is this order for any costs, with n-1 pairs of forwards more in the warm-up. No
+    rank keeps more than p-1+n slices. Orders of slices are not searched: ConfigError with a memory limit.
+
+        rank 0  0F0.0 0F0.1 .     3F0.0 .     3F0.1 3I0.1 3W0.1 3I0.0 3W0.0 0I0.1 0W0.1 .     .     0I0.0 0W0.0
+        rank 1  .     1F0.0 2F0.0 1F0.1 2F0.1 .     .     2I0.1 2W0.1 1I0.1 1W0.1 2I0.0 2W0.0 1I0.0 1W0.0
     """
-    if costs is None and memory_limit is None:
-        return fixed_zero_bubble_v(ranks=ranks, microbatches=microbatches)
+    if slices > 1 and memory_limit is not None:
+        raise ConfigError(
+            f"zb-v with {slices} slices of a sequence has one order, and none is searched within memory_limit = "
+            f"{memory_limit}: leave out the limit, or slices"
+        )
+    if slices > 1 or (costs is None and memory_limit is None):
+        return fixed_zero_bubble_v(ranks=ranks, microbatches=microbatches, slices=slices)
     return automatic(
         name="zb-v",
         ranks=ranks,

@@ -48,9 +48,10 @@ class Entry:
     options: tuple[str, ...] = ()
 
 
-_ONE_EACH = RankForm("min(m, p-r)", lambda sizes, rank: min(sizes.microbatches, sizes.ranks - rank))
+_ONE_EACH = RankForm("min(m, (p-r-1)/n + 1)", forms.one_chunk_peak)
 _INTERLEAVED = RankForm(
-    "min(m, (2(p-r-1) + (v-1)g + 1)/v), g the largest group; min(m, p-r) for v = 1", forms.interleaved_peak
+    "min(m, (2(p-r-1)/n + (v-1)g + 1)/v), g the largest group; min(m, (p-r-1)/n + 1) for v = 1",
+    forms.interleaved_peak,
 )
 _GIS = RankForm(
     "min(m, p - r/v)",
@@ -64,7 +65,7 @@ _GIS_H = RankForm(
     ),
     "at most",
 )
-_V = RankForm("min(m, p); for m < 2p-1 also at most (m+r+1)/2", forms.zero_bubble_v_peak)
+_V = RankForm("min(m, (p-1)/n + 1); for (m-1)n < 2p-2 also at most (m + 1 + r/n)/2", forms.zero_bubble_v_peak)
 _HALF = RankForm("(p+2) // 2", lambda sizes, rank: (sizes.ranks + 2) // 2, "at most")
 _THIRD = RankForm("(p+4) // 3", lambda sizes, rank: (sizes.ranks + 4) // 3, "at most")
 _DUAL = RankForm("p + 1/2", lambda sizes, rank: min(sizes.microbatches, sizes.ranks + 0.5), "at most")
@@ -88,6 +89,7 @@ _ENTRIES = (
         bubbles=forms.ONE_CHUNK,
         activations=forms.ALL,
         kept=forms.ALL,
+        options=("slices",),
     ),
     Entry(
         name="1f1b",
@@ -97,6 +99,7 @@ _ENTRIES = (
         bubbles=forms.ONE_CHUNK,
         activations=_ONE_EACH,
         kept=_ONE_EACH,
+        options=("slices",),
     ),
     Entry(
         name="interleaved",
@@ -108,7 +111,7 @@ _ENTRIES = (
         kept=_INTERLEAVED,
         placement="loop",
         chunks=2,
-        options=("chunks",),
+        options=("chunks", "slices"),
     ),
     Entry(
         name="gis",
@@ -153,7 +156,8 @@ _ENTRIES = (
         paper="arXiv 2401.10241",
         bubbles=forms.ZERO_BUBBLE_H1,
         activations=_ONE_EACH,
-        kept=RankForm("min(m, p)", lambda sizes, rank: min(sizes.microbatches, sizes.ranks)),
+        kept=RankForm("min(m, (p-1)/n + 1)", lambda sizes, rank: forms.one_chunk_peak(sizes, 0)),
+        options=("slices",),
     ),
     Entry(
         name="zb-h2",
@@ -176,7 +180,7 @@ _ENTRIES = (
         kept=_V,
         placement="v",
         chunks=2,
-        options=_COSTS_AND_BYTES,
+        options=(*_COSTS_AND_BYTES, "slices"),
     ),
     Entry(
         name="v-half",
@@ -260,25 +264,35 @@ _ENTRIES = (
 CATALOGUE: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
 """Name -> row, in the order in which they are listed to users."""
 
+_WHOLE = ("slices", 1)
+"""The option that every schedule takes, without effect: a whole sequence is one slice."""
+
 
 def build(name: str, *, ranks: int, microbatches: int, costs: StageCosts | None = None, **options: object) -> Schedule:
     """Build the schedule `name`. An option of None counts as not given.
 
-    Every schedule takes `costs` (an atoll.program.sim.Costs); those with a fixed order ignore them.
+    Every schedule takes `costs` (an atoll.program.sim.Costs); those with a fixed order ignore them. Some take `slices`
+    of each sequence (atoll.plans.slices): 1 is the whole sequence, as if not given.
     Raises ConfigError for an unknown name or option, or an impossible size.
     """
     entry = CATALOGUE.get(name)
     if entry is None:
         raise ConfigError(f"schedule {name!r} does not exist{_nearest(name, CATALOGUE)}: choose one of "
                           f"{', '.join(CATALOGUE)}")  # fmt: skip
-    given = {option: value for option, value in options.items() if value is not None}
+    given = {option: value for option, value in options.items() if value is not None and (option, value) != _WHOLE}
     for option in given:
         if option not in entry.options:
+            if option == "slices":
+                sliced = ", ".join(row.name for row in CATALOGUE.values() if option in row.options)
+                raise ConfigError(
+                    f"schedule {name!r} runs whole sequences, not slices of them: use one of {sliced}, or leave out "
+                    "slices"
+                )
             known = ", ".join(entry.options) or "none"
             guess = _nearest(option, entry.options)
             raise ConfigError(f"schedule {name!r} has no option {option!r}{guess}: its options are {known}")
     counts = {"ranks": ranks, "microbatches": microbatches} | given
-    for word in ("ranks", "microbatches", "chunks", "unit", "keep"):
+    for word in ("ranks", "microbatches", "chunks", "unit", "keep", "slices"):
         count = counts.get(word, 1)
         if not isinstance(count, int) or count < 1:
             raise ConfigError(f"schedule {name!r} needs at least 1 of {word}, not {count}")

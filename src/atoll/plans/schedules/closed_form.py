@@ -17,10 +17,11 @@ Backward = Literal["fused", "early", "either"]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Arguments of a closed form: p ranks with v chunks, m microbatches, and costs equal on all ranks.
+    """Arguments of a closed form: p ranks with v chunks, m microbatches of n slices, and costs equal on all ranks.
 
-    Costs are of a rank's whole share: T_F forward, T_I backward for the input, T_W backward for the weights. T_c is the
-    latency of a hop. `unit`: microbatches in the largest unit, for schedules that have units.
+    Costs are of a rank's whole share of a microbatch, of which each slice takes 1/n: T_F forward, T_I backward for the
+    input, T_W backward for the weights. T_c is the latency of a hop. `unit`: microbatches in the largest unit, for
+    schedules that have units.
     """
 
     ranks: int
@@ -31,6 +32,12 @@ class Sizes:
     hop: float = 0.0
     chunks: int = 1
     unit: int | None = None
+    slices: int = 1
+
+    @property
+    def all_slices(self) -> int:
+        """Return m n, the slices of a step."""
+        return self.microbatches * self.slices
 
     @property
     def work(self) -> float:

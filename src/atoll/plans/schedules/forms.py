@@ -1,9 +1,11 @@
-"""Closed forms of each family of schedules. p, v, m, r, T_F, T_I, T_W, T_c: see Sizes."""
+"""Closed forms of each family of schedules. p, v, m, n, r, T_F, T_I, T_W, T_c: see Sizes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from atoll.plans.schedules.closed_form import ClosedForm, RankForm, Sizes
-from atoll.plans.schedules.groups import even_groups
+from atoll.plans.schedules.interleaved import interleaved_groups
 
 
 def _full(sizes: Sizes) -> float:
@@ -12,15 +14,15 @@ def _full(sizes: Sizes) -> float:
 
 ONE_CHUNK = (
     ClosedForm(
-        text="(p-1)(T_F+T_I+T_W)",
-        domain="any p and m",
-        value=lambda sizes: (sizes.ranks - 1) * _full(sizes),
+        text="(p-1)(T_F+T_I+T_W)/n",
+        domain="any p, m and n",
+        value=lambda sizes: (sizes.ranks - 1) * _full(sizes) / sizes.slices,
         backward="fused",
     ),
     ClosedForm(
-        text="(p-1)(T_F+T_I)",
-        domain="any p and m",
-        value=lambda sizes: (sizes.ranks - 1) * (sizes.forward + sizes.input_grad),
+        text="(p-1)(T_F+T_I)/n",
+        domain="any p, m and n",
+        value=lambda sizes: (sizes.ranks - 1) * (sizes.forward + sizes.input_grad) / sizes.slices,
         backward="early",
     ),
 )
@@ -28,39 +30,47 @@ ONE_CHUNK = (
 
 
 def _ramp(sizes: Sizes) -> int:
-    """Return the steps of p-1 ranks and, with fewer microbatches than ranks, a gap between each two chunks."""
-    return sizes.ranks - 1 + (sizes.chunks - 1) * max(0, sizes.ranks - sizes.microbatches)
+    """Return the steps of p-1 ranks and, with fewer slices than ranks, a gap between each two chunks."""
+    return sizes.ranks - 1 + (sizes.chunks - 1) * max(0, sizes.ranks - sizes.all_slices)
 
 
 def _early_chunks(sizes: Sizes) -> float:
-    late = sizes.ranks * sizes.input_grad - sizes.microbatches * (sizes.input_grad + sizes.weight_grad)
+    late = sizes.ranks * sizes.input_grad - sizes.all_slices * (sizes.input_grad + sizes.weight_grad)
     gradients = (sizes.ranks - 1) * sizes.input_grad + (sizes.chunks - 1) * max(0.0, late)
-    return (_ramp(sizes) * sizes.forward + gradients) / sizes.chunks
+    return (_ramp(sizes) * sizes.forward + gradients) / (sizes.chunks * sizes.slices)
 
 
 _FUSED_CHUNKS = ClosedForm(
     text="(p-1)(T_F+T_I+T_W)/v; for m < p with p-1+(v-1)(p-m) in place of p-1",
     domain="any p, v and m",
-    value=lambda sizes: _ramp(sizes) * _full(sizes) / sizes.chunks,
+    value=lambda sizes: _ramp(sizes) * _full(sizes) / (sizes.chunks * sizes.slices),
     backward="fused",
 )
-_EARLY_TEXT = "(p-1)(T_F+T_I)/v; for m < p it adds (v-1)((p-m) T_F + max(0, p T_I - m(T_I+T_W)))/v"
 
 INTERLEAVED = (
-    _FUSED_CHUNKS,
+    replace(
+        _FUSED_CHUNKS,
+        text="(p-1)(T_F+T_I+T_W)/(vn); for mn < p with p-1+(v-1)(p-mn) in place of p-1",
+        domain="any p, v, m and n",
+    ),
     ClosedForm(
-        text=_EARLY_TEXT,
-        domain="T_W <= T_F, or m < 2p, or v = 1",
+        text="(p-1)(T_F+T_I)/(vn); for mn < p it adds (v-1)((p-mn) T_F + max(0, p T_I - mn(T_I+T_W)))/(vn)",
+        domain="T_W <= T_F, or mn < 2p, or v = 1",
         value=_early_chunks,
         within=lambda sizes: (
-            sizes.weight_grad <= sizes.forward or sizes.microbatches < 2 * sizes.ranks or sizes.chunks == 1
+            sizes.weight_grad <= sizes.forward or sizes.all_slices < 2 * sizes.ranks or sizes.chunks == 1
         ),
         backward="early",
     ),
 )
 BREADTH_FIRST = (
     _FUSED_CHUNKS,
-    ClosedForm(text=_EARLY_TEXT, domain="any p, v and m", value=_early_chunks, backward="early"),
+    ClosedForm(
+        text="(p-1)(T_F+T_I)/v; for m < p it adds (v-1)((p-m) T_F + max(0, p T_I - m(T_I+T_W)))/v",
+        domain="any p, v and m",
+        value=_early_chunks,
+        backward="early",
+    ),
 )
 
 
@@ -114,34 +124,45 @@ GENERALIZED_INTERLEAVED_HALF = (
 
 def interleaved_peak(sizes: Sizes, rank: int) -> float:
     """Return warm-up + 1 chunk forwards, at most as many as there are."""
-    after = sizes.ranks - 1 - rank
     if sizes.chunks == 1:
-        return min(sizes.microbatches, after + 1)
-    largest = len(even_groups(sizes.microbatches, max(1, sizes.microbatches // sizes.ranks))[0])
-    return min(sizes.microbatches, (2 * after + (sizes.chunks - 1) * largest + 1) / sizes.chunks)
+        return one_chunk_peak(sizes, rank)
+    largest = len(interleaved_groups(sizes.ranks, sizes.microbatches, sizes.slices)[0])
+    ramp = 2 * (sizes.ranks - 1 - rank) / sizes.slices
+    return min(sizes.microbatches, (ramp + (sizes.chunks - 1) * largest + 1) / sizes.chunks)
+
+
+def one_chunk_peak(sizes: Sizes, rank: int) -> float:
+    """Return the slices of one microbatch, and one for each later rank, at most all."""
+    return min(sizes.microbatches, (sizes.ranks - 1 - rank) / sizes.slices + 1)
 
 
 def _h1_makespan(sizes: Sizes) -> float:
     hidden = min(sizes.forward, sizes.input_grad, sizes.weight_grad)
-    return (sizes.ranks - 1) * (sizes.forward + sizes.input_grad - hidden)
+    return (sizes.ranks - 1) * (sizes.forward + sizes.input_grad - hidden) / sizes.slices
 
 
 def _h1_span(sizes: Sizes) -> float:
-    return (sizes.ranks - 1) * (sizes.forward + sizes.input_grad - min(sizes.forward, sizes.weight_grad))
+    left = sizes.forward + sizes.input_grad - min(sizes.forward, sizes.weight_grad)
+    return (sizes.ranks - 1) * left / sizes.slices
+
+
+def _warms_up(sizes: Sizes) -> bool:
+    """Return True if rank 0 has forwards until the first gradient arrives."""
+    return sizes.all_slices - sizes.slices >= sizes.ranks - 1
 
 
 ZERO_BUBBLE_H1 = (
     ClosedForm(
-        text="(p-1)(T_F+T_I-min(T_F, T_I, T_W)), published as (p-1)(T_F+T_I-T_W)",
-        domain="m >= p",
+        text="(p-1)(T_F+T_I-min(T_F, T_I, T_W))/n, published for n = 1 as (p-1)(T_F+T_I-T_W)",
+        domain="(m-1)n >= p-1",
         value=_h1_makespan,
-        within=lambda sizes: sizes.microbatches >= sizes.ranks,
+        within=_warms_up,
     ),
     ClosedForm(
-        text="(p-1)(T_F+T_I-min(T_F, T_W))",
-        domain="m >= p",
+        text="(p-1)(T_F+T_I-min(T_F, T_W))/n",
+        domain="(m-1)n >= p-1",
         value=_h1_span,
-        within=lambda sizes: sizes.microbatches >= sizes.ranks,
+        within=_warms_up,
         measure="span",
     ),
 )
@@ -172,25 +193,30 @@ ZERO_BUBBLE_H2 = (
 
 
 def _even_and_long(sizes: Sizes) -> bool:
-    return sizes.is_even and sizes.microbatches >= 2 * sizes.ranks - 1
+    return sizes.is_even and sizes.all_slices - sizes.slices >= 2 * sizes.ranks - 2
 
 
 ZERO_BUBBLE_V = (
     ClosedForm(
-        text="0", domain="T_F = T_I = T_W and m >= 2p-1", value=lambda sizes: 0.0, within=_even_and_long, measure="span"
+        text="0",
+        domain="T_F = T_I = T_W and (m-1)n >= 2p-2",
+        value=lambda sizes: 0.0,
+        within=_even_and_long,
+        measure="span",
     ),
     ClosedForm(
-        text="(p-1) T_F/2",
-        domain="T_F = T_I = T_W and m >= 2p-1",
-        value=lambda sizes: (sizes.ranks - 1) * sizes.forward / 2,
+        text="(p-1) T_F/(2n)",
+        domain="T_F = T_I = T_W and (m-1)n >= 2p-2",
+        value=lambda sizes: (sizes.ranks - 1) * sizes.forward / (2 * sizes.slices),
         within=_even_and_long,
     ),
 )
 
 
 def zero_bubble_v_peak(sizes: Sizes, rank: int) -> float:
-    """Return p for every rank; with too few microbatches, both chunks of r+1 of them and one chunk of the rest."""
-    return min(sizes.microbatches, sizes.ranks, (sizes.microbatches + 1 + rank) / 2)
+    """Return p-1+n slices for every rank; with too few, both chunks of n+r of them and one chunk of the rest."""
+    kept = min(sizes.all_slices, sizes.ranks - 1 + sizes.slices, (sizes.all_slices + sizes.slices + rank) / 2)
+    return kept / sizes.slices
 
 
 V_HALF = (

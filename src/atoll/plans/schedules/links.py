@@ -4,7 +4,8 @@
 A message requests its link when it is released. The link carries one message at a time, in the order of requests: each
 occupies it for `seconds`, the bytes over the rate, and arrives `latency` after that. The sender continues immediately.
 Without a name a link connects one rank to one other, in one direction; links of one name are one link for all their
-senders. A message to a stage on the same rank takes no time.
+senders. A message to a stage on the same rank takes no time. `seconds` are those of a whole microbatch; a slice of its
+sequences takes its share of them.
 
     latency = 0.0001                # of pairs without a link below
 
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,15 @@ class Links:
     def between(self, sender: int, receiver: int) -> PipelineLink:
         """Return the link from one rank to another."""
         return self.each.get((sender, receiver), self.other)
+
+    def of_slice(self, slices: int) -> Links:
+        """Return the links for messages of one of `slices` equal slices of a microbatch: each has its share of the
+        bytes, and the whole latency."""
+
+        def share(link: PipelineLink) -> PipelineLink:
+            return replace(link, seconds=link.seconds / slices)
+
+        return Links({pair: share(link) for pair, link in self.each.items()}, share(self.other))
 
     @property
     def longest(self) -> float:

@@ -3,14 +3,15 @@
 [Note: what is kept] A rank's whole share of a microbatch keeps `activation` bytes from F to I and `weight_grad` bytes
 from I to W; a chunk keeps 1/chunks of them. A full backward keeps nothing for W: its activation is freed at its end.
 `static` bytes are kept all the time: parameters, gradients, optimizer state. If the vocabulary is split, the scores of
-a microbatch by a rank's slice keep `score` bytes from S to T.
+a microbatch by a rank's slice keep `score` bytes from S to T. A slice of a microbatch's sequences keeps its share of
+these bytes, as much as any other slice.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from atoll.base.errors import ConfigError
@@ -55,6 +56,13 @@ class Memory:
                 if number is not None and not (math.isfinite(number) and number >= 0):
                     raise ConfigError(f"memory {name} is {number}: it must be a finite number of bytes, 0 or more")
 
+    def of_slice(self, slices: int) -> Memory:
+        """Return what one of `slices` equal slices of a microbatch keeps."""
+        if slices == 1:
+            return self
+        kept = {name: scaled(getattr(self, name), 1 / slices) for name in ("activation", "weight_grad", "score")}
+        return replace(self, **kept)
+
     def per_rank(self, ranks: int) -> tuple[RankMemory, ...]:
         """Return the amounts of each rank. Raises ConfigError for a list of another length."""
         columns = []
@@ -65,6 +73,11 @@ class Memory:
                 raise ConfigError(f"memory {name} has {len(column)} numbers for {ranks} ranks: give one, or one a rank")
             columns.append(column)
         return tuple(RankMemory(*map(float, row)) for row in zip(*columns, strict=True))
+
+
+def scaled(amount: PerRank, factor: float) -> PerRank:
+    """Return the product of a number, or of each of several, and a factor."""
+    return tuple(each * factor for each in amount) if isinstance(amount, Sequence) else amount * factor
 
 
 class Occupancy(NamedTuple):

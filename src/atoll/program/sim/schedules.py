@@ -17,7 +17,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 from atoll.base.errors import ConfigError
@@ -42,7 +42,7 @@ from atoll.plans.ir.table import (
     W,
 )
 from atoll.plans.schedules.links import Hop, Hops, Links
-from atoll.plans.schedules.memory import Memory, Occupancy, RankMemory, levels_of
+from atoll.plans.schedules.memory import Memory, Occupancy, RankMemory, levels_of, scaled
 from atoll.plans.schedules.problem import TOLERANCE
 from atoll.program.trace import MemorySample, Span, Trace, action_lane
 
@@ -51,15 +51,21 @@ _Cost = float | Sequence[float]
 share."""
 
 
+_WORK = ("forward", "input_grad", "weight_grad")
+
+
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds (or any one unit) of each rank's whole share of a microbatch: a chunk takes 1/chunks of them.
+    """Seconds (or any one unit) of each rank's whole share of a microbatch: a chunk takes 1/chunks of them, and a slice
+    of its sequences 1/slices.
 
     hop              latency of a message between two ranks, or the `Links` between them
     gather, reduce   an UNSHARD and a REDUCE_GRAD of all parameters of the rank; 1/chunks of it for a chunk
     look_up          an L, and a G: the rank's slice of the embedding
     score            an S, which computes scores and the gradient of its input; score_grad a T, the slice's own gradient
     fused_backward   a full backward releases the input's gradient at its end, not after its I part
+    slices           shares (F, I, W) of a microbatch that each slice takes, if they are not equal: under causal
+                     attention a later slice attends to more (atoll.plans.slices)
 
     Raises ConfigError for a cost that is negative, infinite or not a number.
     """
@@ -74,15 +80,43 @@ class Costs:
     look_up: _Cost = 0.0
     score: _Cost = 0.0
     score_grad: _Cost = 0.0
+    slices: tuple[tuple[float, float, float], ...] = ()
 
     def __post_init__(self) -> None:
-        for name in (f.name for f in fields(self) if f.name != "fused_backward"):
+        for number in (share for shares in self.slices for share in shares):
+            if not (math.isfinite(number) and number >= 0):
+                raise ConfigError(f"a slice's share of a cost is {number}: it must be a finite number, 0 or more")
+        for name in (f.name for f in fields(self) if f.name not in ("fused_backward", "slices")):
             value = getattr(self, name)
             if isinstance(value, Links):
                 continue
             for number in value if isinstance(value, Sequence) else (value,):
                 if not (math.isfinite(number) and number >= 0):
                     raise ConfigError(f"cost {name} is {number}: it must be a finite number, 0 or more")
+
+    def of_slice(self, slices: int, number: int | None = None) -> Costs:
+        """Return the costs of one of `slices` slices of a microbatch, of an equal one without its number.
+
+        Raises ConfigError if this has shares of another number of slices.
+        """
+        if self.slices and len(self.slices) != slices:
+            raise ConfigError(f"costs have shares for {len(self.slices)} slices, and the schedule has {slices}: "
+                              "give the shares of each of its slices, or none")  # fmt: skip
+        if slices == 1 and not self.slices:
+            return self
+        each = 1 / slices
+        forward, input_grad, weight_grad = self.slices[number] if self.slices and number is not None else (each,) * 3
+        return replace(
+            self,
+            forward=scaled(self.forward, forward),
+            input_grad=scaled(self.input_grad, input_grad),
+            weight_grad=scaled(self.weight_grad, weight_grad),
+            hop=self.hop.of_slice(slices) if isinstance(self.hop, Links) else self.hop,
+            look_up=scaled(self.look_up, each),
+            score=scaled(self.score, each),
+            score_grad=scaled(self.score_grad, each),
+            slices=(),
+        )
 
     def per_rank(self, ranks: int) -> tuple[tuple[float, float, float], ...]:
         """Return (forward, input_grad, weight_grad) of each rank. Raises ConfigError for a list of another length."""
@@ -95,7 +129,7 @@ class Costs:
     def stage_times(self, placement: Placement) -> tuple[tuple[float, float, float, float], ...]:
         """Return the same and a full backward, which is rounded once if its parts are those of a rank."""
         columns, parts = [], []
-        for name in ("forward", "input_grad", "weight_grad"):
+        for name in _WORK:
             value = getattr(self, name)
             if isinstance(value, Sequence) and len(value) == placement.stages:
                 columns.append(tuple(value))
@@ -140,8 +174,10 @@ def simulate_schedule(schedule: Schedule, costs: Costs, memory: Memory | None = 
     """
     table = schedule.table
     duration, release = _durations(schedule, costs)
-    hops = Hops.of(schedule.placement, costs.hop)
-    is_even = all(row == duration[schedule.placement.rank_of(stage)] for stage, row in enumerate(duration))
+    hops = Hops.of(schedule.placement, costs.of_slice(schedule.slices).hop)
+    is_even = len(duration) == schedule.stages and all(
+        row == duration[schedule.placement.rank_of(stage)] for stage, row in enumerate(duration)
+    )
     if schedule.has_messages or schedule.has_sharding or not (hops.is_even and is_even):
         chunks = schedule.chunks
         travel = [(gather / chunks, reduce / chunks) for gather, reduce in costs.sharding_per_rank(schedule.ranks)]
@@ -155,16 +191,16 @@ def simulate_schedule(schedule: Schedule, costs: Costs, memory: Memory | None = 
     with _paused_collector():
         spans = tuple(map(_as_span, row))
     if memory is None:
-        return Trace(spans, ranks=schedule.ranks, chunks=schedule.chunks)
+        return Trace(spans, ranks=schedule.ranks, chunks=schedule.chunks, slices=schedule.slices)
     samples: list[MemorySample] = []
     waits = []
-    for rank, bytes_of in enumerate(memory.per_rank(schedule.ranks)):
+    for rank, bytes_of in enumerate(memory.of_slice(schedule.slices).per_rank(schedule.ranks)):
         mine = [spans[cell] for cell in range(*table.offset[rank : rank + 2]) if table.code[cell] < COMPUTE_CODES]
         levels = levels_of((span.action for span in mine), schedule.chunks, bytes_of)
         samples += _samples(rank, mine, levels, bytes_of)
         inputs = _inputs(schedule, rank, end, there)
         waits.append(_waited(mine, levels, inputs, bytes_of, schedule.chunks))
-    return Trace(spans, schedule.ranks, schedule.chunks, tuple(samples), tuple(waits))
+    return Trace(spans, schedule.ranks, schedule.chunks, tuple(samples), tuple(waits), schedule.slices)
 
 
 def last_end(
@@ -238,20 +274,24 @@ def _waited(
 
 def _durations(schedule: Schedule, costs: Costs) -> tuple[list[list[float]], list[list[float]]]:
     """stage, code -> how long it takes, and after how long of it the result is released. A rank's slice of a vocabulary
-    has the name of its first stage."""
+    has the name of its first stage. Where slices of sequences differ: stage * slices + slice, code."""
     duration, release = [], []
-    slices = costs.vocabulary_per_rank(schedule.ranks)
-    for stage, times in enumerate(costs.stage_times(schedule.placement)):
-        look_up, score, score_grad = slices[schedule.placement.rank_of(stage)]
-        shares = [0.0] * COMPUTE_CODES
-        shares[F], shares[I], shares[W], shares[B] = times
-        shares[L] = shares[G] = look_up
-        shares[S], shares[T] = score, score_grad
-        duration.append(shares)
-        early = list(shares)
-        if not costs.fused_backward:
-            early[B] = early[I]
-        release.append(early)
+    numbers = range(schedule.slices) if costs.slices else (None,)
+    of_each = [costs.of_slice(schedule.slices, number) for number in numbers]
+    times_of = [each.stage_times(schedule.placement) for each in of_each]
+    slices_of = [each.vocabulary_per_rank(schedule.ranks) for each in of_each]
+    for stage in range(schedule.stages):
+        for times, slices in zip(times_of, slices_of, strict=True):
+            look_up, score, score_grad = slices[schedule.placement.rank_of(stage)]
+            shares = [0.0] * COMPUTE_CODES
+            shares[F], shares[I], shares[W], shares[B] = times[stage]
+            shares[L] = shares[G] = look_up
+            shares[S], shares[T] = score, score_grad
+            duration.append(shares)
+            early = list(shares)
+            if not costs.fused_backward:
+                early[B] = early[I]
+            release.append(early)
     return duration, release
 
 
@@ -320,6 +360,8 @@ class _Walk:
     def __init__(self, table: Table, release: Sequence[Sequence[float]], hops: Hops) -> None:
         ranks, cells = table.placement.ranks, len(table.code)
         self.table, self.release, self.hops = table, release, hops
+        slices = len(release) // table.placement.stages  # 1, unless they differ
+        self.row = [action.stage * slices + (action.microbatch or 0) % slices for action in table.cells]
         self.position, self.clock = table.offset[:-1], [0.0] * ranks
         self.last_compute = [-1] * ranks
         self.released = [_NOT_YET] * cells
@@ -354,7 +396,7 @@ class _Walk:
         if kind in (SEND_F, SEND_B) and self.table.source(cell) == self.last_compute[rank]:
             return self.released[self.table.source(cell)]
         missing, now = self.begins(rank, cell)
-        return now + self.release[self.table.cells[cell].stage][kind] if missing < 0 and kind < COMPUTE_CODES else now
+        return now + self.release[self.row[cell]][kind] if missing < 0 and kind < COMPUTE_CODES else now
 
 
 def _play_any(
@@ -394,9 +436,8 @@ def _play_any(
                 break
             if kind < COMPUTE_CODES:
                 begin = now
-                stage = table.cells[cell].stage
-                released[cell] = now + release[stage][kind]
-                now += duration[stage][kind]
+                released[cell] = now + release[walk.row[cell]][kind]
+                now += duration[walk.row[cell]][kind]
                 last_compute[rank] = cell
             elif kind in (SEND_F, SEND_B):
                 source = table.source(cell)
