@@ -51,6 +51,21 @@ def test_what_is_fitted_has_the_same_batch_layout_and_schedule() -> None:
     assert batches == [16, 16]
 
 
+@pytest.mark.parametrize(("world", "expected"), [
+    (8, ()),
+    (4, ("parallel.intra=2", "parallel.sequence=2")),
+    (2, ("parallel.intra=1", "parallel.sequence=1")),
+    (6, ("parallel.intra=3", "parallel.sequence=1")),  # 4 ranks of a group of 12 are no divisor of 3
+])  # fmt: skip
+def test_ranks_of_smaller_groups_divide_sequences(world: int, expected: tuple[str, ...]) -> None:
+    divided = config(intra=12 if world == 6 else 4, sequence=4, ranks=24 if world == 6 else 8, layout="GGG")
+    divided = from_dict({**divided.model_dump(exclude_none=True), "train": {"global_batch": 24, "microbatch": 1}})
+    found = fit_to_world(divided, world)
+    assert found == expected
+    mesh = from_dict(divided.model_dump(exclude_none=True), overrides=found).to_plan(world).mesh
+    assert mesh.intra % mesh.sequence == 0
+
+
 def test_without_min_ranks_nothing_is_changed() -> None:
     assert fit_to_world(config(None), 2) == ()
     with pytest.raises(ConfigError, match=r"the launched world = 2 is not a multiple of pipeline \* tensor \* intra"):

@@ -13,6 +13,7 @@ from atoll.base.errors import ConfigError
 from atoll.base.toml import to_toml
 from atoll.runtime.pipeline.step_end import LossScaler
 from atoll.training.config import from_dict, load
+from atoll.training.config.foreign import answer
 from atoll.training.settings.convert import OPEN, SYSTEM_RULES, convert
 from atoll.training.settings.from_deepspeed import SCALE_GROWTH
 
@@ -185,7 +186,7 @@ KEPT_ON_HOST = {
     "parallel.host.activations": 1.0,
     "parallel.host.gradients": False,
 }
-Expected = dict[str, Any] | str
+Expected = dict[str, Any] | str | tuple[dict[str, Any], str]
 
 ADAM: dict[str, Any] = {"optimizer.type": "Adam"}
 ADAMS = {
@@ -202,6 +203,10 @@ SCALED: dict[str, Any] = {"fp16.loss_scale_window": 2000, "fp16.hysteresis": 1}
 KEPT = {"parallel.layout": "NGG"}
 STAGES: dict[str, Any] = {"parallelism.pipeline_parallel_degree": 2}
 HYBRID: dict[str, Any] = {"parallelism.data_parallel_replicate_degree": 2, "parallelism.data_parallel_shard_degree": 8}
+
+AXES = "parallelism_config.parallelism_config_"
+SHARDED: dict[str, Any] = {"fsdp_config.fsdp_version": 2, f"{AXES}dp_shard_size": 2}
+ULYSSES: dict[str, Any] = {"deepspeed_config.zero_stage": 2, "num_processes": 8, f"{AXES}sp_size": 4}
 
 Row = tuple[Any, Expected] | tuple[Any, Expected, dict[str, Any]]
 
@@ -295,6 +300,13 @@ RULES: dict[str, dict[str, list[Row]]] = {
             ({"autoep_size": 4}, NOTHING),
             ({"enabled": True}, NOTHING),
         ],
+        "sequence_parallel_size": [
+            (4, {"parallel.sequence": 4, "parallel.intra": 4}),
+            (4, LEFT, {"zero_optimization": {"stage": 3, "mics_shard_size": 2}}),
+            (1, NOTHING),
+            (0, LEFT),
+        ],
+        "data_parallel_size": [(4, {"parallel.ranks": 8}, {"sequence_parallel_size": 2}), (4, NOTHING)],
         "use_data_before_expert_parallelism": [(False, NOTHING), (True, LEFT)],
         "seed": [(11, {"train.seed": 11})],
         "steps_per_print": [(5, NOTHING)],
@@ -364,10 +376,39 @@ RULES: dict[str, dict[str, list[Row]]] = {
         "deepspeed_config.deepspeed_exclusion_filter": [("a", NOTHING)],
         "deepspeed_config.deepspeed_inclusion_filter": [("b", NOTHING)],
         "deepspeed_config.deepspeed_moe_layer_cls_names": [("MixtralSparseMoeBlock", NOTHING)],
-        "parallelism_config.parallelism_config_dp_replicate_size": [(2, NOTHING)],
-        "parallelism_config.parallelism_config_dp_shard_size": [(4, {"parallel.layout": "GGG"}), (1, NOTHING)],
+        f"{AXES}sp_size": [
+            (4, {"parallel.sequence": 4, "parallel.intra": 4}),
+            (1, NOTHING),
+            ("two", LEFT),
+        ],
+        f"{AXES}sp_backend": [("deepspeed", NOTHING), ("other", LEFT)],
+        f"{AXES}sp_seq_length": [
+            (4096, NOTHING),
+            (4096, {"data.sequence": 4096}, {f"{AXES}sp_seq_length_is_variable": False}),
+        ],
+        f"{AXES}sp_seq_length_is_variable": [
+            (False, {"data.sequence": 4096}, {f"{AXES}sp_seq_length": 4096}),
+            (True, NOTHING),
+        ],
+        f"{AXES}sp_attn_implementation": [("sdpa", NOTHING), ("flash_attention_2", LEFT)],
+        f"{AXES}cp_backend": [("torch", NOTHING), ("other", LEFT)],
+        "megatron_lm_config.megatron_lm_context_parallel_size": [
+            (2, ({"parallel.sequence": 2, "parallel.intra": 2}, LEFT)),
+            (1, NOTHING),
+        ],
+        f"{AXES}dp_replicate_size": [
+            (2, NOTHING),
+            (2, {"parallel.layout": "III", "parallel.intra": 2}, SHARDED),
+            (2, NOTHING, ULYSSES),
+        ],
+        f"{AXES}dp_shard_size": [(4, {"parallel.layout": "GGG"}), (1, NOTHING), (4, NOTHING, ULYSSES)],
         "parallelism_config.parallelism_config_tp_size": [(2, {"parallel.tensor": 2})],
-        "parallelism_config.parallelism_config_cp_size": [(2, LEFT), (1, NOTHING)],
+        f"{AXES}cp_size": [
+            (2, ({"parallel.sequence": 2, "parallel.intra": 2}, LEFT)),
+            (2, LEFT, {f"{AXES}sp_size": 4}),  # which Accelerate refuses
+            (3, LEFT, {"num_processes": 8}),
+            (1, NOTHING),
+        ],
         "parallelism_config.parallelism_config_cp_comm_strategy": [("allgather", NOTHING)],
         "megatron_lm_config.megatron_lm_tp_degree": [(4, {"parallel.tensor": 4})],
         "megatron_lm_config.megatron_lm_pp_degree": [(2, {"parallel.pipeline": 2})],
@@ -486,7 +527,14 @@ RULES: dict[str, dict[str, list[Row]]] = {
         "parallelism.pipeline_parallel_split_points": [(["layers.2"], LEFT), ([], NOTHING)],
         "parallelism.module_fqns_per_model_part": [([["tok_embeddings"], ["output"]], LEFT)],
         "parallelism.disable_loss_parallel": [(True, LEFT), (False, NOTHING)],
-        "parallelism.context_parallel_degree": [(2, LEFT), (1, NOTHING)],
+        "parallelism.context_parallel_degree": [
+            (2, ({"parallel.sequence": 2, "parallel.intra": 2}, LEFT)),
+            (2, ({"parallel.sequence": 2, "parallel.intra": 16, "parallel.ranks": 32}, LEFT), HYBRID),
+            (2, LEFT, {"parallelism.data_parallel_replicate_degree": 2}),
+            (48, LEFT, {"model.flavor": "8B"}),
+            (1, NOTHING),
+        ],
+        "parallelism.context_parallel_load_balancer": [("ptrr", NOTHING)],
         "parallelism.context_parallel_rotate_method": [("alltoall", NOTHING)],
         "parallelism.expert_parallel_degree": [
             (4, {"parallel.expert": 4, "parallel.intra": 4}),
@@ -841,6 +889,103 @@ def test_what_autoep_changes_of_a_model_is_said() -> None:
         "expert_parallel.colour = 'blue': it has no counterpart",
     ]
     assert convert({"expert_parallel": {**block, "enabled": False}, "bf16": {"enabled": True}}).left == []
+
+
+# ---- sequences
+
+
+@pytest.mark.parametrize(("system", "settings", "expected", "shares"), [
+    (
+        "torchtitan",
+        {"parallelism.data_parallel_shard_degree": 2, "parallelism.context_parallel_degree": 4},
+        {"ranks": 8, "layout": "GGG", "sequence": 4},
+        2,
+    ),
+    (
+        "torchtitan",
+        {
+            "parallelism.data_parallel_replicate_degree": 2,
+            "parallelism.data_parallel_shard_degree": 1,
+            "parallelism.context_parallel_degree": 4,
+            "parallelism.tensor_parallel_degree": 2,
+        },
+        {"ranks": 16, "layout": "III", "intra": 4, "tensor": 2, "sequence": 4},
+        2,
+    ),
+    (
+        "torchtitan",
+        {
+            "parallelism.data_parallel_shard_degree": 6,
+            "parallelism.context_parallel_degree": 2,
+            "parallelism.expert_parallel_degree": 3,
+        },
+        {"ranks": 12, "intra": 6, "expert": 3, "sequence": 2},  # groups that both divide
+        6,
+    ),
+    (
+        "deepspeed",
+        {"sequence_parallel_size": 4, "data_parallel_size": 2, "zero_optimization": {"stage": 3}},
+        {"ranks": 8, "layout": "GGG", "intra": 4, "sequence": 4},
+        2,
+    ),
+    (
+        "accelerate",
+        {"num_processes": 8, f"{AXES}sp_size": 4, f"{AXES}dp_replicate_size": 2, "deepspeed_config.zero_stage": 3},
+        {"ranks": 8, "layout": "GGG", "intra": 4, "sequence": 4},
+        2,
+    ),
+    (
+        "accelerate",
+        {"num_processes": 16, **SHARDED, f"{AXES}cp_size": 4, f"{AXES}dp_replicate_size": 2},
+        {"ranks": 16, "layout": "III", "intra": 8, "sequence": 4},
+        4,
+    ),
+])  # fmt: skip
+def test_ranks_that_divide_sequences(
+    system: str, settings: dict[str, Any], expected: dict[str, Any], shares: int
+) -> None:
+    """Elsewhere they multiply the ranks of a group; here they are among them."""
+    found = convert(document_of(settings), system)
+    parallel = from_dict(found.tables).parallel
+    assert {key: getattr(parallel, key) for key in expected} == expected
+    batch = {"train": {"global_batch": 4 * shares, "microbatch": 1}, "model": {"heads": 16, "kv_heads": 8}}
+    assert from_dict({**batch, "parallel": found.tables["parallel"]}).to_plan().mesh.shares == shares
+
+
+def test_a_batch_is_that_of_ranks_with_samples_of_their_own() -> None:
+    degrees = {"data_parallel_shard_degree": 3, "context_parallel_degree": 2}
+    found = convert({"training": {"local_batch_size": 4}, "parallelism": degrees})
+    assert found.tables["train"]["global_batch"] == 12
+    found = convert({"training": {"local_batch_size": 4}, "parallelism": {"context_parallel_degree": 2}})
+    assert "it is 4 x the groups of 2 data-parallel ranks that divide sequences" in found.open["train.global_batch"]
+    found = convert({"sequence_parallel_size": 2, "bf16": {"enabled": True}})
+    assert "groups of 2 data-parallel ranks that divide" in found.open["train.microbatch"]
+
+
+def test_a_ring_is_carried_over_with_a_word_and_ulysses_without() -> None:
+    (ring,) = [line for line in convert({"parallelism": {"context_parallel_degree": 2}}).left if "context" in line]
+    assert ring == (
+        "parallelism.context_parallel_degree = 2: the size is carried over, and the way is another: torchtitan passes "
+        "keys and values between ranks; ranks of parallel.sequence exchange heads for positions, so that attention "
+        "sees whole sequences"
+    )
+    assert convert({"sequence_parallel_size": 2, "bf16": {"enabled": True}}).left == []
+
+
+@pytest.mark.parametrize(("word", "says"), [
+    ("context_parallel_size", "parallel.sequence, a divisor of parallel.intra"),  # Megatron-LM, axolotl
+    ("--context-parallel-size", "parallel.sequence, a divisor of parallel.intra"),
+    ("sequence_parallel_degree", "parallel.sequence, a divisor of parallel.intra"),  # axolotl, before
+    ("sequence_parallel_size", "parallel.sequence, a divisor of parallel.intra"),  # DeepSpeed
+    ("cp_size", "parallel.sequence, a divisor of parallel.intra"),  # Accelerate, LlamaFactory
+    ("--cp-comm-type", "exchange heads for positions"),
+    ("ring_attn_func", "exchange heads for positions"),
+    ("hierarchical_context_parallel_sizes", "is the product of these sizes"),
+    ("sequence_parallel", "parallel.sequence_parallel"),  # of tensor-parallel ranks
+    ("pad_to_multiple_of", "padded on the right"),  # trl
+])  # fmt: skip
+def test_words_for_divided_sequences(word: str, says: str) -> None:
+    assert says in str(answer(word))
 
 
 # ---- what a file leaves out

@@ -31,6 +31,7 @@ from atoll.training.setup.prediction import predict_plan
 MODEL = {"layers": 8, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 160, "vocabulary": 1000}
 
 NO_BALANCE: Mapping[str, float] = {}
+DATA: Mapping[str, Any] = {"sequence": 32}
 
 TORCHTITAN = {
     "model": "name flavor hf_assets_path converters",
@@ -41,7 +42,7 @@ TORCHTITAN = {
     "parallelism": "data_parallel_replicate_degree data_parallel_shard_degree fsdp_reshard_after_forward "
     "tensor_parallel_degree pipeline_parallel_degree module_fqns_per_model_part pipeline_parallel_layers_per_stage "
     "pipeline_parallel_schedule pipeline_parallel_schedule_csv pipeline_parallel_microbatch_size "
-    "expert_parallel_degree expert_tensor_parallel_degree",
+    "expert_parallel_degree expert_tensor_parallel_degree context_parallel_degree",
     "activation_checkpoint": "mode selective_ac_option early_stop memory_budget preserve_rng_state",
     "compile": "enable components backend",
 }
@@ -49,6 +50,7 @@ TORCHTITAN = {
 
 MEGATRON = """
 --adam-beta1 --adam-beta2 --adam-eps --attention-dropout --bf16 --ckpt-format --clip-grad
+--context-parallel-size --cp-comm-type
 --data-parallel-sharding-strategy --disable-bias-linear --expert-model-parallel-size --expert-tensor-parallel-size
 --ffn-hidden-size --fp16 --global-batch-size
 --group-query-attention --hidden-dropout --hidden-size --lr --lr-decay-style --lr-warmup-iters
@@ -78,8 +80,9 @@ DEEPSPEED = {
     "data_types",
     "tensor_parallel",
     "expert_parallel",
+    "sequence_parallel_size",
 }
-"""Keys of DeepSpeed 0.19.2, deepspeed/runtime/constants.py."""
+"""Keys of DeepSpeed 0.19.2, deepspeed/runtime/constants.py and deepspeed/runtime/config.py."""
 
 CLUSTER = Cluster.of(
     {
@@ -92,10 +95,16 @@ CLUSTER = Cluster.of(
 TORCH_SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble", "DualPipeV")
 
 
-def config(*, model: dict[str, Any] = MODEL, router: Mapping[str, float] = NO_BALANCE, **parallel: Any) -> Config:
+def config(
+    *,
+    model: dict[str, Any] = MODEL,
+    router: Mapping[str, float] = NO_BALANCE,
+    data: Mapping[str, Any] = DATA,
+    **parallel: Any,
+) -> Config:
     plain = {"ranks": 16, "pipeline": 2, "intra": 4, "layout": "NNG"}
     train = {"global_batch": 64, "microbatch": 2, "precision": "bf16", "router": dict(router)}
-    return from_dict({"model": model, "data": {"sequence": 32}, "train": train, "parallel": plain | parallel})
+    return from_dict({"model": model, "data": dict(data), "train": train, "parallel": plain | parallel})
 
 
 def settings(system: str, **parallel: Any) -> Settings:
@@ -116,6 +125,9 @@ CASES: tuple[dict[str, Any], ...] = (
     {"vocabulary": True, "post_validation": True, "schedule": "zb-h2"},
     {"ranks": 1, "pipeline": 1, "intra": 1, "layout": "NNN"},
     {"expert": 4, "layout": "NGG", "pipeline": 1},
+    {"sequence": 4, "layout": "GGG", "pipeline": 1},
+    {"sequence": 2, "layout": "III"},
+    {"sequence": 2, "layout": "NNN", "tensor": 2, "sequence_parallel": True},
     {"expert": 2, "expert_layout": "III", "layout": "IIG", "tensor": 2},
 )
 
@@ -130,6 +142,7 @@ def test_a_torchtitan_toml_parses_and_has_its_keys(case: dict[str, Any]) -> None
     own = tables["parallelism"]
     plan = config(**case).to_plan()
     degrees = own["data_parallel_replicate_degree"] * own["data_parallel_shard_degree"]
+    degrees *= own.get("context_parallel_degree", 1)
     assert degrees * own["tensor_parallel_degree"] * own["pipeline_parallel_degree"] == plan.mesh.world
     if plan.mesh.pipeline > 1:
         parts = own["module_fqns_per_model_part"]
@@ -220,6 +233,74 @@ def test_megatrons_flags_of_experts() -> None:
         assert script.count("--sequence-parallel") == 1
         assert any("which Megatron-LM needs" in limit for limit in found.limits) != sequence
     assert "expert" not in str(settings("megatron"))
+
+
+@pytest.mark.parametrize("given", [
+    {"layout": "GGG", "sequence": 4},
+    {"layout": "III", "sequence": 2},
+    {"layout": "III", "sequence": 2, "tensor": 2, "expert": 4},
+    {"layout": "GGG", "sequence": 4, "pipeline": 1},
+], ids=str)  # fmt: skip
+def test_divided_sequences_are_read_back_from_torchtitans_toml(given: dict[str, Any]) -> None:
+    found = settings("torchtitan", **given, residency="action")
+    tables = tomllib.loads(found.files["torchtitan.toml"])
+    mesh = config(**given).to_plan().mesh
+    assert tables["parallelism"]["context_parallel_degree"] == mesh.sequence
+    read = from_dict(convert(tables, "torchtitan").tables).to_plan()
+    assert (read.mesh.sequence, read.mesh.data, read.mesh.shares) == (mesh.sequence, mesh.data, mesh.shares)
+    assert read.global_batch == 64
+    assert [limit.partition(":")[0] for limit in found.limits if "sequence" in limit or "attention" in limit][:1] == [
+        f"attention of {mesh.sequence} ranks that exchange heads for positions"
+    ]
+    assert "context" not in str(settings("torchtitan", layout="GGG"))
+
+
+def test_torchtitan_shards_over_ranks_that_divide_sequences_and_masks_no_documents() -> None:
+    """It has FSDP over them even without any other, and 2 x cp x tp divides a sequence."""
+    found = settings("torchtitan", layout="NNN", sequence=2, data={"sequence": 33, "packing": "documents"})
+    own = tomllib.loads(found.files["torchtitan.toml"])["parallelism"]
+    assert (own["data_parallel_replicate_degree"], own["data_parallel_shard_degree"]) == (4, 1)
+    words = ("layout NNN: torchtitan shards", "documents that attention keeps apart", "use a multiple of 4")
+    assert all(any(word in limit for limit in found.limits) for word in words)
+
+
+def test_divided_sequences_are_read_back_from_deepspeeds_json() -> None:
+    found = settings("deepspeed", layout="NGG", pipeline=1, sequence=4)
+    values = json.loads(found.files["deepspeed.json"])
+    assert (values["sequence_parallel_size"], values["train_batch_size"]) == (4, 64)
+    assert from_dict(convert(values, "deepspeed").tables).parallel.sequence == 4
+    (limit,) = found.limits
+    assert "UlyssesSPAttentionHF.register_with_transformers with sequence_parallel_size=4" in limit
+
+
+@pytest.mark.parametrize(("given", "batch"), [
+    ({"tensor": 2, "pipeline": 1}, 64),
+    ({"pipeline": 2}, 64),
+    ({"pipeline": 1, "tensor": 2, "intra": 8, "sequence": 8}, 64),
+], ids=str)  # fmt: skip
+def test_ulysses_has_no_other_parallelism_beside_it(given: dict[str, Any], batch: int) -> None:
+    """The file's batch is then one that DeepSpeed takes: samples of every data-parallel rank."""
+    found = settings("deepspeed", layout="NGG", model=MODEL | {"heads": 16}, **{"sequence": 4, **given})
+    values = json.loads(found.files["deepspeed.json"])
+    assert "sequence_parallel_size" not in values
+    assert values["train_batch_size"] == batch
+    assert any("Ulysses has no pipeline and no tensor parallelism" in limit for limit in found.limits)
+
+
+def test_megatrons_flags_of_divided_sequences() -> None:
+    """All-to-all as here, where each rank gets a key and value head of its own."""
+    found = settings("megatron", sequence=2)
+    (script,) = found.files.values()
+    assert "--context-parallel-size 2\n    --cp-comm-type a2a\n" in script
+    assert found.limits == ()
+    found = settings("megatron", sequence=4, data={"sequence": 36})
+    (script,) = found.files.values()
+    assert "--context-parallel-size 4\n    --cp-comm-type p2p\n" in script
+    assert [limit.partition(":")[0] for limit in found.limits] == [
+        "data.sequence = 36, which is padded here",
+        "2 key and value heads for 4 ranks",
+    ]
+    assert "context" not in str(settings("megatron"))
 
 
 def mixture_of(**options: Any) -> dict[str, Any]:
@@ -378,7 +459,7 @@ def test_a_deepspeed_json_parses_and_has_its_keys(case: dict[str, Any]) -> None:
     values = json.loads(found.files["deepspeed.json"])
     assert set(values) <= DEEPSPEED
     plan = config(**case).to_plan()
-    data = plan.mesh.data
+    data = plan.mesh.data // values.get("sequence_parallel_size", 1)
     assert values["train_batch_size"] == (
         values["train_micro_batch_size_per_gpu"] * values["gradient_accumulation_steps"] * data
     )
@@ -528,6 +609,7 @@ def test_experts_that_no_rank_shards_or_that_have_a_layout_of_their_own_are_said
 @pytest.mark.parametrize(
     ("given", "words"),
     [
+        ({"intra": 2, "sequence": 2}, "sequences that 2 ranks divide: divide them in the loop"),
         ({"intra": 2, "expert": 2}, "experts that 2 ranks divide: FSDP2 shards and gathers them"),
         ({"tensor": 2, "ranks": 4}, "tensor parallelism over 2 ranks: apply parallelize_module before fully_shard"),
         ({"pipeline": 2, "ranks": 4}, "the pipeline of 2 and schedule 1f1b"),

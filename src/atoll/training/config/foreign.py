@@ -1,7 +1,8 @@
 """Names of settings in other systems, with the keys of Atoll's config.
 
 The names are those of `TrainingArguments` of transformers 5.0, of Accelerate's configs, DeepSpeed's JSON (0.18),
-torchtitan's TOML (0.2) and Megatron-LM's arguments (core 0.14), without dashes and sections.
+torchtitan's TOML (0.2) and Megatron-LM's arguments (core 0.14), without dashes and sections; for sequences that are
+divided, also those of axolotl (0.18), trl and LlamaFactory.
 """
 
 from __future__ import annotations
@@ -11,6 +12,11 @@ from collections.abc import Mapping
 _STEP = "train.global_batch is the number of sequences per step, train.microbatch per forward"
 _EXPERTS = "parallel.expert, a divisor of parallel.intra: tensor-parallel ranks divide experts too, and do not count"
 _BALANCE = "train.router.sequence_loss, the balance loss of each router as a mean over sequences, not over a batch"
+_SEQUENCES = (
+    "parallel.sequence, a divisor of parallel.intra: ranks that divide a sequence are data-parallel ranks of a group, "
+    "and share their samples"
+)
+_EXCHANGE = "ranks of parallel.sequence exchange heads for positions, so that attention sees whole sequences"
 _KEPT = "parallel.host = { activations = 1.0 }"
 _HOST = 'parallel.host = { optimizer = "update-on-host" }, which also has "update-on-device"'
 _CAPACITY = "experts have no capacity: none of their tokens is dropped"
@@ -72,8 +78,19 @@ _ANSWERS: Mapping[str, str] = {
     "num_virtual_stages_per_pipeline_rank": "parallel.chunks, with an interleaved schedule",
     "tensor_parallel_degree tensor_model_parallel_size tp_degree": "parallel.tensor",
     "sequence_parallel": "parallel.sequence_parallel",
-    "context_parallel_degree": "context parallelism is not supported; see parallel.sequence_parallel",
-    "context_parallel_size": "context parallelism is not supported; see parallel.sequence_parallel",
+    # sequences
+    "context_parallel_degree context_parallel_size sequence_parallel_size sequence_parallel_degree": _SEQUENCES,
+    "cp_size sp_size": _SEQUENCES,
+    "cp_comm_type cp_comm_strategy cp_mode cp_backend sp_backend context_parallel_rotate_method": _EXCHANGE,
+    "ring_attn_func heads_k_stride": _EXCHANGE,
+    "hierarchical_context_parallel_sizes": f"{_EXCHANGE}; parallel.sequence is the product of these sizes",
+    "context_parallel_load_balancer context_parallel_ptrr_mask_key": (
+        f"{_EXCHANGE}, and each rank has as much work as the others"
+    ),
+    "hybrid_context_parallel max_seqlen_per_dp_cp_rank": "parallel.sequence is the same for all samples",
+    "sp_attn_implementation": "for a transformers model, attn_implementation in [model.config]",
+    "sp_seq_length sp_seq_length_is_variable": "data.sequence; sequences that do not divide are padded on the right",
+    "pad_to_multiple_of": "sequences that parallel.sequence does not divide are padded on the right",
     # experts
     "expert_parallel_degree expert_model_parallel_size autoep_size ep_size enable_expert_parallel": _EXPERTS,
     "expert_parallel": _EXPERTS,

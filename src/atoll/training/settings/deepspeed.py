@@ -60,12 +60,11 @@ def deepspeed(subject: Subject) -> Settings:
     divides = plan.mesh.expert > 1 and plan.mesh.tensor == 1 and block["stage"] < 3
     if plan.mesh.expert > 1 and not divides:
         limits.append(f"experts that {plan.mesh.expert} ranks divide: AutoEP takes ZeRO stages 0 to 2, without AutoTP")
+    batch, sequences = _sequences(subject, limits)
     if plan.mesh.tensor > 1 and block["stage"] == 3:
         limits.append("tensor parallelism with ZeRO-3: AutoTP takes ZeRO stages 0 to 2")
     values: dict[str, Any] = {
-        "train_batch_size": plan.global_batch,
-        "train_micro_batch_size_per_gpu": plan.microbatch,
-        "gradient_accumulation_steps": plan.schedule.microbatches,
+        **batch,
         "gradient_clipping": train.clip,
         "optimizer": {
             "type": "AdamW",
@@ -77,6 +76,7 @@ def deepspeed(subject: Subject) -> Settings:
             },
         },
         "zero_optimization": block,
+        **sequences,
     }
     if divides:
         values["expert_parallel"] = {"enabled": True, "autoep_size": plan.mesh.expert}
@@ -92,6 +92,40 @@ def deepspeed(subject: Subject) -> Settings:
     return Settings(
         "deepspeed", _VERSION, {"deepspeed.json": json.dumps(values, indent=2) + "\n"}, (launch,), tuple(limits)
     )
+
+
+def _sequences(subject: Subject, limits: list[str]) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the batch, and the ranks that divide sequences. Where DeepSpeed has none, they have samples of their own.
+
+    Its groups of Ulysses divide the world into these ranks and those of ZeRO alone.
+    """
+    plan, mesh = subject.plan, subject.plan.mesh
+    ranks, steps = mesh.sequence, plan.schedule.microbatches
+    if ranks > 1 and mesh.pipeline * mesh.tensor == 1:
+        limits.append(
+            f"sequences that {ranks} ranks divide in JSON alone: call UlyssesSPAttentionHF.register_with_transformers "
+            f"with sequence_parallel_size={ranks}, pass what it returns as mpu to deepspeed.initialize, and read "
+            "batches from an UlyssesSPDataLoaderAdapter"
+        )
+        if subject.kv_heads % ranks and ranks % subject.kv_heads:
+            limits.append(
+                f"{subject.kv_heads} key and value heads for {ranks} ranks: Ulysses needs one to divide the other"
+            )
+        limits += subject.length_limits(ranks)
+        shares = mesh.shares
+    else:
+        shares, steps = mesh.data, -(-steps // ranks)
+        if ranks > 1:
+            limits.append(
+                f"sequences that {ranks} ranks divide: Ulysses has no pipeline and no tensor parallelism beside it; "
+                f"sequences stay whole, in steps of {plan.microbatch * steps * shares}"
+            )
+    batch = {
+        "train_batch_size": plan.microbatch * steps * shares,
+        "train_micro_batch_size_per_gpu": plan.microbatch,
+        "gradient_accumulation_steps": steps,
+    }
+    return batch, {} if shares == mesh.data else {"sequence_parallel_size": ranks}
 
 
 def _coding(plan: Plan, block: Mapping[str, Any]) -> Iterator[str]:

@@ -19,6 +19,7 @@ from atoll.training.settings.rules import (
     needless,
     over_experts,
     over_replicas,
+    over_sequences,
     positive,
     says,
     state_to_host,
@@ -42,7 +43,36 @@ def _reshards(into: Conversion, path: str, value: Any) -> None:
         into.put("parallel.intra", max(1, into.get("parallel.ranks", 1) // machines))
 
 
+def _sequence_ranks(into: Conversion, path: str, value: Any) -> None:
+    if into.counts.get("sequence ranks", 1) == 1:
+        counts("sequence ranks")(into, path, value)
+    elif value != 1:
+        into.leave(path, value, "Accelerate itself refuses two ways to divide sequences")
+
+
+def _ulysses(into: Conversion, path: str, value: Any) -> None:
+    _sequence_ranks(into, path, value)
+    into.counts["ulysses"] = into.counts.get("sequence ranks", 1)
+
+
+def _length(into: Conversion, path: str, value: Any) -> None:
+    if into.counts.get("length varies", 1) == 0:
+        into.put("data.sequence", value)
+
+
+def _length_varies(into: Conversion, path: str, value: Any) -> None:
+    into.counts["length varies"] = int(value is not False)
+
+
+def _replicas(into: Conversion, path: str, value: Any) -> None:
+    if into.counts.get("ulysses", 1) == 1:  # with it ZeRO shards over all ranks, and this is a factor of the batch
+        into.counts["replicas"] = value
+
+
 def _shard_size(into: Conversion, path: str, value: Any) -> None:
+    if into.counts.get("ulysses", 1) > 1:
+        return
+    value *= into.counts.get("sequence ranks", 1)  # those shard parameters too
     if value > 1 and into.counts.get("replicas", 1) > 1:
         into.put("parallel.layout", "NII" if into.get("parallel.layout", "") == "NGG" else "III")
         into.put("parallel.intra", value)
@@ -96,10 +126,17 @@ _RULES: Mapping[str, Rule] = {
     "deepspeed_config.offload_optimizer_device": state_to_host(),
     "deepspeed_config.offload_param_device": _parameters_to_host,
     "deepspeed_config.deepspeed_config_file": says("convert that file"),
-    "parallelism_config.parallelism_config_dp_replicate_size": positive(counts("replicas")),
+    "parallelism_config.parallelism_config_sp_size": _ulysses,
+    "parallelism_config.parallelism_config_sp_backend": unless("deepspeed", WORDS["sp_backend"]),
+    "parallelism_config.parallelism_config_sp_seq_length_is_variable": _length_varies,
+    "parallelism_config.parallelism_config_sp_seq_length": positive(_length),
+    "parallelism_config.parallelism_config_sp_attn_implementation": unless("sdpa", WORDS["sp_attn_implementation"]),
+    "parallelism_config.parallelism_config_cp_size": _sequence_ranks,
+    "parallelism_config.parallelism_config_cp_backend": unless("torch", WORDS["cp_backend"]),
+    "megatron_lm_config.megatron_lm_context_parallel_size": _sequence_ranks,  # as of Accelerate 1.13
+    "parallelism_config.parallelism_config_dp_replicate_size": positive(_replicas),
     "parallelism_config.parallelism_config_dp_shard_size": positive(_shard_size),
     "parallelism_config.parallelism_config_tp_size": positive(to("parallel.tensor")),
-    "parallelism_config.parallelism_config_cp_size": if_set("sequences are not split over ranks"),
     "megatron_lm_config.megatron_lm_tp_degree": positive(to("parallel.tensor")),
     "megatron_lm_config.megatron_lm_pp_degree": positive(to("parallel.pipeline")),
     "megatron_lm_config.megatron_lm_expert_model_parallel_size": counts("expert ranks"),  # as of Accelerate 1.13
@@ -116,6 +153,16 @@ _RULES: Mapping[str, Rule] = {
     "gpu_ids": if_set("CUDA_VISIBLE_DEVICES"),
     **dict.fromkeys(_NEEDLESS, needless),
 }
+
+
+_WAYS: Mapping[str, str | None] = {
+    "parallelism_config.parallelism_config_sp_size": None,
+    "parallelism_config.parallelism_config_cp_size": "torch's ring passes keys and values between ranks",
+    "megatron_lm_config.megatron_lm_context_parallel_size": (
+        "Megatron-LM passes keys and values between ranks, unless cp_comm_type is a2a"
+    ),
+}
+"""The sizes that divide sequences, in the order of their rules, and how their ranks compute attention."""
 
 
 def _defaults(given: Given) -> dict[str, Any]:
@@ -137,6 +184,9 @@ def _ends(into: Conversion, given: Given) -> None:
         "megatron_lm_config.megatron_lm_expert_model_parallel_size",
         "megatron_lm_config.megatron_lm_expert_tensor_parallel_size",
     )
+    divided = into.counts.get("sequence ranks", 1)
+    for path in [path for path in _WAYS if given.get(path, 1) == divided][:1]:
+        over_sequences(into, path, _WAYS[path])
 
 
 _MARKS = "compute_environment distributed_type fsdp_config deepspeed_config"

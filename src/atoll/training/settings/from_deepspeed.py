@@ -17,7 +17,9 @@ from atoll.training.settings.rules import (
     logs,
     needless,
     over_experts,
+    over_sequences,
     positive,
+    sample_ranks,
     to,
     unless,
 )
@@ -199,6 +201,8 @@ _RULES: Mapping[str, Rule] = {
     "activation_checkpointing.profile": _recompute(None),
     "tensor_parallel.autotp_size": positive(to("parallel.tensor")),
     "tensor_parallel.tp_size": positive(to("parallel.tensor")),
+    "sequence_parallel_size": counts("sequence ranks"),
+    "data_parallel_size": counts("samples' ranks"),
     "expert_parallel": _experts,
     "use_data_before_expert_parallelism": unless(False, "consecutive ranks divide the experts"),
     "seed": to("train.seed"),
@@ -234,16 +238,19 @@ def _defaults(given: Given) -> dict[str, Any]:
 
 
 def _ends(into: Conversion, given: Given) -> None:
+    if "sequence ranks" in into.counts and "samples' ranks" in into.counts:  # DeepSpeed reads the one beside the other
+        into.put("parallel.ranks", into.counts["sequence ranks"] * into.counts["samples' ranks"])
     over_experts(into, "expert_parallel.autoep_size")
+    over_sequences(into, "sequence_parallel_size")
     if "train_batch_size" not in given:
         into.open["train.global_batch"] = (
             "train_batch_size is absent: it is train_micro_batch_size_per_gpu x gradient_accumulation_steps x the "
-            "data-parallel ranks"
+            f"{sample_ranks(into)}"
         )
     if "train_micro_batch_size_per_gpu" not in given:
         into.open["train.microbatch"] = (
             "train_micro_batch_size_per_gpu is absent: it is train_batch_size / gradient_accumulation_steps / the "
-            "data-parallel ranks"
+            f"{sample_ranks(into)}"
         )
 
 

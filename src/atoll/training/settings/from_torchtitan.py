@@ -18,7 +18,9 @@ from atoll.training.settings.rules import (
     needless,
     over_experts,
     over_replicas,
+    over_sequences,
     positive,
+    sample_ranks,
     says,
     state_to_host,
     to,
@@ -39,7 +41,9 @@ def _flavor(into: Conversion, path: str, value: Any) -> None:
 
 
 def _sharded(into: Conversion, path: str, value: Any) -> None:
-    """Convert a size; -1 is all remaining ranks."""
+    """Convert a size; -1 is all remaining ranks. Ranks that divide sequences shard parameters too, and multiply it."""
+    if value > 0:
+        value *= into.counts.get("sequence ranks", 1)
     if value == 1:
         into.counts["shard"] = 1
         into.put("parallel.layout", "NNN")
@@ -125,7 +129,8 @@ def _degree(key: str, what: str) -> Rule:
 
 _NEEDLESS = (
     *("model.print_after_conversion", "optimizer.implementation", "training.deterministic", "training.gc_freq"),
-    *("training.gc_debug", "parallelism.context_parallel_rotate_method"),
+    "training.gc_debug",
+    *("parallelism.context_parallel_rotate_method", "parallelism.context_parallel_load_balancer"),  # of its ring alone
     *("parallelism.pipeline_parallel_expert_parallel_overlap", "checkpoint.folder", "job.description"),
     *("job.print_config", "job.config_file", "metrics.log_freq", "metrics.save_tb_folder"),
     *("metrics.save_for_all_ranks", "metrics.disable_color_printing", "profiling", "comm"),
@@ -152,6 +157,7 @@ _RULES: Mapping[str, Rule] = {
     "lr_scheduler.decay_ratio": _decay_ratio,
     "parallelism.pipeline_parallel_degree": _degree("parallel.pipeline", "pipeline"),
     "parallelism.tensor_parallel_degree": _degree("parallel.tensor", "tensor"),
+    "parallelism.context_parallel_degree": counts("sequence ranks"),
     "parallelism.data_parallel_replicate_degree": counts("replicas"),
     "parallelism.data_parallel_shard_degree": _sharded,
     "parallelism.fsdp_reshard_after_forward": _keeps,
@@ -178,7 +184,6 @@ _RULES: Mapping[str, Rule] = {
     "parallelism.pipeline_parallel_split_points": if_set("parallel.layers_per_stage has a number for each stage"),
     "parallelism.module_fqns_per_model_part": if_set("parallel.layers_per_stage has a number for each stage"),
     "parallelism.disable_loss_parallel": if_set("the loss is computed on the parts of the vocabulary"),
-    "parallelism.context_parallel_degree": if_set("sequences are not split over ranks"),
     "parallelism.expert_parallel_degree": counts("expert ranks"),
     "parallelism.expert_tensor_parallel_degree": counts("expert slices"),
     "parallelism.expert_parallel_comm_backend": unless("standard", WORDS["expert_parallel_comm_backend"]),
@@ -258,12 +263,14 @@ def _ends(into: Conversion, given: Given) -> None:
         into.put("parallel.ranks", replicas * shard * into.counts.get("pipeline", 1) * into.counts.get("tensor", 1))
     over_replicas(into, into.get("parallel.ranks", 0))
     over_experts(into, "parallelism.expert_parallel_degree", "parallelism.expert_tensor_parallel_degree")
+    over_sequences(into, "parallelism.context_parallel_degree", "torchtitan passes keys and values between ranks")
     if into.get("train.global_batch", None) is None and "local" in into.counts:
         if shard is not None:
-            into.put("train.global_batch", into.counts["local"] * replicas * shard)
+            samples = replicas * shard // into.counts.get("sequence ranks", 1)
+            into.put("train.global_batch", into.counts["local"] * samples)
         else:
             into.open["train.global_batch"] = (
-                f"training.global_batch_size is absent: it is {into.counts['local']} x the data-parallel ranks"
+                f"training.global_batch_size is absent: it is {into.counts['local']} x the {sample_ranks(into)}"
             )
 
 

@@ -92,6 +92,11 @@ def fsdp2(subject: Subject) -> Settings:
         limits.append(
             f"experts that {mesh.expert} ranks divide: FSDP2 shards and gathers them; take the settings of torchtitan"
         )
+    if mesh.sequence > 1:
+        limits.append(
+            f"sequences that {mesh.sequence} ranks divide: divide them in the loop, as by torch's context_parallel; "
+            f"with sequences whole, a step has {mesh.sequence} times as many"
+        )
     if plan.recompute != "none":
         limits.append(f"recompute {plan.recompute}: wrap the layers in checkpoint_wrapper before fully_shard")
     if plan.precision.compute == "float16":

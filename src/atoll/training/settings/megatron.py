@@ -46,6 +46,7 @@ def megatron(subject: Subject) -> Settings:
         f"--tensor-model-parallel-size {mesh.tensor}",
         f"--pipeline-model-parallel-size {mesh.pipeline}",
         *(["--sequence-parallel"] if plan.sequence_parallel else []),
+        *_sequences(subject, limits),
         *_pipeline(subject, limits),
         *_experts(subject, limits),
         *_sharding(subject, limits),
@@ -60,6 +61,22 @@ def megatron(subject: Subject) -> Settings:
     script = "MEGATRON_FLAGS=(\n" + "".join(f"    {flag}\n" for flag in flags) + ")\n"
     launch = f'source megatron.sh && {subject.torchrun} pretrain_gpt.py "${{MEGATRON_FLAGS[@]}}" $DATA_FLAGS'
     return Settings("megatron", _VERSION, {"megatron.sh": script}, (launch,), tuple(limits))
+
+
+def _sequences(subject: Subject, limits: list[str]) -> list[str]:
+    """Return the flags of ranks that divide sequences."""
+    mesh = subject.plan.mesh
+    if mesh.sequence == 1:
+        return []
+    limits += subject.length_limits(2 * mesh.sequence)
+    way = "a2a"
+    if subject.kv_heads % (mesh.sequence * mesh.tensor):
+        way = "p2p"
+        limits.append(
+            f"{subject.kv_heads} key and value heads for {mesh.sequence * mesh.tensor} ranks: Transformer Engine's a2a "
+            "needs a multiple, so the flags have p2p, a ring"
+        )
+    return [f"--context-parallel-size {mesh.sequence}", f"--cp-comm-type {way}"]
 
 
 def _pipeline(subject: Subject, limits: list[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -175,7 +176,7 @@ def over_experts(into: Conversion, path: str, cut: str | None = None) -> None:
         return
     tensor = into.get("parallel.tensor", 1)
     expert, rest = divmod(ranks * slices, tensor)
-    group = into.get("parallel.intra", 0) or into.counts.get("shard", 0) or _data_ranks(into) or expert
+    group = _group(into) or expert
     if rest:
         into.leave(path, ranks, f"parallel.tensor = {tensor} divides the experts too; use a multiple of {tensor}")
     elif "parallel.intra" in into.open:
@@ -189,8 +190,64 @@ def over_experts(into: Conversion, path: str, cut: str | None = None) -> None:
         )
     else:
         into.put("parallel.expert", expert)
-        if expert > 1 and into.get("parallel.intra", None) is None:
-            into.put("parallel.intra", expert)
+        _divide_among(into, expert)
+
+
+def over_sequences(into: Conversion, path: str, way: str | None = None) -> None:
+    """Divide sequences among the ranks of a group. It comes after what decides the groups.
+
+    path: the setting for `into.counts["sequence ranks"]`.
+    way: how these ranks compute attention in the other system, where it is another way than here. The result is the
+    same, so the size is carried over, and a sentence says what differs.
+
+    Where the file has no groups, they are the smallest ones, as in `over_experts`.
+    """
+    ranks = into.counts.get("sequence ranks", 1)
+    if ranks == 1:
+        return
+    tensor, heads = into.get("parallel.tensor", 1), into.get("model.heads", 0)
+    group = _group(into) or ranks
+    if "parallel.intra" in into.open:
+        into.leave(path, ranks, f"parallel.sequence = {ranks}, once parallel.intra is set, to a multiple of it")
+    elif group % ranks:
+        into.leave(
+            path,
+            ranks,
+            f"parallel.sequence = {ranks} does not divide the {group} ranks of a group; use a divisor of {group}, or a "
+            f"parallel.intra that is a multiple of {ranks}",
+        )
+    elif heads % (ranks * tensor):
+        into.leave(
+            path,
+            ranks,
+            f"parallel.sequence = {ranks} with parallel.tensor = {tensor} does not divide the {heads} heads of "
+            f"attention, of which each rank computes some; use a divisor of {heads // math.gcd(heads, tensor)}",
+        )
+    else:
+        into.put("parallel.sequence", ranks)
+        _divide_among(into, ranks)
+        if way is not None:
+            into.leave(path, ranks, f"the size is carried over, and the way is another: {way}; {WORDS['cp_comm_type']}")
+
+
+def sample_ranks(into: Conversion) -> str:
+    """Return what has samples of its own: a data-parallel rank, or those that divide their sequences."""
+    ranks = into.counts.get("sequence ranks", 1)
+    return f"groups of {ranks} data-parallel ranks that divide sequences" if ranks > 1 else "data-parallel ranks"
+
+
+def _group(into: Conversion) -> int:
+    """Return the ranks of a group as a file decides them, 0 if it does not."""
+    decided = 0 if "least group" in into.counts else into.get("parallel.intra", 0)
+    return decided or into.counts.get("shard", 0) or _data_ranks(into)
+
+
+def _divide_among(into: Conversion, ranks: int) -> None:
+    """Make the groups of a file that has none large enough for `ranks` ranks of a group that divide something."""
+    least = into.counts.get("least group", 1)
+    if ranks > 1 and into.get("parallel.intra", None) in (None, least):
+        into.counts["least group"] = math.lcm(least, ranks)
+        into.put("parallel.intra", into.counts["least group"])
 
 
 def _data_ranks(into: Conversion) -> int:

@@ -85,6 +85,11 @@ class Subject:
         return mesh.expert * mesh.tensor if mesh.expert > 1 or self.mixture is not None else 1
 
     @property
+    def kv_heads(self) -> int:
+        """Key and value heads of the built-in decoder; 0 for other models, whose sizes are elsewhere."""
+        return self.config.model.kv_heads if self.config.model.is_builtin else 0
+
+    @property
     def layers(self) -> range:
         """Blocks of the model that are layers."""
         return self.prediction.ranks.model.layers
@@ -108,6 +113,13 @@ class Subject:
         nodes, each = self.nodes
         where = "--standalone" if nodes == 1 else "--rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500"
         return f"torchrun --nnodes {nodes} --nproc-per-node {each} {where}"
+
+    def length_limits(self, multiple: int) -> list[str]:
+        """Return why a system whose ranks divide sequences does not take the length of this one's."""
+        length = self.config.data.sequence
+        if self.plan.mesh.sequence == 1 or length % multiple == 0:
+            return []
+        return [f"data.sequence = {length}, which is padded here: use a multiple of {multiple}"]
 
     def shared_limits(self, *has: str) -> list[str]:
         """Return the parts of a config that a system does not express.

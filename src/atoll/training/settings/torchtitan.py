@@ -3,7 +3,7 @@ flags."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -12,7 +12,7 @@ from atoll.plans.host import TRAINED_TOO
 from atoll.plans.ir import Op
 from atoll.plans.ir.text import to_csv
 from atoll.plans.layouts import Level
-from atoll.training.settings.subject import FULL, HYBRID, Settings, Subject, TorchSharding
+from atoll.training.settings.subject import FULL, HYBRID, REPLICATED, Settings, Subject, TorchSharding
 
 _VERSION = "torchtitan 0.2.2"
 
@@ -44,14 +44,15 @@ def torchtitan(subject: Subject) -> Settings:
     train = subject.train
     sharding = TorchSharding.of(plan)
     mesh, host = plan.mesh, plan.host
-    shard = {FULL: mesh.data, HYBRID: mesh.intra}.get(sharding.kind, 1)
+    # Ranks that divide sequences always shard there: "fsdp" is dp_shard x cp in its parallel_dims.py.
+    shard = {FULL: mesh.data, HYBRID: mesh.intra}.get(sharding.kind, mesh.sequence)
     # FSDP alone offloads, and then all three; its step is made on the host.
     offloads = shard > 1 and host is not None and host.steps_there and host.parameters == TRAINED_TOO and host.gradients
     there = ("update-on-host", TRAINED_TOO, "gradients") if offloads else ()
     limits = [*subject.shared_limits("bias_rate", *there), *sharding.limits(plan)]
     parallelism: dict[str, Any] = {
         "data_parallel_replicate_degree": mesh.data // shard,
-        "data_parallel_shard_degree": shard,
+        "data_parallel_shard_degree": shard // mesh.sequence,
         "fsdp_reshard_after_forward": "always" if sharding.reshards else "never",
         "tensor_parallel_degree": mesh.tensor,
         "pipeline_parallel_degree": mesh.pipeline,
@@ -64,6 +65,9 @@ def torchtitan(subject: Subject) -> Settings:
     elif subject.expert_ranks > 1:
         # Tensor-parallel ranks have whole experts too: "[partial dp + all tp -> ep] etp = 1" in its job_config.py.
         parallelism |= {"expert_parallel_degree": subject.expert_ranks, "expert_tensor_parallel_degree": 1}
+    if mesh.sequence > 1:
+        parallelism["context_parallel_degree"] = mesh.sequence
+        limits += _sequences(subject, sharding)
     files: dict[str, str] = {}
     if mesh.pipeline > 1:
         parallelism |= _pipeline(subject, files, limits)
@@ -117,6 +121,22 @@ def torchtitan(subject: Subject) -> Settings:
     files = {"torchtitan.toml": nested_to_toml(tables), **files}
     launch = f"{subject.torchrun} -m torchtitan.train --job.config_file torchtitan.toml"
     return Settings("torchtitan", _VERSION, files, (launch,), tuple(limits))
+
+
+def _sequences(subject: Subject, sharding: TorchSharding) -> Iterator[str]:
+    """Yield how torchtitan divides sequences otherwise."""
+    ranks, tensor = subject.plan.mesh.sequence, subject.plan.mesh.tensor
+    yield (
+        f"attention of {ranks} ranks that exchange heads for positions: torchtitan's pass keys and values between ranks"
+    )
+    if sharding.kind == REPLICATED:
+        yield f"layout {subject.plan.layout}: torchtitan shards parameters over ranks that divide sequences"
+    if subject.config.data.how == "documents":
+        yield (
+            "documents that attention keeps apart: with context parallelism the file's flavor has a causal mask alone; "
+            "one with flex attention has masks of documents, and one with varlen attention is refused"
+        )
+    yield from subject.length_limits(2 * ranks * tensor)
 
 
 def _flavor(subject: Subject, limits: list[str]) -> str:
