@@ -1,8 +1,10 @@
 """Host memory on an emulated device: step time beside the simulation, and beside a step without it.
 
-Compute sleeps, so that neither of a machine's few processors computes while another one copies. The copies are real, of
-real masters, states and activations; each takes at least the time that a link of the case's speed would, one at a time
-in each direction, and a step on the host at least that of its memory. Loss, norm, gradients and updates are real too.
+Compute sleeps, so that neither of a machine's few processors computes while another one copies. F, I and W of a block
+take equally long; on one rank, where I computes the gradients of weights too, it takes the time of both. The first
+block has no I, as its input needs no gradient. The copies are real, of real masters, states and activations; each takes
+at least the time that a link of the case's speed would, one at a time in each direction, and a step on the host at
+least that of its memory. Loss, norm, gradients and updates are real too.
 
     without      the same plan with all state on the device
     simulated    atoll.program.sim, with the seconds of each instruction as timed in other steps of the same engine, and
@@ -37,6 +39,7 @@ from atoll.program.sim import Rates, Speed, play_programs
 from atoll.runtime.engine import Engine
 from atoll.runtime.models.adapter import SequentialAdapter
 from atoll.runtime.pipeline import kept as activations
+from atoll.runtime.pipeline import microbatches
 from atoll.runtime.pipeline.kept import KeptActivations
 from atoll.runtime.sharding import hosted
 from atoll.runtime.sharding.host_steps import HostSteps
@@ -44,10 +47,18 @@ from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.sharding.unsharded import UnshardedParameters
 from atoll.testing import run_ranks
 from benchmarks.islands import tables
-from benchmarks.saving.bench import Block
+from benchmarks.saving.bench import Block, Sleep
 
 STEPPED = 7
 """Elements that a step reads and writes for each one that is gathered or reduced: gradient, master and two states."""
+
+TURNS = 3
+"""How often the steps with host memory and those without take turns, so that a change of the machine's load affects
+both. The first two steps of a turn are not measured."""
+
+TIMED = 2
+"""Steps of a turn with host memory whose instructions are timed. A step is simulated with those of each; the median
+counts."""
 
 SIMULATED = 3
 """Steps that are simulated; the last one counts, as in `atoll.prediction.cost`."""
@@ -58,7 +69,7 @@ class Case:
     """One plan on a link.
 
     seconds: that a block's state, its parameters or gradients, or what it keeps of a microbatch, takes over the link in
-    one direction, or its step on the host.  slept: of a block's forward, and half of what its backward takes.
+    one direction, or its step on the host.  slept: that each of a block's F, I and W takes.
     """
 
     name: str
@@ -98,8 +109,7 @@ CASES = (
     Case("activations, hidden", ACTIVATIONS, 0.008),
     Case("activations, slow link", ACTIVATIONS, 0.030),
     Case("activations, half of them, slow link", replace(ACTIVATIONS, activations=0.5), 0.030),
-    # What W needs comes back beside the W before it, which takes 2 to 3 ms here: it does not sleep.
-    Case("activations, pipeline, hidden", ACTIVATIONS, 0.002, **PIPELINE),
+    Case("activations, pipeline, hidden", ACTIVATIONS, 0.008, **PIPELINE),
     Case("activations and states on the host, pipeline", replace(ON_HOST, activations=1.0), 0.008, **PIPELINE),
 )
 HIDDEN = (
@@ -111,7 +121,7 @@ HIDDEN = (
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure every case."""
-    cases = [replace(each, steps=3, blocks=4) for each in CASES[:2]] if arguments.quick else CASES
+    cases = [replace(each, steps=TURNS, blocks=4) for each in CASES[:2]] if arguments.quick else CASES
     rows = []
     for case in cases:
         per_rank = run_ranks(measure, case.pipeline, case, timeout=600.0)
@@ -126,8 +136,8 @@ _BOTH = ("with", "without")
 
 def _row(case: Case, per_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     programs = Programs(per_rank[0]["placement"], tuple(each["program"] for each in per_rank))
-    rates = [Rates(each["seconds"], each["message"], each["links"]) for each in per_rank]
-    simulated = play_programs(programs, rates, steps=SIMULATED).seconds
+    of_ranks = zip(*(each["timed"] for each in per_rank), strict=True)
+    simulated = median(_simulated(programs, per_rank, seconds) for seconds in of_ranks)
     slowest = {name: [max(each) for each in zip(*(own[name] for own in per_rank), strict=True)] for name in _BOTH}
     measured, plain = median(slowest["with"]), median(slowest["without"])
     return {
@@ -145,10 +155,41 @@ def _row(case: Case, per_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _simulated(
+    programs: Programs, per_rank: Sequence[Mapping[str, Any]], seconds: Sequence[Mapping[tuple[Operation, int], float]]
+) -> float:
+    """Return the seconds of a step. seconds: of each rank's instructions in one step."""
+    rates = [Rates(own, each["message"], each["links"]) for own, each in zip(seconds, per_rank, strict=True)]
+    return play_programs(programs, rates, steps=SIMULATED).seconds
+
+
+class SleepOnce(Sleep):
+    """Takes its seconds, and as many backward."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Sleep as long."""
+        time.sleep(ctx.seconds)
+        return gradients[0], None
+
+
+class SplitBlock(Block):
+    """A block whose W is apart from its I, and sleeps there: see `paced`."""
+
+    def __init__(self, width: int, seconds: float) -> None:
+        super().__init__(width, 0.0)
+        self._slept = seconds
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """[B, width] -> [B, width]."""
+        return super().forward(SleepOnce.apply(value, self._slept))
+
+
 def engine_of(case: Case, host: HostState | None) -> Engine:
     """Return this rank's engine."""
+    kind = SplitBlock if case.pipeline > 1 else Block
     with torch.device("meta"):
-        model = nn.Sequential(*(Block(case.width, case.slept) for _ in range(case.blocks)))
+        model = nn.Sequential(*(kind(case.width, case.slept) for _ in range(case.blocks)))
     schedule = schedules.build(case.schedule, ranks=case.pipeline, microbatches=case.microbatches)
     plan = Plan(
         MeshShape(case.pipeline),
@@ -185,29 +226,34 @@ def measure(case: Case) -> dict[str, Any]:
     found: dict[str, Any] = {"with": [], "without": [], "links": speeds, "program": program}
     found["placement"] = engine.plan.schedule.placement
     found["bytes"] = program.sent[OUT]
-    with paced(engine, rate, memory):
-        for name, each in (("with", engine), ("without", plain)):
-            for _ in range(3):
+    found["timed"] = []
+    with paced(engine, rate, memory, case.slept):
+        for _ in range(TURNS):
+            for name, each in (("with", engine), ("without", plain)):
                 each.submit(batch, batch)
-            for _ in range(case.steps):
-                begin = time.perf_counter()
                 each.submit(batch, batch)
-                found[name].append(time.perf_counter() - begin)
-        with engine.timing() as seconds:
-            for _ in range(2):
-                engine.submit(batch, batch)
+                for _ in range(case.steps // TURNS):
+                    begin = time.perf_counter()
+                    each.submit(batch, batch)
+                    found[name].append(time.perf_counter() - begin)
+                if each is engine:
+                    found["timed"] += [_seconds(engine, batch) for _ in range(TIMED)]
         engine.settle()
+        while plain.step_number < engine.step_number:
+            plain.submit(batch, batch)
         plain.settle()
-        plain.submit(batch, batch)
-        plain.submit(batch, batch)
-        plain.settle()
-    # Waits of the host's lane are what is simulated.
-    found["seconds"] = {key: value for key, value in seconds.items() if key[0] not in _OF_HOST}
     found["message"] = float(case.width * 4)
     found["difference"] = _difference(engine, plain)
     engine.close()
     plain.close()
     return found
+
+
+def _seconds(engine: Engine, batch: Mapping[str, torch.Tensor]) -> dict[tuple[Operation, int], float]:
+    with engine.timing() as seconds:
+        engine.submit(batch, batch)
+    # Waits of the host's lane are what is simulated.
+    return {key: value for key, value in seconds.items() if key[0] not in _OF_HOST}
 
 
 _OF_HOST = frozenset(row for row in vars(Hosted).values() if isinstance(row, Operation) and row is not Hosted.STEP_UNIT)
@@ -261,10 +307,11 @@ def _difference(engine: Engine, other: Engine) -> float:
 
 
 @contextmanager
-def paced(engine: Engine, rate: float, memory: float) -> Iterator[None]:
-    """Let each copy, and each step on the host, take at least its bytes' time. rate, memory: of the link and of host
-    memory, in bytes a second."""
+def paced(engine: Engine, rate: float, memory: float, slept: float) -> Iterator[None]:
+    """Let each copy, and each step on the host, take at least its bytes' time, and each W its own. rate, memory: of the
+    link and of host memory, in bytes a second.  slept: of a W, in seconds."""
     copy, step, copy_kept = hosted._copy, HostSteps._step_there, activations._copy
+    compute_weights = microbatches.compute_weights
     gather = UnshardedParameters._all_gather
 
     def paced_gather(self: UnshardedParameters) -> None:
@@ -283,6 +330,11 @@ def paced(engine: Engine, rate: float, memory: float) -> Iterator[None]:
         copy_kept(pieces, *rest, **options)
         _sleep_until(begin + sum(piece.nbytes for piece in pieces) / rate)
 
+    def paced_weights(unit: Unit, pending: list[tuple[str, Any]]) -> None:
+        if pending:  # on one rank, I has computed them
+            time.sleep(slept)
+        compute_weights(unit, pending)
+
     def paced_step(self: HostSteps, unit: Unit, *rest: Any, **options: Any) -> None:
         begin = time.perf_counter()
         step(self, unit, *rest, **options)
@@ -292,6 +344,7 @@ def paced(engine: Engine, rate: float, memory: float) -> Iterator[None]:
     with (
         patch.object(hosted, "_copy", paced_copy),
         patch.object(activations, "_copy", paced_kept),
+        patch.object(microbatches, "compute_weights", paced_weights),
         patch.object(HostSteps, "_step_there", paced_step),
         patch.object(UnshardedParameters, "_all_gather", paced_gather),
     ):
@@ -310,12 +363,14 @@ def report(result: Mapping[str, Any]) -> str:
     return "\n\n".join(
         [
             "# Host memory on an emulated device",
-            "Written by `python benchmarks/run.py host`. **The device and the link are emulated**: compute sleeps; "
-            "copies of masters, states, parameters, gradients and activations are real, and take at least as long as "
-            "over a link of the given speed, as do steps on the host. *link*: milliseconds of the largest unit over "
-            "the link in one direction, or on the host; of activations, of what one block keeps of a microbatch. *MB a "
-            "rank*: to host memory in a step. *simulated*: `atoll.program.sim` with timed instructions and that speed. "
-            "Medians of steps back to back.",
+            "Written by `python benchmarks/run.py host`. **The device and the link are emulated**: compute sleeps, "
+            "equally long in F, I and W; copies of masters, states, parameters, gradients and activations are real, "
+            "and take at least as long as over a link of the given speed, as do steps on the host. *link*: "
+            "milliseconds of the largest unit over the link in one direction, or on the host; of activations, of what "
+            "one block keeps of a microbatch. *MB a rank*: to host memory in a step. *simulated*: `atoll.program.sim` "
+            "with timed instructions and that speed. Medians of steps back to back, with and without in turns. "
+            "The parameters of the two differ, after as many steps, by at most "
+            f"{max(row['worst_difference'] for row in result['rows']):g}.",
             tables.measured_in(result["environment"]) if "environment" in result else "",
             "\n".join(
                 [

@@ -395,7 +395,11 @@ def test_state_in_host_memory_is_listed(folder: Path) -> None:
     cluster.write_text(tables.replace("[node]", '[node]\nhost = { preset = "dgx-h100" }'))
     text = run("predict", folder, "--set", host).stdout
     assert "optimizer state in host memory, update-on-device" in text
-    assert "state that rests in host memory: at most" in text
+    assert re.search(r"^state that rests in host memory: at most \S+ \S+ per rank$", text, re.MULTILINE)
+    kept = run("predict", folder, "--set", "parallel.host={ activations = 1.0 }").stdout
+    assert re.search(r"at most (\S+ \S+) per rank, with \1 of activations$", kept, re.MULTILINE)
+    few = ["--set", "parallel.host={ activations = 0.01 }"]  # of which none leaves
+    assert "state that rests in host memory: at most 0 B per rank\n" in run("predict", folder, *few).stdout
     assert re.search(r"^host memory +\d", text, re.MULTILINE)
     found = predicted(folder, host)
     assert all(rank["host_bytes"] > 0 for rank in found["ranks"])

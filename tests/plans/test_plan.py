@@ -1,6 +1,7 @@
 """Mesh coordinates, and plans that do not fit."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 from atoll.base.errors import PlanError
 from atoll.plans import schedules
 from atoll.plans.ir.text import to_text
-from atoll.plans.layouts import Layout, Nest
+from atoll.plans.layouts import Layout, Nest, NewtonSchulz, Whole
+from atoll.plans.outer import Outer
 from atoll.plans.plan import ORDERS, MeshShape, Place, Plan
 from atoll.training.config import from_dict
 
@@ -146,3 +148,37 @@ def test_unit_is_a_deprecated_name_of_residency_action() -> None:
     with pytest.warns(FutureWarning, match="'unit' is deprecated"):
         config = from_dict({"parallel": {"residency": "unit"}})
     assert config.parallel.residency == "action"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layout", "rest", "said"),
+    [
+        (MeshShape(), "NNN", {}, "on the rank that stores it"),
+        (MeshShape(pipeline=2), "GGG", {}, "on the rank that stores it"),
+        (MeshShape(inter=2, intra=2), "NNN", {}, "on every rank that stores it"),
+        (MeshShape(inter=2, intra=2), "NNG", {}, "on one of the 4 ranks that shard its state"),
+        (MeshShape(inter=2, intra=2), "III", {}, "on one of the 2 ranks of each group that shards its state"),
+        (MeshShape(inter=1, intra=2), "III", {}, "on one of the 2 ranks that shard its state"),
+        (MeshShape(tensor=2), "NNN", {}, "on one of the 2 ranks that shard its state"),
+        (MeshShape(intra=2, tensor=2), "NNN", {}, "on one of the 2 ranks of each group that shards its state"),
+        (MeshShape(intra=2, tensor=2), "GGG", {}, "on one of the 4 ranks that shard its state"),
+        (
+            *(MeshShape(inter=2, intra=2), "GGG", {"outer": Outer(every=4)}),
+            "on one of the 2 ranks of each group that shards its state",
+        ),
+        (
+            *(MeshShape(intra=4, expert=4), "GGG", {}),
+            "on one of the 4 ranks that shard its state, an expert's on the rank that stores it",
+        ),
+        (
+            *(MeshShape(intra=4, expert=2), "GGG", {"expert_layout": Layout("NNN")}),
+            "on one of the 4 ranks that shard its state, an expert's on every rank that stores it",
+        ),
+    ],
+)
+def test_plans_say_which_rank_transforms_a_matrix(
+    mesh: MeshShape, layout: str, rest: dict[str, Any], said: str
+) -> None:
+    schedule = schedules.build("1f1b", ranks=mesh.pipeline, microbatches=2)
+    plan = Plan(mesh, Layout(layout), schedule, 1, whole=Whole("Muon", NewtonSchulz()), **rest)
+    assert plan.matrices == f"Muon: each matrix is transformed whole, {said}; AdamW for everything else"

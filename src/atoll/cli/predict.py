@@ -70,8 +70,9 @@ def describe_prediction(prediction: Prediction) -> Iterator[str]:
     saved = max(map(prediction.saved, ranks))
     yield from ("", f"host memory for background saves: at most {format_bytes(saved)} per rank")
     if prediction.plan.host is not None:
-        resting, away = (format_bytes(max(map(each, ranks))) for each in (prediction.on_host, prediction.away))
-        yield f"state that rests in host memory: at most {resting} per rank, with {away} of activations"
+        resting, away = (max(map(each, ranks)) for each in (prediction.on_host, prediction.away))
+        activations = f", with {format_bytes(away)} of activations" if away else ""
+        yield f"state that rests in host memory: at most {format_bytes(resting)} per rank{activations}"
     if prediction.cluster is not None:
         yield from ("", _fit(prediction))
 

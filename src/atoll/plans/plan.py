@@ -355,13 +355,14 @@ class Plan:
 
     @property
     def matrices(self) -> str | None:
-        """Where matrices are transformed whole, in words; None for an elementwise optimizer."""
+        """The ranks that transform matrices whole, in words; None for an elementwise optimizer."""
         if self.whole is None:
             return None
         among = []
         for view, parts in ((View.DENSE, self.mesh.tensor), (View.EXPERTS, 1)):
-            count = Holders(self.nest(self.mesh.place(0), view), self.layout_of(view).optimizer, parts).count
-            among.append(f"on one of the {count} ranks that have slices of it" if count > 1 else "where it rests")
+            nest = self.nest(self.mesh.place(0), view)
+            holders = Holders(nest, self.layout_of(view).optimizer, parts)
+            among.append(_owned(holders.count, groups=self.islands * nest.ranks // holders.shards))
         said = ", an expert's ".join(among if self.divides_experts else among[:1])
         return f"{self.whole.name}: each matrix is transformed whole, {said}; AdamW for everything else"
 
@@ -421,3 +422,12 @@ class Plan:
     def global_batch(self) -> int:
         """Number of samples per step over all ranks."""
         return self.microbatch * self.schedule.microbatches * self.mesh.shares
+
+
+def _owned(count: int, *, groups: int) -> str:
+    """Return which rank transforms a matrix, in words. count: ranks that shard its state.  groups: of that many ranks,
+    each with the whole state."""
+    if count == 1:
+        return "on every rank that stores it" if groups > 1 else "on the rank that stores it"
+    of = "of each group that shards its state" if groups > 1 else "that shard its state"
+    return f"on one of the {count} ranks {of}"

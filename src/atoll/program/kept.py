@@ -28,10 +28,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from atoll.program.host import IN, OUT
 from atoll.program.instruction import Instruction
-from atoll.program.operation import Amount, Lane, Need, Operation, Over, Partners, Phase, Scope
+from atoll.program.operation import Amount, Fact, Lane, Need, Operation, Over, Partners, Phase, Scope, Workspace
 from atoll.program.shape import BlockShape, RankShape, WeightShape
 from atoll.program.table import Do, Facts, Workspaces
 
@@ -44,59 +45,44 @@ def _leaves(kept: BlockShape | WeightShape, _: object) -> int:
     return kept.leaves
 
 
+def _rows(
+    scope: Scope, memory: Workspace, leaving: Fact, away: Fact, coming: Fact, back: Fact
+) -> tuple[Operation, Operation, Operation, Operation]:
+    """Return the rows of what leaves for host memory: the copy there begins, and is waited for, and that back. scope:
+    what each is of.  memory: what it frees of the device, and allocates again."""
+    shared: dict[str, Any] = {
+        "lane": Lane.HOST, "scope": scope, "over": Over.UNIT if scope is Scope.UNIT else Over.NONE,
+        "peers": Partners.NONE, "is_aside": True,
+    }  # fmt: skip
+    begins, waits = shared | {"begins": True, "moves": True, "carries": "kept"}, shared | {"waits": True}
+    bytes_of = (Amount(memory, _leaves),)
+    offload = Operation(
+        **begins, gives=(leaving,),
+        needs=tuple(Need(fact, "{step} begins twice", holds=False) for fact in (leaving, away, coming)),
+    )  # fmt: skip
+    offloaded = Operation(
+        **waits, needs=(Need(leaving, "{step} waits for what has not left"),),
+        ends=(leaving,), gives=(away,), frees=bytes_of, cause="host",
+    )  # fmt: skip
+    onload = Operation(
+        **begins, needs=(Need(away, "{step} brings back what has not left, or may still be on its way"),),
+        ends=(away,), gives=(coming, back), takes=bytes_of,
+    )  # fmt: skip
+    onloaded = Operation(
+        **waits, needs=(Need(coming, "{step} waits for what has not begun to come"),), ends=(coming,), cause="host",
+    )  # fmt: skip
+    return offload, offloaded, onload, onloaded
+
+
 class Kept:
     """Instructions of what blocks keep for their backward; see the module."""
 
-    OFFLOAD_ACT = Operation(
-        lane=Lane.HOST, scope=Scope.BLOCK, over=Over.NONE, begins=True, is_aside=True, moves=True,
-        carries="kept", peers=Partners.NONE,
-        needs=tuple(
-            Need(fact, "{step} begins twice", holds=False) for fact in (Facts.LEAVING, Facts.AWAY, Facts.COMING)
-        ),
-        gives=(Facts.LEAVING,),
-    )  # fmt: skip
-    OFFLOADED_ACT = Operation(
-        lane=Lane.HOST, scope=Scope.BLOCK, over=Over.NONE, waits=True, is_aside=True, peers=Partners.NONE,
-        needs=(Need(Facts.LEAVING, "{step} waits for what has not left"),),
-        ends=(Facts.LEAVING,), gives=(Facts.AWAY,), frees=(Amount(Workspaces.KEPT, _leaves),), cause="host",
-    )  # fmt: skip
-    ONLOAD_ACT = Operation(
-        lane=Lane.HOST, scope=Scope.BLOCK, over=Over.NONE, begins=True, is_aside=True, moves=True,
-        carries="kept", peers=Partners.NONE,
-        needs=(Need(Facts.AWAY, "{step} brings back what has not left, or may still be on its way"),),
-        ends=(Facts.AWAY,), gives=(Facts.COMING, Facts.BACK), takes=(Amount(Workspaces.KEPT, _leaves),),
-    )  # fmt: skip
-    ONLOADED_ACT = Operation(
-        lane=Lane.HOST, scope=Scope.BLOCK, over=Over.NONE, waits=True, is_aside=True, peers=Partners.NONE,
-        needs=(Need(Facts.COMING, "{step} waits for what has not begun to come"),),
-        ends=(Facts.COMING,), cause="host",
-    )  # fmt: skip
-
-    OFFLOAD_OWED = Operation(
-        lane=Lane.HOST, begins=True, is_aside=True, moves=True, carries="kept", peers=Partners.NONE,
-        needs=tuple(
-            Need(fact, "{step} begins twice", holds=False)
-            for fact in (Facts.OWED_LEAVING, Facts.OWED_AWAY, Facts.OWED_COMING)
-        ),
-        gives=(Facts.OWED_LEAVING,),
-    )  # fmt: skip
-    OFFLOADED_OWED = Operation(
-        lane=Lane.HOST, waits=True, is_aside=True, peers=Partners.NONE,
-        needs=(Need(Facts.OWED_LEAVING, "{step} waits for what has not left"),),
-        ends=(Facts.OWED_LEAVING,), gives=(Facts.OWED_AWAY,), frees=(Amount(Workspaces.WEIGHED, _leaves),),
-        cause="host",
-    )  # fmt: skip
-    ONLOAD_OWED = Operation(
-        lane=Lane.HOST, begins=True, is_aside=True, moves=True, carries="kept", peers=Partners.NONE,
-        needs=(Need(Facts.OWED_AWAY, "{step} brings back what has not left, or may still be on its way"),),
-        ends=(Facts.OWED_AWAY,), gives=(Facts.OWED_COMING, Facts.OWED_BACK),
-        takes=(Amount(Workspaces.WEIGHED, _leaves),),
-    )  # fmt: skip
-    ONLOADED_OWED = Operation(
-        lane=Lane.HOST, waits=True, is_aside=True, peers=Partners.NONE,
-        needs=(Need(Facts.OWED_COMING, "{step} waits for what has not begun to come"),),
-        ends=(Facts.OWED_COMING,), cause="host",
-    )  # fmt: skip
+    OFFLOAD_ACT, OFFLOADED_ACT, ONLOAD_ACT, ONLOADED_ACT = _rows(
+        Scope.BLOCK, Workspaces.KEPT, Facts.LEAVING, Facts.AWAY, Facts.COMING, Facts.BACK
+    )
+    OFFLOAD_OWED, OFFLOADED_OWED, ONLOAD_OWED, ONLOADED_OWED = _rows(
+        Scope.UNIT, Workspaces.WEIGHED, Facts.OWED_LEAVING, Facts.OWED_AWAY, Facts.OWED_COMING, Facts.OWED_BACK
+    )
 
 
 _Travel = Mapping[tuple[Operation, Phase | None], tuple[tuple[str, int], ...]]

@@ -40,6 +40,30 @@ def _leaves(unit: UnitShape, phase: Phase | None) -> bool:
     return unit.gradients_leave and phase in unit.flows
 
 
+def _passage(one: str, several: str, bar: str, *, most: int) -> tuple[Fact, Fact, Fact, Fact]:
+    """Return the facts of what leaves for host memory: it is leaving, away, coming, and back ahead of its use.
+
+    one, several: what leaves, in the words of an error.  bar: what it is in a drawing.  most: how many may be leaving
+    at once, and how many back.
+    """
+    leaving = Fact(
+        per=Per.PASSAGE, is_flight=True, most=lambda _: most,
+        above=f"{several} is leaving for host memory, and {{most}} may be",
+        left=f"{one} of microbatch {{phase}} leaves, and is not waited for",
+        lane="offload", colour="OFFLOAD", bar=f"{bar} of microbatch {{phase}}",
+    )  # fmt: skip
+    away = Fact(per=Per.PASSAGE, left=f"{one} of microbatch {{phase}} stays in host memory")
+    coming = Fact(
+        per=Per.PASSAGE, is_flight=True, left=f"{one} of microbatch {{phase}} comes, and is not used",
+        lane="onload", colour="ONLOAD", bar=f"{bar} of microbatch {{phase}}",
+    )  # fmt: skip
+    back = Fact(
+        per=Per.PASSAGE, most=lambda _: most,
+        above=f"{several} is back from host memory ahead of its use, and {{most}} may be",
+    )  # fmt: skip
+    return leaving, away, coming, back
+
+
 class Facts:
     """Facts of the core's rows."""
 
@@ -98,38 +122,13 @@ class Facts:
         per=Per.PHASE,
         applies=lambda unit, phase: _leaves(unit, phase) and not _flow(unit, phase),
     )
-    LEAVING = Fact(
-        per=Per.PASSAGE, is_flight=True, most=lambda _: MOVING,
-        above="what {sum} blocks keep is leaving for host memory, and {most} may be",
-        left="what block {unit} keeps of microbatch {phase} leaves, and is not waited for",
-        lane="offload", colour="OFFLOAD", bar="block {unit} of microbatch {phase}",
-    )  # fmt: skip
-    AWAY = Fact(per=Per.PASSAGE, left="what block {unit} keeps of microbatch {phase} stays in host memory")
-    COMING = Fact(
-        per=Per.PASSAGE, is_flight=True, left="what block {unit} keeps of microbatch {phase} comes, and is not used",
-        lane="onload", colour="ONLOAD", bar="block {unit} of microbatch {phase}",
-    )  # fmt: skip
-    BACK = Fact(
-        per=Per.PASSAGE, most=lambda _: MOVING,
-        above="what {sum} blocks keep is back from host memory ahead of its use, and {most} may be",
-    )  # fmt: skip
-    # The same of what I keeps for the W of a unit.
-    OWED_LEAVING = Fact(
-        per=Per.PASSAGE, is_flight=True, most=lambda _: 2 * MOVING,  # a block has its units, and that of its experts
-        above="what {sum} units need for W is leaving for host memory, and {most} may be",
-        left="what W of unit {unit} needs of microbatch {phase} leaves, and is not waited for",
-        lane="offload", colour="OFFLOAD", bar="W of {unit} of microbatch {phase}",
-    )  # fmt: skip
-    OWED_AWAY = Fact(per=Per.PASSAGE, left="what W of unit {unit} needs of microbatch {phase} stays in host memory")
-    OWED_COMING = Fact(
-        per=Per.PASSAGE, is_flight=True,
-        left="what W of unit {unit} needs of microbatch {phase} comes, and is not used",
-        lane="onload", colour="ONLOAD", bar="W of {unit} of microbatch {phase}",
-    )  # fmt: skip
-    OWED_BACK = Fact(
-        per=Per.PASSAGE, most=lambda _: 2 * MOVING,
-        above="what {sum} units need for W is back from host memory ahead of its use, and {most} may be",
-    )  # fmt: skip
+    LEAVING, AWAY, COMING, BACK = _passage(
+        "what block {unit} keeps", "what {sum} blocks keep", "block {unit}", most=MOVING
+    )
+    # A block has its units, and that of its experts.
+    OWED_LEAVING, OWED_AWAY, OWED_COMING, OWED_BACK = _passage(
+        "what W of unit {unit} needs", "what {sum} units need for W", "W of {unit}", most=2 * MOVING
+    )
 
 
 class Workspaces:

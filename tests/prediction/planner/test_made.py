@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from atoll.plans.host import HostState
 from atoll.plans.layouts import Layout
 from atoll.prediction.cost import Cluster, Transformer
 from atoll.prediction.planner import Answer, Goal, Order, PlanSearch, Space, settings
@@ -28,23 +29,27 @@ FOUR_STAGES: dict[str, Any] = {
 
 
 @cache
-def search() -> PlanSearch:
+def search(memory: int = 2**30, host: HostState | None = None) -> PlanSearch:
     """Two nodes of two devices, and a link between them that has to carry for as long as the devices compute."""
     cluster = Cluster.of(
         {
             "nodes": 2,
             "device": {
-                "memory": 2**30,
+                "memory": memory,
                 "bandwidth": 1e11,
                 "units": 4,
                 "rates": {"float32": 1e12},
             },
-            "node": {"devices": 2, "link": {"rate": 1e10, "latency": 1e-6}},
+            "node": {
+                "devices": 2,
+                "link": {"rate": 1e10, "latency": 1e-6},
+                "host": {"memory": 2**34, "rate": 2e10, "bandwidth": 2e11} if host else None,
+            },
             "network": {"rate": 6e7, "latency": 2e-2},
         }
     )
     model = Transformer.decoder(**SIZES, vocabulary=IDS, tied=False)
-    return PlanSearch(model.workload, cluster, Goal(global_batch=16, sequence=256), Space(**FOUR_STAGES))
+    return PlanSearch(model.workload, cluster, Goal(global_batch=16, sequence=256), Space(**FOUR_STAGES, host=host))
 
 
 @cache
@@ -91,3 +96,18 @@ def test_the_answer_says_that_the_order_was_made() -> None:
 def test_no_order_is_made_where_schedules_are_kept() -> None:
     kept = replace(search(), space=replace(search().space, schedules=(Order("1f1b"),)))
     assert all(each.order.made is None for each in Answer.of(kept).found.fitting)
+
+
+@pytest.mark.slow
+def test_an_order_may_have_more_w_pending_if_what_they_need_leaves() -> None:
+    """The order that is found with much memory is found with half of what it would need if nothing left."""
+    away = HostState(activations=1.0)
+    base = search(2**28, away).run().fitting[0]
+    narrow, wide = (search(memory, away)._made(base) for memory in (2**28, 2**30))
+    assert narrow is not None
+    assert wide is not None
+    assert narrow.order.made == wide.order.made
+    assert narrow.seconds < 0.8 * base.seconds
+    here = search(2**30, away).predict(narrow._replace(travel=narrow.travel._replace(host=None)))
+    assert narrow.peak is not None
+    assert max(here.peak(rank).total for rank in range(4)) > 2 * narrow.peak

@@ -37,7 +37,7 @@ def made_for(base: Prediction, limit: float) -> Made | None:
         for peak, state in zip(peaks, states, strict=True)
     ]
     if base.plan.offloads:
-        moving = MOVING * max(work.kept for work in base.ranks.works)
+        moving = MOVING * max(work.kept + work.kept_for_weights for work in base.ranks.works)
         room = [each - moving for each in room]
     if min(room) <= 0:
         return None
@@ -72,7 +72,8 @@ def _parts(base: Prediction) -> list[range]:
 def _layer(base: Prediction, part: range, state: float) -> Layer:
     """Return a layer. state: bytes of a parameter with its gradient and optimizer state.
 
-    A microbatch whose activations leave for host memory counts less, so that an order may have more of them in flight.
+    A microbatch whose activations leave for host memory counts less, and so does what its W needs, so that an order may
+    have more of them in flight.
     """
     works = [base.ranks.works[at] for at in part]
     forward, backward, weights = (sum(column) for column in zip(*map(base.durations.parts, works), strict=True))
@@ -82,6 +83,6 @@ def _layer(base: Prediction, part: range, state: float) -> Layer:
         backward,
         weights,
         activation=share * sum(work.kept for work in works),
-        pending=sum(work.kept_for_weights for work in works),
+        pending=share * sum(work.kept_for_weights for work in works),
         static=state * sum(work.parameters for work in works),
     )
