@@ -8,12 +8,13 @@ per layer for GPT with dropout, unless an `Implementation` differs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from atoll.base.errors import ConfigError
+from atoll.prediction.cost.divided import HEAD_EXCHANGES, exchanged, own_heads, repeats
 from atoll.prediction.cost.ends import without
 from atoll.prediction.cost.experts import MixtureWork
 from atoll.prediction.cost.kernels import Exchange, FusedAttention, Kernel, Pass, Product
@@ -29,10 +30,6 @@ other heads: that of BLOOM's steps with heads of 108 and of 150 elements, on A10
 
 FLASH_BACKWARD = 2.5
 """Ratio of operations of fused attention's backward to its forward: five products to two."""
-
-
-HEAD_EXCHANGES = 2
-"""Exchanges of heads for positions in an attention's forward."""
 
 
 def head_problem(ranks: int, heads: int, kv_heads: int) -> str | None:
@@ -99,7 +96,8 @@ class TransformerLayer:
             case "selective" if how.runtime == "atoll":
                 backward = (*without(forward, products), *backward)
                 outputs = self._outputs(use)
-                saved, again = [held, *outputs], [each for each in rest if each.name not in _names(outputs)]
+                names = {each.name for each in outputs}
+                saved, again = [held, *outputs], [each for each in rest if each.name not in names]
             case "selective":
                 backward = (*self._scores(use), *backward)
                 again = [each for each in saved if each.name in _OF_SCORES]
@@ -203,26 +201,6 @@ class TransformerLayer:
         """Return the number of ranks over which heads are split, between the linear layers."""
         return 1 if self.sizes.latent else self._inside(use)
 
-    def _own_heads(self, use: Use) -> int:
-        """Return the heads of all samples whose scores a rank computes."""
-        return use.samples * self.sizes.heads // (self._heads_over(use) * use.divide)
-
-    def _repeats(self, use: Use) -> int:
-        """Return how often keys and values are repeated, so that each rank that divides sequences has some."""
-        groups = (self.sizes.kv_heads or self.sizes.heads) // self._heads_over(use)
-        return math.lcm(groups, use.divide) // groups
-
-    def _exchanged(self, use: Use, *, is_back: bool = False) -> Iterator[Kernel]:
-        """Return the exchange of heads for positions, before attention or behind it (`is_back`), with the copies into
-        messages and out of them."""
-        if use.divide > 1:
-            s = self.sizes
-            width = s.attended if is_back else s.queries + (s.keys + s.values) * self._repeats(use)
-            nbytes = use.item * use.tokens * width / self._heads_over(use)
-            yield Pass(2.0 * nbytes, 1 if is_back else 3)
-            yield Exchange("all-to-all", nbytes, "sequence")
-            yield Pass(2.0 * nbytes, use.divide * (1 if is_back else 3))
-
     def _mixture(self, use: Use) -> MixtureWork | None:
         mixture = self.sizes.mixture
         return None if mixture is None else MixtureWork(mixture, self.sizes, use)
@@ -240,10 +218,12 @@ class TransformerLayer:
     def _scores(self, use: Use) -> Iterator[Kernel]:
         """Return the kernels of attention between its two linear layers, forward."""
         s, i = self.sizes, use.item
-        heads, length = self._own_heads(use), use.sequence
+        heads, length = own_heads(self.sizes, use, self._heads_over(use)), use.sequence
         value_width = s.head_width if s.latent is None else s.latent.values
         if not s.is_eager(use):
-            width = (s.queries + (s.keys + s.values) * self._repeats(use) + s.attended) // self._heads_over(use)
+            width = (
+                s.queries + (s.keys + s.values) * repeats(self.sizes, use, self._heads_over(use)) + s.attended
+            ) // self._heads_over(use)
             share = 0.5 if s.causal else 1.0
             flops = 2.0 * share * heads * length * length * (s.head_width + value_width)
             yield FusedAttention(flops, i * use.tokens * width)
@@ -271,9 +251,9 @@ class TransformerLayer:
             yield Pass(2.0 * i * tokens * (s.latent.norms + s.keys), 3)
         if s.rotary:
             yield Pass(2.0 * i * tokens * (s.queries + s.keys) / self._heads_over(use))
-        yield from self._exchanged(use)
+        yield from exchanged(self.sizes, use, self._heads_over(use))
         yield from self._scores(use)
-        yield from self._exchanged(use, is_back=True)
+        yield from exchanged(self.sizes, use, self._heads_over(use), is_back=True)
         yield from self._multiply(use, out)
         if self._heads_over(use) > 1:
             yield from self._leave(use)
@@ -311,9 +291,9 @@ class TransformerLayer:
         if self._heads_over(use) > 1:
             yield from self._enter(use)
         yield from self._multiply_back(use, out)
-        yield from self._exchanged(use, is_back=True)
+        yield from exchanged(self.sizes, use, self._heads_over(use), is_back=True)
         yield from self._scores_backward(use)
-        yield from self._exchanged(use)
+        yield from exchanged(self.sizes, use, self._heads_over(use))
         if s.rotary:
             yield Pass(2.0 * i * tokens * (s.queries + s.keys) / self._heads_over(use))
         if s.latent is not None:
@@ -334,7 +314,10 @@ class TransformerLayer:
                     yield kernel.swapped
                     yield kernel.learnt
                 case Pass():
-                    yield Pass(kernel.nbytes + i * self._own_heads(use) * use.sequence**2, kernel.kernels)
+                    yield Pass(
+                        kernel.nbytes + i * own_heads(self.sizes, use, self._heads_over(use)) * use.sequence**2,
+                        kernel.kernels,
+                    )
 
     def _enter(self, use: Use) -> Iterator[Kernel]:
         """Return the traffic of the hidden state at modules split by outputs; in the backward, at those split by
@@ -398,7 +381,7 @@ class TransformerLayer:
                 yield from how.saved_by_norm(use, f"{name}' norm", tokens * width // t, rows, is_kept=False)
         if how.keeps_angles:
             yield Saved("rotary angles", 2 * i * -(-use.sequence // use.divide) * s.head_width, "I")
-        keys = s.queries if is_eager and how.repeats_keys else s.keys * self._repeats(use)
+        keys = s.queries if is_eager and how.repeats_keys else s.keys * repeats(self.sizes, use, self._heads_over(use))
         yield Saved("queries and keys", i * tokens * (s.queries + keys) // t, "I")
         values = s.queries + 2 * s.keys if _is_slice(self.sizes, use) and use.divide == 1 else keys
         if s.latent is not None:
@@ -408,7 +391,7 @@ class TransformerLayer:
         # An exchange copies it as well.
         if not is_eager and (use.divide > 1 or (how.heads == "outer" and (i < 4 or how.copies == "all"))):
             yield Saved("attention's output", i * tokens * s.attended // t, "I")
-        scores = self._own_heads(use) * use.sequence**2
+        scores = own_heads(self.sizes, use, self._heads_over(use)) * use.sequence**2
         if not is_eager:
             yield Saved("log-sums", max(4, i) * tokens * s.heads // t, "I")
             return
@@ -496,7 +479,3 @@ def _softmax(how: Implementation, scores: int, heads: int, item: int) -> Pass:
     casts back, in fp32."""
     is_fused = how.runtime != "megatron" or heads % 4 == 0
     return Pass(2.0 * item * scores) if is_fused else Pass((2.0 * item + 32.0) * scores, 5)
-
-
-def _names(saved: Iterable[Saved]) -> set[str]:
-    return {each.name for each in saved}

@@ -14,7 +14,7 @@ GATHERS, _REDUCTIONS, RETURNS, PIPELINE_MESSAGES = "gathers", "reductions", "upd
 OUTER = "outer gradients, mean of a step"
 MATRICES = "slices of matrices"
 ROWS = "rows of experts"
-HEADS = "heads of attention"
+EXCHANGED_HEADS = "heads of attention"
 
 _KINDS = {
     "gathers": GATHERS,
@@ -66,7 +66,7 @@ def link_uses(prediction: Prediction, rank: int) -> tuple[LinkUse, ...]:
     links = prediction.durations.links | {axis: link for axis, (_, link) in prediction.durations.clock.groups.items()}
     for (axis, part), (count, nbytes) in sent_inside(prediction.ranks, rank).items():
         if part == "exchanges":
-            kind = ROWS if axis == "expert" else HEADS
+            kind = ROWS if axis == "expert" else EXCHANGED_HEADS
             times[axis, kind], sent[axis, kind] = count, nbytes
     if prediction.plan.outer is not None:
         outgoing = outer_bytes_sent(prediction.ranks, rank)

@@ -49,7 +49,7 @@ def build_rank(
     sequences: if ranks divide them.
     On `meta` no values are created.
     """
-    model = _Model.of(outline, around.transport.place.pp, experts, sequences)
+    model = _Model.of(outline, around.transport.place.pp, experts, sequences=sequences)
     sliced: VocabularySlice | None = None
     if outline.vocabulary is not None:
         sliced = _slice_vocabulary(model, outline.vocabulary, around, seed=seed, tensor=tensor)
@@ -97,7 +97,7 @@ class _Model:
     sequences: DividedSequences | None
 
     @staticmethod
-    def of(outline: Outline, rank: int, experts: DividedExperts, sequences: DividedSequences | None) -> _Model:
+    def of(outline: Outline, rank: int, experts: DividedExperts, *, sequences: DividedSequences | None) -> _Model:
         adapter, runs = outline.adapter, outline.runs
         blocks = tuple(adapter.blocks())
         shared = shared_parameters(adapter)

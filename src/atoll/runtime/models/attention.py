@@ -4,11 +4,11 @@ Everything in a layer but attention treats each position alone. Where ranks divi
 layer computes this rank's positions of all heads up to attention, all positions of this rank's heads in it, and its own
 positions again behind it: arXiv 2309.14509. So attention is the model's own, with its masks of the whole sequence.
 
-    attend        what a layer calls in place of its attention function
-    share         makes attention modules exchange heads for positions
-    Exchanging    what does so, `atoll.runtime.sequence`
+    attend            what a layer calls in place of its attention function
+    divide_attention  has attention modules exchange heads for positions
 
-Models of transformers need no call: `share` registers `attend` around each implementation of their attention interface.
+Models of transformers need no call: `register_attention` puts `attend` around each implementation of their attention
+interface.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from atoll.base.errors import PlanError, RunError
 
-Attention = Callable[..., Any]
+AttentionFunction = Callable[..., Any]
 """(module, query, key, value, mask, ...) -> the output, [B, S, heads, width], alone or first of a tuple. query, key and
 value: [B, heads, S, width]."""
 
 
-class Exchanging(Protocol):
+class ExchangesHeads(Protocol):
     """The ranks that divide sequences."""
 
     index: int
@@ -58,7 +58,7 @@ _OF_POSITIONS = ("position_ids",)
 _OF_PACKED_ROWS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "block_table", "cache")
 
 
-def share(modules: Iterable[nn.Module], exchanging: Exchanging | None) -> None:
+def divide_attention(modules: Iterable[nn.Module], exchanging: ExchangesHeads | None) -> None:
     """Have the attention in some modules exchange heads for positions; None: no more."""
     for module in modules:
         if exchanging is not None:
@@ -78,10 +78,10 @@ def check_heads_of_sequence(ranks: int, heads: int, where: str) -> None:
 
 
 def attend(
-    function: Attention, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **kw: Any
+    function: AttentionFunction, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **kw: Any
 ) -> Any:
     """Call an attention function: with this rank's heads of whole sequences, if the module's ranks divide them."""
-    exchanging: Exchanging | None = getattr(module, _EXCHANGING, None)
+    exchanging: ExchangesHeads | None = getattr(module, _EXCHANGING, None)
     if exchanging is None:
         return function(module, query, key, value, *rest, **kw)
     ranks, heads, groups = exchanging.ranks, query.shape[1], key.shape[1]
@@ -109,7 +109,7 @@ def _masks(given: tuple[Any, ...], own: slice, heads: int) -> tuple[Any, ...]:
     )
 
 
-def _arguments(given: Mapping[str, Any], own: slice, heads: int, exchanging: Exchanging) -> dict[str, Any]:
+def _arguments(given: Mapping[str, Any], own: slice, heads: int, exchanging: ExchangesHeads) -> dict[str, Any]:
     found = dict(given)
     for name in _OF_PACKED_ROWS:
         if found.get(name) is not None:
@@ -152,7 +152,7 @@ class _Heads:
 
 # ---- transformers
 
-_ORIGINAL: dict[str, Attention] = {}
+_ORIGINAL: dict[str, AttentionFunction] = {}
 
 
 def register_attention() -> None:

@@ -33,7 +33,7 @@ from atoll.base._torch import parameter_replaced
 from atoll.base.errors import AtollError, ConfigError
 from atoll.prediction.cost import Use, Work, Workload
 from atoll.runtime.models.adapter import Block, adapter_for, sum_and_count
-from atoll.runtime.models.attention import share
+from atoll.runtime.models.attention import divide_attention
 from atoll.runtime.models.fused import DeviceType
 from atoll.runtime.models.heads import PretendedExchange
 from atoll.runtime.models.meter import Meter
@@ -185,11 +185,11 @@ class _Counts:
         part, alone = SequencePart(0, use.divide), [each for each in self._model.modules() if has_experts(each)]
         self._adapter.divide_sequences(part, 1, alone)  # type: ignore[attr-defined]
         exchange = PretendedExchange(0, use.divide)
-        share(self._model.modules(), exchange)
+        divide_attention(self._model.modules(), exchange)
         try:
             yield
         finally:
-            share(self._model.modules(), None)
+            divide_attention(self._model.modules(), None)
             self._adapter = whole
 
     def _count_run(self, run: range, state: _State, use: Use) -> tuple[tuple[Work, ...], _State]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from atoll.base._torch import fake_tensors, watched_operations
 from atoll.base.errors import AtollError, PlanError
-from atoll.runtime.models.attention import check_heads_of_sequence, register_attention, share
+from atoll.runtime.models.attention import check_heads_of_sequence, divide_attention, register_attention
 from atoll.runtime.models.inputs import example
 from atoll.runtime.models.operations import nested_tensors
 from atoll.runtime.models.part import SequencePart
@@ -60,14 +60,14 @@ def cut_of(value: Any, whole: int, name: str) -> Cut:
     return None
 
 
-def cut(value: Any, how: Cut, part: SequencePart, whole: int) -> Any:
+def cut_argument(value: Any, how: Cut, part: SequencePart, whole: int) -> Any:
     """Return this rank's part of an argument; what has no whole sequence is a part already."""
     if isinstance(value, Tensor):
         return part.of(value, how) if how is not None and value.shape[how] == whole else value
     if isinstance(how, dict):
-        return {key: cut(item, how.get(key), part, whole) for key, item in value.items()}
+        return {key: cut_argument(item, how.get(key), part, whole) for key, item in value.items()}
     if isinstance(how, tuple):
-        return type(value)(cut(item, each, part, whole) for item, each in zip(value, how, strict=True))
+        return type(value)(cut_argument(item, each, part, whole) for item, each in zip(value, how, strict=True))
     return value
 
 
@@ -84,8 +84,8 @@ class DividedLayers:
     def given(self, at: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
         """Return the arguments of a layer for this rank."""
         own = self.cuts[at]
-        cut_args = tuple(cut(each, own.get(place), self.part, self.length) for place, each in enumerate(args))
-        cut_kwargs = {key: cut(each, own.get(key), self.part, self.length) for key, each in kwargs.items()}
+        cut_args = tuple(cut_argument(each, own.get(place), self.part, self.length) for place, each in enumerate(args))
+        cut_kwargs = {key: cut_argument(each, own.get(key), self.part, self.length) for key, each in kwargs.items()}
         return replace_hidden(cut_args, cut_kwargs, self.own(hidden_argument(args, kwargs)))
 
     def own(self, hidden: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def divide_layers(
             module.forward = _as_given
         for at, layer in enumerate(stack):
             layer.forward = recorded(at, layer.forward)
-        share(every, probe)
+        divide_attention(every, probe)
         with _on_one_device(every), fake_tensors(), torch.no_grad(), watched_operations(probe.see):
             made = outputs(model(**given, **fixed_options(model)))
     except AtollError:
@@ -164,7 +164,7 @@ def divide_layers(
             f"{probe.where or 'the model'}: {type(error).__name__}: {error}. Use sequence = 1"
         ) from error
     finally:
-        share(every, None)
+        divide_attention(every, None)
         for module, before in kept:
             if before is None:
                 del module.forward

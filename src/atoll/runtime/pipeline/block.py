@@ -197,7 +197,7 @@ class LocalBlock:
         return handed, leaves
 
     def _drawn(self, draw: BlockDraw, *args: Any, **kwargs: Any) -> Any:
-        seed_block(draw.seed, draw.step, draw.microbatch, self.index, part=draw.part)
+        seed_block(draw.seed, draw.step, draw.microbatch, block=self.index, part=draw.part)
         return self._forward(*args, **kwargs)
 
     # ---- backward

@@ -135,7 +135,7 @@ class ProgramCounter:
         self.at = at + 1
         timing = self.timing
         start = 0.0 if timing is None else timing.now()
-        draw = BlockDraw(self._seed, self.step, self.first_microbatch + microbatch, self._part)
+        draw = BlockDraw(self._seed, self.step, self.first_microbatch + microbatch, part=self._part)
         kept, passages = self._microbatches.kept, self._microbatches.state.passages
         if kept is None or (block.index, microbatch) not in kept.chosen:
             output, passage = block.forward(given, draw)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from atoll.base.errors import PlanError
 from atoll.plans.plan import Place, Plan
 from atoll.runtime.models import Adapter, Batch, Loss
-from atoll.runtime.models.attention import share
+from atoll.runtime.models.attention import divide_attention
 from atoll.runtime.models.heads import EXCHANGES
 from atoll.runtime.models.part import SequencePart
 from atoll.runtime.pipeline.block import LocalBlock
@@ -59,7 +59,7 @@ class DividedSequences:
             if block.index in self.attentions:
                 exchange = RankExchange(transport, block.index)
                 self._exchanges.append(exchange)
-                share(block.module.modules(), exchange)
+                divide_attention(block.module.modules(), exchange)
 
     def loss_of(self, loss: Loss) -> Loss:
         """Return a loss of the outputs of a part, whose batch has the same part."""
