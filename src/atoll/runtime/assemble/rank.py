@@ -158,21 +158,10 @@ def assemble(
         experts=experts,
         sequences=sequences,
     )
-    part = None if sequences is None else sequences.part
     if sequences is not None:
-        transport.open_swaps("sequence")
         sequences.install((block for stage in sharded.stages for block in stage.blocks), transport)
-    batches = Batches(
-        plan,
-        place,
-        device,
-        agreement=agreement,
-        vocabulary=sharded.vocabulary,
-        labels=options.labels,
-        may_copy=options.loss is not None or not _predicts_next(adapter),
-        part=part,
-        attends_both_ways=not _predicts_next(adapter),
-        is_exact=options.balance != Balance(),
+    batches = _batches(
+        plan, options, adapter, transport=transport, agreement=agreement, sharded=sharded, parts=sequences
     )
     if not sharded.trainable:
         raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained")
@@ -180,24 +169,19 @@ def assemble(
     kept = KeptActivations(device, lanes, transport) if plan.offloads else None
     if kept is not None and options.away:
         kept.expected = options.away[place.pp]
-    loss: Loss = adapter.loss if options.loss is None else _OwnLoss(options.loss, device)
     executor = _executor(
         outline,
         sharded,
         end,
         collector=collector,
         transport=transport,
-        loss=loss if sequences is None else sequences.loss_of(loss),
-        part=part,
+        loss=_loss(adapter, options, device, parts=sequences),
+        part=None if sequences is None else sequences.part,
         seed=options.seed,
         lanes=timed,
         kept=kept,
     )
-    outer = None
-    if plan.outer is not None:
-        lane = lanes["outer"] = lane_of("outer", device, waits_on_host=transport.waits_on_host)
-        count = len(sharded.specs)
-        outer = OuterSteps(sharded.units, plan.outer, transport, lane=lane, count=count, seed=options.seed)
+    outer = _outer(plan, sharded, lanes, transport=transport, seed=options.seed)
     return Rank(
         plan,
         transport,
@@ -215,6 +199,46 @@ def assemble(
         notes=notes,
         advice=wasteful,
     )
+
+
+def _batches(
+    plan: Plan,
+    options: EngineOptions,
+    adapter: Adapter,
+    *,
+    transport: Transport,
+    agreement: Agreement,
+    sharded: Sharded,
+    parts: DividedSequences | None,
+) -> Batches:
+    return Batches(
+        plan,
+        transport.place,
+        transport.device,
+        agreement=agreement,
+        vocabulary=sharded.vocabulary,
+        labels=options.labels,
+        may_copy=options.loss is not None or not _predicts_next(adapter),
+        part=None if parts is None else parts.part,
+        attends_both_ways=not _predicts_next(adapter),
+        is_exact=options.balance != Balance(),
+    )
+
+
+def _loss(adapter: Adapter, options: EngineOptions, device: torch.device, *, parts: DividedSequences | None) -> Loss:
+    """Return the loss of the last stage's outputs."""
+    loss: Loss = adapter.loss if options.loss is None else _OwnLoss(options.loss, device)
+    return loss if parts is None else parts.loss_of(loss)
+
+
+def _outer(
+    plan: Plan, sharded: Sharded, lanes: dict[LaneKind, JobLane], *, transport: Transport, seed: int
+) -> OuterSteps | None:
+    """Return the outer steps of a plan, with a lane of their own."""
+    if plan.outer is None:
+        return None
+    lane = lanes["outer"] = lane_of("outer", transport.device, waits_on_host=transport.waits_on_host)
+    return OuterSteps(sharded.units, plan.outer, transport, lane=lane, count=len(sharded.specs), seed=seed)
 
 
 def _lanes(
@@ -330,6 +354,8 @@ def _open_links(outline: Outline, transport: Transport) -> None:
     if plan.post_validation:
         transport.open_links(Channel.VERDICT, [(at + 1, at) for at in range(plan.mesh.pipeline - 1)])
     transport.open_links(None, outline.sharing)
+    if plan.mesh.sequence > 1:
+        transport.open_swaps("sequence")
     if plan.whole is not None:
         for view in View if plan.divides_experts else (View.DENSE,):
             sharding = plan.sharding(transport.place, view)
