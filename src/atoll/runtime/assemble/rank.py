@@ -16,7 +16,7 @@ from atoll.base.faults import BadStepAnswer, BadStepPolicy
 from atoll.base.machine import free_memory
 from atoll.base.units import format_bytes
 from atoll.plans.layouts import swapped_along
-from atoll.plans.plan import Plan, View
+from atoll.plans.plan import Place, Plan, View
 from atoll.prediction.advice import advice
 from atoll.program import Program, needed_in_a_step
 from atoll.runtime.agreement import Agreement
@@ -145,9 +145,7 @@ def assemble(
     around = Surroundings(
         plan.sharding(place), transport, device, lanes=lanes, weights=stored, seed=options.seed, moment=options.moment
     )
-    wasteful = advice(plan, outline.sizes)
-    for each in wasteful if place.rank == 0 else ():
-        warnings.warn(each, CostWarning, stacklevel=3)
+    wasteful = _advice(outline, place)
     collector = Collector()
     sharded = build_rank(
         outline,
@@ -160,15 +158,11 @@ def assemble(
     )
     if sequences is not None:
         sequences.install((block for stage in sharded.stages for block in stage.blocks), transport)
-    batches = _batches(
-        plan, options, adapter, transport=transport, agreement=agreement, sharded=sharded, parts=sequences
-    )
+    batches = _batches(plan, options, adapter, transport=transport, agreement=agreement, of=(sharded, sequences))
     if not sharded.trainable:
         raise PlanError("the model has no trainable parameter; set requires_grad on what is to be trained")
     own, end = _end(sharded, plan, options, transport=transport, routers=experts.routers)
-    kept = KeptActivations(device, lanes, transport) if plan.offloads else None
-    if kept is not None and options.away:
-        kept.expected = options.away[place.pp]
+    kept = _kept(plan, options, lanes, transport=transport)
     executor = _executor(
         outline,
         sharded,
@@ -201,6 +195,26 @@ def assemble(
     )
 
 
+def _advice(outline: Outline, place: Place) -> tuple[str, ...]:
+    """Return what wastes time or memory in a plan, and warn of it once."""
+    wasteful = advice(outline.plan, outline.sizes)
+    for each in wasteful if place.rank == 0 else ():
+        warnings.warn(each, CostWarning, stacklevel=4)
+    return wasteful
+
+
+def _kept(
+    plan: Plan, options: EngineOptions, lanes: dict[LaneKind, JobLane], *, transport: Transport
+) -> KeptActivations | None:
+    """Return what keeps activations in host memory, if they leave."""
+    if not plan.offloads:
+        return None
+    kept = KeptActivations(transport.device, lanes, transport)
+    if options.away:
+        kept.expected = options.away[transport.place.pp]
+    return kept
+
+
 def _batches(
     plan: Plan,
     options: EngineOptions,
@@ -208,9 +222,9 @@ def _batches(
     *,
     transport: Transport,
     agreement: Agreement,
-    sharded: Sharded,
-    parts: DividedSequences | None,
+    of: tuple[Sharded, DividedSequences | None],
 ) -> Batches:
+    sharded, parts = of
     return Batches(
         plan,
         transport.place,
