@@ -82,7 +82,7 @@ SAMPLED: Mapping[str, Sequence[Any]] = MappingProxyType(
         "schedule": FACTORS["schedule"],
         "layout": FACTORS["layout"],
         "model": (*MODELS, EXPERTS),
-        "data": (*OTHERS["data"], (1, 2, 2), (2, 2, 2), (1, 4, 2), (1, 4, 4)),
+        "data": (*OTHERS["data"], (1, 2, 2), (2, 2, 2), (1, 4, 2), (1, 4, 4), (1, 2, 1, 2), (1, 4, 2, 2)),
         "expert_layout": (None, "NNG", "III", "GGG"),
         **{name: values for name, values in (FACTORS | OTHERS).items() if name not in ("data", "model")},
         "post_validation": (False, True),
@@ -93,7 +93,7 @@ SAMPLED: Mapping[str, Sequence[Any]] = MappingProxyType(
     }
 )
 """Factors of the sample, in the order in which values are chosen for a row. data: also the ranks of a group that divide
-the experts, where they do."""
+the experts, where they do, and those that divide sequences."""
 
 MIXED: Mapping[str, Sequence[Any]] = MappingProxyType(
     {
@@ -124,6 +124,7 @@ class Refusal:
 
 REFUSALS = (
     Refusal("data", lambda data: len(data) == 3, "model", lambda model: model != EXPERTS, "the model has none"),
+    Refusal("data", lambda data: len(data) == 4, "model", lambda model: model != EXPERTS, "computes a part of each"),
     Refusal("expert_layout", lambda layout: layout is not None, "model", lambda model: model != EXPERTS, "has none"),
     Refusal(
         *("host", lambda host: host is not None and host.optimizer),
@@ -145,7 +146,15 @@ COMPILED = 1 / 32
 """Share of the whole matrix with compiled blocks, which take half a minute each. The sample has none."""
 
 COSTLY: Mapping[tuple[str, Any], int] = MappingProxyType(
-    {("tensor", 2): 0, ("data", (1, 2, 2)): 3, ("data", (2, 2, 2)): 6, ("data", (1, 4, 2)): 9, ("data", (1, 4, 4)): 12}
+    {
+        ("tensor", 2): 0,
+        ("data", (1, 2, 2)): 3,
+        ("data", (2, 2, 2)): 6,
+        ("data", (1, 4, 2)): 9,
+        ("data", (1, 4, 4)): 12,
+        ("data", (1, 2, 1, 2)): 2,
+        ("data", (1, 4, 2, 2)): 5,
+    }
 )
 """Values that need more ranks, so take several times as long as others. The sample uses each once with each schedule,
 on a diagonal of schedules and layouts that begins at this layout, and no two of them together."""
@@ -224,11 +233,11 @@ def refuses(one: str, a: Any, other: str, b: Any) -> Refusal | None:
 
 def case_of(choice: Choice) -> Case:
     """Return the case that `assert_parity` runs for a combination: two pipeline ranks with four microbatches each."""
-    inter, intra, expert = (*choice["data"], 1)[:3]
+    inter, intra, expert, sequence = (*choice["data"], 1, 1)[:4]
     options = {name: value for name, value in choice.items() if name not in ("data", "model", "mixture", "expert")}
     model: Recipe = MIXTURES[choice.get("mixture", "groups")] if choice["model"] == EXPERTS else MODELS[choice["model"]]
-    mesh = {"pipeline": 2, "inter": inter, "intra": intra, "expert": expert}
-    return Case(**mesh, microbatches=4 * inter * intra, steps=2, model=model, **options)
+    mesh = {"pipeline": 2, "inter": inter, "intra": intra, "expert": expert, "sequence": sequence}
+    return Case(**mesh, microbatches=4 * inter * intra // sequence, steps=2, model=model, **options)
 
 
 def name_of(choice: Choice) -> str:

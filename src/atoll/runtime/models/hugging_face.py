@@ -111,7 +111,7 @@ class HuggingFaceAdapter:
             self._divided.length = given.shape[1]
         for module in self._between:
             module.training = training
-            self._place(module, given.device)
+            _place(module, given.device)
         if first == 0 and given.is_floating_point():
             inputs[self._input] = given.to(next(self._blocks[0].module.parameters()).dtype)
         try:
@@ -311,7 +311,7 @@ class HuggingFaceAdapter:
         hidden = torch.zeros(*positions.shape, self.model.get_input_embeddings().embedding_dim)
         inputs = {"input_ids": torch.zeros_like(positions)}
         for module in self._between:
-            self._place(module, hidden.device)
+            _place(module, hidden.device)
         with torch.no_grad(), self._only(self._end, len(self._blocks), hidden, inputs=inputs) as options:
             for slot in placed.slots:  # all slots replace their layers, which belong to another stage
                 slot.doing(note)
@@ -450,12 +450,12 @@ class HuggingFaceAdapter:
             for _, module in unset:
                 self.model._init_weights(module)
 
-    @staticmethod
-    def _place(module: nn.Module, device: torch.device) -> None:
-        """Move buffers outside of blocks to the device of the batch."""
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            if buffer.device != device:
-                setattr(module, name, buffer.to(device))
+
+def _place(module: nn.Module, device: torch.device) -> None:
+    """Move buffers outside of blocks to the device of the batch."""
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        if buffer.device != device:
+            setattr(module, name, buffer.to(device))
 
 
 def _share_position_bias(model: nn.Module) -> None:

@@ -218,7 +218,7 @@ def _sequence_problems(config: Config) -> list[str]:
         ]
     if model.is_builtin and model.heads % (ranks * tensor):
         return [
-            f"parallel.sequence = {ranks} with parallel.tensor = {tensor} does not divide model.config.heads = "
+            f"parallel.sequence = {ranks} with parallel.tensor = {tensor} does not divide model.heads = "
             f"{model.heads}: each rank computes some of the heads over the whole sequence; use a divisor"
         ]
     return []

@@ -93,11 +93,7 @@ def torchtitan(subject: Subject) -> Settings:
     is_half = plan.precision.compute == "bfloat16"
     tables: dict[str, Any] = {
         "model": {"name": "llama3", "flavor": flavor},
-        "optimizer": {
-            "name": "AdamW",
-            "lr": train.lr,
-            **asdict(subject.adam),
-        },
+        "optimizer": {"name": "AdamW", "lr": train.lr, **asdict(subject.adam)},
         "lr_scheduler": {
             "warmup_steps": train.warmup,
             "decay_type": "cosine" if train.lr_schedule == "cosine" else "linear",
