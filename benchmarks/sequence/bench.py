@@ -96,26 +96,26 @@ def _beside(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> str:
 _SET_UP = """\
 A decoder of {layers} layers with {heads} heads, hidden {hidden}, {parameters:,} parameters in fp32; a step trains on \
 one row of {tokens:,} tokens with causal attention: forward, backward, the average of gradients, fused AdamW. All \
-ranks divide the row. Contenders live beside each other and take {rounds} steps each, in turns; each step begins at the \
-same moment on all ranks and ends with the last. All ranks compute with one thread, have the same allocator thresholds, \
-and call the same attention kernel. The first rows are plain torch in one process.
+ranks divide the row. Contenders live beside each other and take {rounds} steps each, in turns; each step begins at \
+the same moment on all ranks and ends with the last. All ranks compute with one thread, have the same allocator \
+thresholds, and call the same attention kernel. The first rows are plain torch in one process.
 
 - **Atoll**: `MeshShape(sequence=ranks)`, layout NNN. Ranks exchange heads for positions around attention. Ranks of \
 one machine read each other's heads in place; with *messages only* they send them.
-- **torch context_parallel**: torch's ring, under DDP, as torchtitan, Accelerate and trl use it. Positions are divided \
-head-tail, which balances causal attention. *allgather* is its default, and sends all keys and values at once behind \
-the first block; *alltoall* sends them from rank to rank.
+- **torch context_parallel**: the ring that torchtitan, Accelerate and trl use, here under DDP. Positions are \
+divided head-tail, which balances causal attention. *allgather* is its default, and sends all keys and values at once \
+behind the first block; *alltoall* sends them from rank to rank.
 - **DeepSpeed DistributedAttention**: its exchange of heads for positions (Ulysses), under DDP.
 
-Peak memory is counted by the C library's allocator on all threads, plus memory that ranks share; of the rank that has \
-most, without what loading the libraries takes. The gradients of the first step are compared with those of one \
+Peak memory is counted by the C library's allocator on all threads, plus memory that ranks share; of the rank that \
+has most, without what loading the libraries takes. The gradients of the first step are compared with those of one \
 process, relative to the largest element of each; losses of two steps relative to its losses."""
 
 _DENIED = """\
 ## Disadvantages of the peers on this machine
 
-- torch's ring has no entry for the CPU's attention kernel: `context_parallel` fails there. `ring.py` registers one in \
-torch's table, by the same functions that its kernels of CUDA use.
+- torch's ring has no entry for the CPU's attention kernel: `context_parallel` fails there. `ring.py` registers one \
+in torch's table, by the same functions that its kernels of CUDA use.
 - A ring hides its messages behind attention, on devices that compute while others copy. Here messages are copies by \
 the same cores, for all contenders, and nothing is hidden. What an exchange of heads sends is never hidden behind \
 attention.
