@@ -119,12 +119,14 @@ def run_race(work: Rows, ranks: Sequence[int], *, rounds: int, preload: Path | N
                 apart = max(abs(a - b) / abs(b) for a, b in zip(seen, losses, strict=False))
                 if not max(apart, own) <= SAME_LOSS:
                     raise RuntimeError(f"{setting.name} of {course.ranks} ranks: gradients {own:.2g}, loss {apart:.2g}")
+                print(f"{course.ranks} ranks, {row.name}: gradients differ by {own:.1e}", flush=True)
                 rows.append((course, row))
                 extra.append({"gradient_difference": own, "loss_difference": apart})
         for at in range(rounds):
             turn = at % len(rows)
             for course, row in (*rows[turn:], *rows[:turn]):
                 course.step(row, at + 3)
+                print(f"{course.ranks} ranks, {row.name}: {row.seconds[-1]:.2f} s", flush=True)
     return [_to_json(course, row, more) for (course, row), more in zip(rows, extra, strict=True)]
 
 
