@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.islands import allocations, tables
+from benchmarks.islands.work import BYTES
 from benchmarks.sequence.race import run_race
 from benchmarks.sequence.work import Rows
 
@@ -43,10 +44,11 @@ def report(result: Mapping[str, Any]) -> str:
         _SET_UP.format(**work, rounds=len(rows[0]["seconds"])),
         "\n".join([_HEAD, *map(_line, rows)]),
         "## Atoll beside its peers",
-        "Above 1 Atoll is faster, the median over rounds of both steps of a round; a share of the peak below 1 holds "
-        "less.",
+        "Above 1 Atoll is faster: the median over rounds of the ratio of both steps of a round. *Processor time* is "
+        "the peer's over Atoll's, of all ranks, which other work on the machine disturbs less. A share of the peak "
+        "below 1 holds less.",
         "\n".join([_BESIDE, *(_beside(*pair) for pair in pairs(rows))]),
-        _DENIED,
+        _DENIED.format(megabytes=work["parameters"] * BYTES / 1e6),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -74,8 +76,8 @@ differ by | loss by |
 |--:|---|--:|--:|--:|--:|--:|--:|--:|--:|"""
 
 _BESIDE = """\
-| ranks | Atoll | peer | times as fast | share of the peak |
-|--:|---|---|--:|--:|"""
+| ranks | Atoll | peer | times as fast | processor time | share of the peak |
+|--:|---|---|--:|--:|--:|"""
 
 
 def _line(row: Mapping[str, Any]) -> str:
@@ -90,7 +92,8 @@ def _line(row: Mapping[str, Any]) -> str:
 def _beside(ours: Mapping[str, Any], peer: Mapping[str, Any]) -> str:
     share = "" if None in (ours["peak_bytes"], peer["peak_bytes"]) else ours["peak_bytes"] / peer["peak_bytes"]
     cells = [str(ours["ranks"]), ours["name"], peer["name"], f"{times_as_fast(ours, peer):.2f}"]
-    return f"| {' | '.join([*cells, share and f'{share:.2f}'])} |"
+    cells += [f"{median(peer['cpu_seconds']) / median(ours['cpu_seconds']):.2f}", share and f"{share:.2f}"]
+    return f"| {' | '.join(cells)} |"
 
 
 _SET_UP = """\
@@ -100,8 +103,9 @@ ranks divide the row. Contenders live beside each other and take {rounds} steps 
 the same moment on all ranks and ends with the last. All ranks compute with one thread, have the same allocator \
 thresholds, and call the same attention kernel. The first rows are plain torch in one process.
 
-- **Atoll**: `MeshShape(sequence=ranks)`, layout NNN. Ranks exchange heads for positions around attention. Ranks of \
-one machine read each other's heads in place; with *messages only* they send them.
+- **Atoll**: `MeshShape(sequence=ranks)`, layout NNN. Ranks exchange heads for positions around attention, and read \
+them in place where the memory that they share, which is sized for parameters and gradients, has room; otherwise, and \
+always with *messages only*, they send them. The loopback's bytes tell which.
 - **torch context_parallel**: the ring that torchtitan, Accelerate and trl use, here under DDP. Positions are \
 divided head-tail, which balances causal attention. *allgather* is its default, and sends all keys and values at once \
 behind the first block; *alltoall* sends them from rank to rank.
@@ -123,4 +127,4 @@ attention.
 - All heads have keys of their own. With grouped queries a ring sends fewer keys and values, while an exchange sends \
 the same queries and outputs. A ring may have more ranks than heads; an exchange of heads may not.
 - DDP's buckets are reduced by gloo, and Atoll's gradients in shared memory. Their bytes are few beside those of \
-attention: 8 MB of gradients."""
+attention: {megabytes:.1f} MB of gradients."""
