@@ -58,6 +58,7 @@ SLOW = (
     "host",
     "outer",
     "experts",
+    "sequence",
     *RACES,
 )
 """Those that run when they are named; the ones with a slow link need root."""

@@ -18,13 +18,14 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from atoll.plans.layouts import Layout
 from atoll.plans.schedules import PipelineLink
 from atoll.runtime.transport.shared_memory import SharedMemory, mapped
-from atoll.testing import RankPool
+from atoll.testing import RankPool, run_ranks
 from benchmarks import claims
 from benchmarks.experts import bench as experts
 from benchmarks.experts.work import Mixture
@@ -35,7 +36,7 @@ from benchmarks.islands.cases import Course
 from benchmarks.islands.contenders import Atoll, Ddp, DeepSpeed, Fsdp2, has_deepspeed, read_setting, setting_json
 from benchmarks.islands.judging import judged
 from benchmarks.islands.race import Field, Row, Seen
-from benchmarks.islands.ranks import Ranks, Where
+from benchmarks.islands.ranks import Rank, Ranks, Where
 from benchmarks.islands.scatter import PLOT, TOP, _Scale, scatter
 from benchmarks.islands.work import Chain, Text, Work
 from benchmarks.islands.work import Sleeping as Device
@@ -46,6 +47,10 @@ from benchmarks.mixtures import bench as mixtures
 from benchmarks.outer import bench as outer
 from benchmarks.planner import bench as planner
 from benchmarks.quality import bench as quality
+from benchmarks.sequence import bench as sequence
+from benchmarks.sequence import race as sequence_race
+from benchmarks.sequence.contenders import Alone, Ring
+from benchmarks.sequence.contenders import Atoll as Dividing
 from benchmarks.sharded_pipeline import bench as sharded_pipeline
 from benchmarks.sharded_pipeline import race as ranks_of_the_race
 from benchmarks.sharded_pipeline.settings import MICROBATCHES, Ours, Setting, Theirs, seeds
@@ -55,6 +60,7 @@ from benchmarks.slow_hop import bench as slow_hop
 from benchmarks.uneven import bench as uneven
 from benchmarks.vocabulary import bench as vocabulary
 from benchmarks.who_gets_it_right import bench, contenders, verdict
+from benchmarks.who_gets_it_right.sequences import ROWS
 from benchmarks.who_gets_it_right.work import Work as Trained
 
 WORK = Chain()
@@ -376,6 +382,48 @@ def test_systems_are_compared_with_one_process() -> None:
             found = verdict.judge(pool, work, system=system, row="InterleavedZeroBubble")
             assert found["verdict"] == "right", found
             assert found["parameters"] == 16
+
+
+@pytest.mark.slow
+def test_rings_without_masks_are_right_for_causal_rows_alone() -> None:
+    pytest.importorskip("transformers")
+    with RankPool() as pool:
+        for name, (kind, documents) in ROWS.items():
+            work = Trained(pipeline=1, intra=1, divided=2, sequence=16, dtype="float32", documents=documents)
+            work = replace(work, model_kind=kind, microbatches=2)
+            systems = ("ring by hand", "atoll GGG")
+            found = [verdict.judge(pool, work, system=system, row=contenders.ALONE) for system in systems]
+            assert found[0]["verdict"] == ("right" if name == "causal" else "wrong"), found
+            assert found[1]["verdict"] == "right", found
+
+
+def worst_gradients(work: sequence.Rows) -> list[float]:
+    rank = Rank(dist.get_rank(), 2, 1, 2, work)
+    wanted = sequence_race.gradients(rank, Alone(1))
+    ways = (Dividing(), Dividing("direct"), Ring("allgather"), Ring("alltoall"))
+    return [sequence_race.difference(rank, way, wanted) for way in ways]
+
+
+@pytest.mark.slow
+def test_rows_that_ranks_divide_have_the_gradients_of_one_process() -> None:
+    for found in run_ranks(worst_gradients, 2, replace(sequence.SMALL, tokens=64)):
+        assert max(found) < 1e-5
+
+
+def test_atoll_is_beside_each_peer_of_as_many_ranks() -> None:
+    def row(ranks: int, name: str, *seconds: float) -> dict[str, Any]:
+        return {
+            "ranks": ranks,
+            "name": name,
+            "is_ours": name[0] == "A",
+            "seconds": seconds,
+            "median_seconds": seconds[1],
+        }
+
+    rows = [row(1, "one", 1, 1, 1), row(2, "A", 1, 2, 4), row(2, "A2", 1, 3, 4), row(2, "ring", 2, 2, 2)]
+    (pair,) = sequence.pairs(rows)
+    assert [each["name"] for each in pair] == ["A", "ring"]
+    assert sequence.times_as_fast(*pair) == 1
 
 
 @pytest.mark.skipif(not has_deepspeed(), reason="DeepSpeed is not installed")

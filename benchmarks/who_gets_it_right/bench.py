@@ -13,6 +13,8 @@ ended.
     mixtures    experts in place of dense layers: torch, whose FSDP2 wraps each layer's experts by themselves, and
                 Atoll, whose data-parallel ranks divide them
     experts     a Qwen3-MoE of transformers with its own expert parallelism, and with Atoll's
+    sequences   ranks that divide the sequences of a Llama and a Mistral of transformers: torch's ring, with every layer
+                causal or with Accelerate's hook, and Atoll
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from benchmarks.islands.contenders import has_deepspeed
 from benchmarks.islands.tables import grid, measured_in
 from benchmarks.who_gets_it_right.contenders import ALONE, ATOLL, SHARDINGS
 from benchmarks.who_gets_it_right.mixtures import MESHES, axes_of
+from benchmarks.who_gets_it_right.sequences import DOCUMENT, LAYOUTS, RINGS, ROWS, WINDOW
 from benchmarks.who_gets_it_right.verdict import TOLERANCE, judge
 from benchmarks.who_gets_it_right.work import Work
 
@@ -94,6 +97,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             if row in rows and row != ALONE
         ]
     experts = _experts(work, MESHES[: 1 if arguments.quick else None])
+    sequences = _sequences(work, (2,) if arguments.quick else (2, 4))
     found = [] if arguments.quick else _deepspeed(work)
     return {
         "work": asdict(work),
@@ -106,6 +110,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "mixtures": mixtures,
         "divided": divided,
         "experts": experts,
+        "sequences": sequences,
     }
 
 
@@ -129,6 +134,19 @@ def _experts(work: Work, meshes: Sequence[str]) -> list[dict[str, Any]]:
         for row in MIXED:
             own = replace(family, pipeline=1 if row == ALONE else work.pipeline)
             rows.append({**_judge(pool, own, system="atoll GGG, expert 2", row=row), "dtype": "float64"})
+    return rows
+
+
+def _sequences(work: Work, divisions: Sequence[int]) -> list[dict[str, Any]]:
+    """Judge models of transformers whose sequences ranks divide, in float32, in which torch's ring adds up."""
+    rows = []
+    with RankPool() as pool:
+        for name, (kind, documents) in ROWS.items():
+            own = replace(work, model_kind=kind, documents=documents, pipeline=1, intra=1, sequence=16, dtype="float32")
+            for divided in divisions:
+                for system in (*RINGS, *(f"atoll {layout}" for layout in LAYOUTS)):
+                    found = _judge(pool, replace(own, divided=divided), system=system, row=ALONE)
+                    rows.append({**found, "mask": name, "ranks": divided})
     return rows
 
 
@@ -202,7 +220,7 @@ def report(result: Mapping[str, Any]) -> str:
     zero, alone = ([row for row in labelled if (row["schedule"] == ALONE) is it] for it in (False, True))
     twice = [{**row, "schedule": _label(row["schedule"])} for row in result["twice"]]
     right = [row["difference"] for row in (*matrix, *twice, *layouts) if row["verdict"] == "right"]
-    said = ("matrix", "twice", "deepspeed", "layouts", "mixtures", "divided", "experts")
+    said = ("matrix", "twice", "deepspeed", "layouts", "mixtures", "divided", "experts", "sequences")
     words = _words([row for name in said for row in result.get(name, [])])
     parts = [
         "# Who gets it right",
@@ -224,6 +242,7 @@ def report(result: Mapping[str, Any]) -> str:
         "## Atoll: two stages, two groups of two data-parallel ranks",
         _table(layouts, down="layout", across="schedule"),
         *_of_mixtures(result),
+        *_of_sequences(result),
         f"## In their own words\n\n{words}" if words else "",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -248,6 +267,18 @@ def _of_mixtures(result: Mapping[str, Any]) -> list[str]:
         "## Expert parallelism of transformers",
         _EXPERTS,
         _table(experts, down="system", across="dtype"),
+    ]
+
+
+def _of_sequences(result: Mapping[str, Any]) -> list[str]:
+    """The table of divided sequences; none where they have not been judged."""
+    if "sequences" not in result:
+        return []
+    rows = [{**row, "mask": f"{row['mask']}, {row['ranks']} ranks"} for row in result["sequences"]]
+    return [
+        "## Ranks that divide sequences",
+        _SEQUENCES.format(documents=DOCUMENT, window=WINDOW),
+        _table(rows, down="mask", across="system"),
     ]
 
 
@@ -303,6 +334,19 @@ share of their gradient. With *tp 2* the gradients of the norms of queries and k
 has in part, are added up over the ranks after each microbatch, also what was added up before: right for one \
 microbatch, wrong for several; FSDP2 reduces each microbatch by itself, so that with *fsdp* they are right. A pipeline \
 is refused."""
+
+_SEQUENCES = """\
+A Llama and a Mistral of transformers on rows of 16 tokens, in float32. *Packed documents* have {documents} tokens \
+each, with position ids that restart; *sliding windows* have {window} tokens. Each is compared with the same model in \
+one process, whose masks are its own.
+
+**ring** is torch's `context_parallel`, with the kernel of CPUs added to its table (`benchmarks/sequence/ring.py`). \
+It takes no mask. *By hand* every layer is called without a mask, as causal. *Accelerate* is its hook that does the \
+same, but refuses models with windows; `Accelerator` refuses context parallelism on CPUs, so the hook stands for it. \
+trl, which calls it, refuses packed documents by itself (trl issue 6843). torch's other way, flex attention with a \
+block mask, knows documents; flex attention has no backward on CPUs.
+
+**atoll** exchanges heads for positions, so attention has whole rows and the model's own masks."""
 
 _TWICE = """\
 A weight is then used twice on one path of a stage. torch's split backward visits a part of the graph a second time \

@@ -35,6 +35,7 @@ from atoll.testing.parity import whole_parameters
 from benchmarks.emulated.contenders import TORCH
 from benchmarks.islands.contenders import deepspeed_on_gloo
 from benchmarks.who_gets_it_right.mixtures import transformers_parts
+from benchmarks.who_gets_it_right.sequences import ring_parts
 from benchmarks.who_gets_it_right.work import Parameters, Work, copied
 
 ALONE = "no pipeline"
@@ -121,8 +122,8 @@ SHARDINGS: Mapping[str, Sharding] = MappingProxyType(
 
 
 def build(work: Work, system: str, row: str) -> Contender:
-    """`torch FSDP2, kept`, `atoll GGG, expert 2`, `deepspeed 1` (ZeRO's stage) or `transformers fsdp 2, ep 2` with the
-    schedule of a row."""
+    """`torch FSDP2, kept`, `atoll GGG, expert 2`, `deepspeed 1` (ZeRO's stage), `transformers fsdp 2, ep 2` or
+    `ring by hand` with the schedule of a row."""
     who, _, how = system.partition(" ")
     if who == "torch":
         return torch_contender(work, SHARDINGS[how], row)
@@ -130,6 +131,8 @@ def build(work: Work, system: str, row: str) -> Contender:
         return deepspeed_contender(work, int(how)) if row != ALONE else zero_contender(work, int(how))
     if who == "transformers":
         return Contender(*transformers_parts(work, how))
+    if who == "ring":
+        return Contender(*ring_parts(work, how))
     layout, _, expert = how.partition(", expert ")
     return atoll_contender(work, layout, row, expert=int(expert or 1))
 
@@ -282,11 +285,12 @@ def _deepspeed_engine(ds: Any, work: Work, model: nn.Module, stage: int) -> Any:
 def atoll_contender(work: Work, layout: str, row: str, *, expert: int = 1) -> Contender:
     """Atoll with a layout. expert: ranks that divide the experts."""
     schedule = schedules.build(ATOLL[row], ranks=work.pipeline, microbatches=work.microbatches)
-    mesh = MeshShape(work.pipeline, work.inter, work.intra, expert=expert)
-    plan = Plan(mesh, Layout(layout), schedule, 1, precision=Precision.preset("fp64"))
+    mesh = MeshShape(work.pipeline, work.inter, work.intra * work.divided, expert=expert, sequence=work.divided)
+    precision = Precision.preset({"float64": "fp64", "float32": "fp32"}[work.dtype])
+    plan = Plan(mesh, Layout(layout), schedule, 1, precision=precision)
     with torch.device("meta"):
         model = work.build()
     engine = Engine(model, plan, optimizer=lambda groups: torch.optim.SGD(groups, lr=1.0), seed=work.seed, device="cpu")
     return Contender(
-        lambda at: engine.step(work.share(at, engine.place.data)), lambda: whole_parameters(engine), engine.close
+        lambda at: engine.step(work.share(at, engine.place.share)), lambda: whole_parameters(engine), engine.close
     )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from atoll.runtime.models import adapter_for, initialise_model
 from atoll.testing.tiny import TinyConfig, tiny_model
 from benchmarks.who_gets_it_right.mixtures import MixtureLayer, qwen3_moe
+from benchmarks.who_gets_it_right.sequences import family, positions
 
 Parameters = dict[str, Tensor]
 
@@ -24,7 +25,8 @@ class Work:
 
     microbatches: of each data-parallel rank, one sample each.  dtype: a name in torch.  twice: each layer is called
     twice in a row, so that its weights are used twice on one path.  tensor: ranks that get the same samples.
-    model_kind: dense layers, mixtures of experts in their place, or a model of transformers.
+    model_kind: dense layers, mixtures of experts in their place, or a model of transformers.  divided: ranks that
+    divide each sequence.  documents: of which a row has several; then samples have position ids.
     """
 
     pipeline: int = 2
@@ -38,7 +40,9 @@ class Work:
     seed: int = 3
     twice: bool = False
     tensor: int = 1
-    model_kind: Literal["dense", "mixture", "qwen3_moe"] = "dense"
+    model_kind: Literal["dense", "mixture", "qwen3_moe", "llama", "mistral"] = "dense"
+    divided: int = 1
+    documents: bool = False
 
     @property
     def data(self) -> int:
@@ -48,7 +52,7 @@ class Work:
     @property
     def ranks(self) -> int:
         """World size."""
-        return self.pipeline * self.data * self.tensor
+        return self.pipeline * self.data * self.tensor * self.divided
 
     @property
     def config(self) -> TinyConfig:
@@ -59,6 +63,8 @@ class Work:
         """The model on torch's current device, with any values."""
         if self.model_kind == "qwen3_moe":
             return qwen3_moe(self)
+        if self.model_kind in ("llama", "mistral"):
+            return family(self)
         first, *layers, last = tiny_model(self.config)
         if self.model_kind == "mixture":
             layers = [MixtureLayer(self.config.hidden) for _ in layers]
@@ -74,9 +80,12 @@ class Work:
         """The samples of a step over all ranks."""
         generator = torch.Generator().manual_seed(step)
         shape = (self.data * self.microbatches, self.sequence)
-        return {
+        found = {
             name: torch.randint(self.config.vocabulary, shape, generator=generator) for name in ("input_ids", "labels")
         }
+        if self.divided > 1:
+            found["position_ids"] = positions(self, found["input_ids"])
+        return found
 
     def share(self, step: int, data: int) -> Parameters:
         """Those of a data-parallel rank."""
@@ -117,8 +126,9 @@ def one_process(work: Work) -> list[Parameters]:
     for step in range(work.steps):
         samples = work.samples(step)
         optimizer.zero_grad()
-        for ids, labels in zip(samples["input_ids"].split(1), samples["labels"].split(1), strict=True):
-            out = model(ids)
+        at_positions = samples.pop("position_ids", None)
+        for at, (ids, labels) in enumerate(zip(*(each.split(1) for each in samples.values()), strict=True)):
+            out = model(ids) if at_positions is None else model(ids, position_ids=at_positions[at : at + 1])
             work.loss(getattr(out, "logits", out), labels).backward()
         optimizer.step()
         found.append(copied(dict(model.named_parameters())))
