@@ -228,8 +228,12 @@ OUTER = {"outer": {"every": 4}}
 CLAIMS: dict[tuple[str, str], list[Tried]] = {
     ("docs/migration.md", "State on NVMe"): ON_DISK,
     ("docs/migration.md", "Quantized frozen weights"): [Tried(quantized, "Quantized weights are not read")],
-    ("docs/migration.md", "Context parallelism"): [
-        configured(parallel={"context_parallel_degree": 2}, words="context parallelism is not supported")
+    (
+        "docs/migration.md",
+        "Rings of attention, for more ranks than there are heads, and sizes that differ by sample",
+    ): [
+        configured(parallel={"ranks": 8, "intra": 8, "sequence": 8}, words="does not divide model.heads = 4"),
+        configured(parallel={"hybrid_context_parallel": True}, words="hybrid_context_parallel: unknown key"),
     ],
     ("docs/migration.md", "Experts with a capacity, and a balance loss over all tokens of a batch"): [
         configured(parallel={"moe_expert_capacity_factor": 1.25}, words="experts have no capacity"),
