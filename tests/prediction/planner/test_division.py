@@ -68,7 +68,7 @@ def test_experts_are_divided_where_gathering_them_takes_longer() -> None:
 def test_meshes_divide_experts_by_divisors_of_group_and_experts() -> None:
     def experts_of(experts: int, **options: tuple[int, ...]) -> set[tuple[int, int, int]]:
         space = Space(pipeline=(1,), **options)  # type: ignore[arg-type]
-        meshes = space.meshes(8, CLUSTER, blocks=50, experts=experts)
+        meshes = space.meshes(Goal(global_batch=8, sequence=2048, ranks=8), CLUSTER, blocks=50, experts=experts)
         return {(mesh.tensor, mesh.intra, mesh.expert) for mesh in meshes}
 
     assert {expert for _, _, expert in experts_of(0)} == {1}

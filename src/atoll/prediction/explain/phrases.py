@@ -19,6 +19,7 @@ AXIS_PHRASES = {
     "intra": "inside a group",
     "tp": "in a tensor-parallel group",
     "expert": "between ranks that divide experts",
+    "sequence": "between ranks that divide sequences",
     IN: "from host memory",
     OUT: "to host memory",
     STEPS: "in host memory",

@@ -60,6 +60,9 @@ class Order(NamedTuple):
     made: Made | None = None
 
 
+LONG = 32_768
+"""Tokens of a sequence from which on dividing it is among the choices."""
+
 ORDERS_ALONE = (Order("1f1b"), Order("breadth-first"))
 """Orders without a pipeline: each microbatch forward and backward, or chunk by chunk."""
 
@@ -128,7 +131,8 @@ class Space:
 
     pipeline, tensor, intra: ranks along these axes; by default all divisors. A group is within a node, and so are
     tensor-parallel ranks.  expert: ranks of a group that divide experts; by default all divisors of both.
-    divide: ranks of a group that divide sequences; by default none, or of goals with long ones all divisors.
+    divide: ranks of a group that divide sequences; by default all divisors if these have `LONG` tokens or more, and
+    none if they are shorter.
     expert_layout: of experts; if None that of all else, unless another one saves time for the fastest plans.
     order: of the mesh's axes over the ranks.  schedules: of a pipeline, those of
     `atoll.prediction.planner.space.ORDERS_OF_A_PIPELINE` if not given, and orders searched for the fastest plans.
@@ -174,7 +178,7 @@ class Space:
         precisions = [name for name, compute in computes.items() if compute in cluster.device.rates]
         if not precisions:
             cluster.device.rate(computes[self.precision[0]])
-        for mesh in self.meshes(world_of(goal, cluster), cluster, blocks=blocks, experts=experts):
+        for mesh in self.meshes(goal, cluster, blocks=blocks, experts=experts):
             share, rest = divmod(goal.global_batch, mesh.shares)
             if rest:
                 continue
@@ -187,9 +191,10 @@ class Space:
                 if not is_spread or goal.sequence % (mesh.tensor * mesh.sequence) == 0:
                     yield Frame(mesh, size, share // size, recompute, precision, is_spread, is_sliced)
 
-    def meshes(self, world: int, cluster: Cluster, *, blocks: int, experts: int = 0) -> Iterator[MeshShape]:
-        """Yield every mesh of so many ranks."""
-        devices = cluster.node.devices
+    def meshes(self, goal: Goal, cluster: Cluster, *, blocks: int, experts: int = 0) -> Iterator[MeshShape]:
+        """Yield every mesh of a goal's ranks."""
+        world, devices = world_of(goal, cluster), cluster.node.devices
+        divides = (1,) if self.divide is None and goal.sequence < LONG else self.divide
         for tensor in _chosen(self.tensor, world):
             if tensor > devices or experts % tensor:
                 continue
@@ -206,11 +211,8 @@ class Space:
                         if intra <= max(1, within) and lies not in seen:
                             seen.add(lies)
                             each = math.gcd(intra, experts // tensor) if experts else 1
-                            for expert, divide in product(_chosen(self.expert, each), self._divides(intra)):
+                            for expert, divide in product(_chosen(self.expert, each), _chosen(divides, intra)):
                                 yield replace(mesh, expert=expert, sequence=divide)
-
-    def _divides(self, intra: int) -> list[int]:
-        return [1] if self.divide is None else _chosen(self.divide, intra)
 
     def cause(self, goal: Goal, cluster: Cluster, *, blocks: int, experts: int = 0) -> str:
         """Return the constraint that leaves no frame; an empty text if there is one.
@@ -227,7 +229,7 @@ class Space:
             if kept is not None and not _chosen(kept, share):
                 of = "global_batch" if axis == "microbatch" else "ranks"
                 return f"{axis} = {_listed(kept)} does not divide {share} ({of})"
-        meshes = [*self.meshes(world, cluster, blocks=blocks, experts=experts)]
+        meshes = [*self.meshes(goal, cluster, blocks=blocks, experts=experts)]
         if not meshes:
             devices = cluster.node.devices
             kept_axes = {axis: getattr(self, axis) for axis in ("tensor", "pipeline", "intra")}

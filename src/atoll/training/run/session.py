@@ -211,10 +211,11 @@ def _check_same_corpus(config: Config, corpus: Supply) -> None:
 def _introduce(plan: Plan, model: nn.Module, corpus: Supply, device: torch.device) -> str:
     mesh = plan.mesh
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    tensor = f", tensor {mesh.tensor}" if mesh.tensor > 1 else ""
+    more = {"tensor": mesh.tensor, "expert": mesh.expert, "sequence": mesh.sequence}
+    others = "".join(f", {name} {size}" for name, size in more.items() if size > 1)
     world = "1 rank" if mesh.world == 1 else f"{mesh.world} ranks"
     return (
-        f"{world} on {device.type}: pipeline {mesh.pipeline}, inter {mesh.inter}, intra {mesh.intra}{tensor}; "
+        f"{world} on {device.type}: pipeline {mesh.pipeline}, inter {mesh.inter}, intra {mesh.intra}{others}; "
         f"layout {plan.layout.name}, {plan.schedule.name} with {plan.schedule.microbatches} microbatches of "
         f"{plan.microbatch} a rank, {plan.precision.compute}\n{f'{plan.matrices}{chr(10)}' if plan.matrices else ''}"
         f"{format_count(parameters)} parameters, {corpus.size}"
