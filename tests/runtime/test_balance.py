@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atoll.base.errors import PlanError
+from atoll.base.errors import PlanError, RankError
 from atoll.plans.outer import Outer
 from atoll.runtime.models import Decoder, DecoderConfig, MixtureConfig
 from atoll.runtime.models import mixture as built_in
@@ -181,3 +181,28 @@ def test_without_balance_nothing_is_watched() -> None:
     assert routers
     assert not any("forward" in vars(router) for router in routers)
     engine.close()
+
+
+DIVIDED = Case(intra=2, sequence=2, microbatches=4, steps=3, model=Mixture(), balance=BALANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        DIVIDED,
+        replace(DIVIDED, microbatch=2, recompute="block", layout="IIG"),
+        replace(DIVIDED, intra=4, expert=4),
+        replace(DIVIDED, tensor=2, expert=2),
+        replace(DIVIDED, pipeline=2, schedule="zb-h1", post_validation=True),
+    ],
+    ids=["alone", "recompute", "experts", "tensor", "pipeline"],
+)
+def test_losses_of_routers_are_of_whole_sequences_where_ranks_divide_them(case: Case) -> None:
+    assert_parity(case)
+
+
+def test_padding_of_divided_sequences_is_refused_where_it_would_count() -> None:
+    """Six tokens, which four ranks cannot divide."""
+    with pytest.raises(RankError, match="padding would be routed to experts"):
+        assert_parity(replace(DIVIDED, intra=4, sequence=4))

@@ -53,7 +53,8 @@ class DividedExperts:
 
     mesh: the ranks that divide them; None if each has all.  tensor: the tensor-parallel ranks among these, if they have
     the same tokens.  axes: those of the mesh along which rows are exchanged.
-    parts: the tensor-parallel ranks that have parts of the same sequences instead.
+    parts: the ranks that have parts of the same sequences: those that divide them, and tensor-parallel ones that do not
+    have the same tokens.
     routers: what this rank's report.  watched: those of the model that do.
     """
 
@@ -95,7 +96,7 @@ class DividedExperts:
             mesh=transport.mesh_along(*axes) if axes else None,
             tensor=None if plan.sequence_parallel or not has_any else tensor,
             axes=exchanging,
-            parts=tensor if plan.sequence_parallel else None,
+            parts=_parts(plan, transport, tensor) if has_any else None,
             routers=routers,
             watched=routers_of(blocks, balance),
         )
@@ -191,6 +192,13 @@ class DividedExperts:
             return slice(None)
         each, at = module.num_experts // self.mesh.size(), self.mesh.get_local_rank()
         return slice(at * each, (at + 1) * each)
+
+
+def _parts(plan: Plan, transport: Transport, tensor: DeviceMesh | None) -> DeviceMesh | None:
+    """Return the ranks that have parts of the same sequences as this one; None if it has whole ones."""
+    if plan.mesh.sequence == 1:
+        return tensor if plan.sequence_parallel else None
+    return transport.mesh_along("sequence", *(("tp",) if plan.sequence_parallel else ()))
 
 
 class Division:
