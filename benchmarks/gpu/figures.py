@@ -272,6 +272,14 @@ def _experts(result: Result, device: str) -> Iterator[Figure]:
         yield Figure("a grouped product of 64 experts, dense = 1", f"{speed['grouped'] / speed['dense']:.2f}")
 
 
+def _sequences(result: Result, device: str) -> Iterator[Figure]:
+    cases = result.get("cases", [])
+    yield from _failed(cases)
+    if cases:
+        claim = f"{len(cases)} cases with divided sequences match one process within 1e-10"
+        yield at_most(f"{len(cases)} cases with divided sequences", _worst(cases), PARITY, claim=claim)
+
+
 def _host(result: Result, device: str) -> Iterator[Figure]:
     cases, speeds = result.get("cases", []), {row["name"]: row for row in result.get("speeds", [])}
     yield from _failed(cases)
@@ -301,6 +309,7 @@ _OF: Mapping[str, Callable[[Result, str], Iterator[Figure]]] = {
     "checks": _checks,
     "codecs": _codecs,
     "experts": _experts,
+    "sequences": _sequences,
     "host": _host,
     "soak": _soak,
 }

@@ -110,6 +110,7 @@ STAGES = (
     Stage("checks", "checks", 50),
     Stage("codecs", "codecs", 35),
     Stage("experts", "experts", 60),
+    Stage("sequences", "sequences", 30),
     Stage("host", "host", 170),
     Stage("soak", "soak", 20, takes_rest=True),
 )

@@ -42,7 +42,7 @@ def run(run: Run) -> None:
             if run.left < 15.0:
                 break
             case = replace(case, model=Mixture(), device=run.device.type, steps=2)
-            found = attempt(partial(_parity, pool, case, min(LONGEST, run.left - 5.0)))
+            found = attempt(partial(parity, pool, case, min(LONGEST, run.left - 5.0)))
             rows.append({"name": f"{case.layout} {case.schedule} {case.recompute}", "worst": math.inf, **found})
             run.keep("cases", rows)
 
@@ -95,8 +95,10 @@ def _speed(run: Run) -> dict[str, float]:
     return found
 
 
-def _parity(pool: RankPool, case: Case, seconds: float) -> dict[str, Any]:
-    alone = replace(case, layout="NNN", pipeline=1, inter=1, intra=1, expert=1, schedule="1f1b", recompute="none")
+def parity(pool: RankPool, case: Case, seconds: float) -> dict[str, Any]:
+    """Return the largest difference of a case's ranks from one process, and where it is."""
+    mesh = dict.fromkeys(("pipeline", "inter", "intra", "expert", "sequence"), 1)
+    alone = replace(case, layout="NNN", **mesh, schedule="1f1b", recompute="none")  # type: ignore[arg-type]
     wanted = on_cpu(reference(alone))
     worst, where = max(worst_difference(got, wanted) for got in pool.run(trained, case.ranks, case, timeout=seconds))
     return {"worst": worst, "where": where}
