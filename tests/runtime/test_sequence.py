@@ -160,6 +160,7 @@ def test_mixtures_divide_sequences_and_experts() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.wide(3)
 @pytest.mark.parametrize("layout", [each.name for each in EFFECTIVE])
 def test_every_layout_with_pipelines(layout: str) -> None:
     case = _filled(BASE, layout=layout, pipeline=2)
@@ -174,20 +175,34 @@ FAMILIES: dict[str, tuple[tuple[tuple[str, Any], ...], float]] = {
     "gpt_oss": ((), 1e-10),  # sinks, windows, experts
     "deepseek_v3": ((), 1e-4),  # latent attention; its router computes in fp32
     "modernbert": ((), 1e-10),  # both ways, windows
+}
+"""Options and tolerance of each."""
+
+OTHERS: dict[str, tuple[tuple[tuple[str, Any], ...], float]] = {
     "olmo3": ((), 1e-10),
     "cohere2": ((), 1e-6),
     "phi3": ((), 1e-10),
     "smollm3": ((), 1e-10),
     "gpt_neox": ((), 1e-10),
 }
-"""Options and tolerance of each."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_divide_sequences(name: str) -> None:
     pytest.importorskip("transformers")
-    options, tolerance = FAMILIES[name]
+    assert_family(name, *FAMILIES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.wide(1)
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families_divide_sequences(name: str) -> None:
+    pytest.importorskip("transformers")
+    assert_family(name, *OTHERS[name])
+
+
+def assert_family(name: str, options: tuple[tuple[str, Any], ...], tolerance: float) -> None:
     padded = Family(name, options, padded=True)
     packed = Texts(Family(name, options), documents=name != "modernbert")
     assert_all([replace(BASE, model=padded), replace(BASE, model=packed)], tolerance)
