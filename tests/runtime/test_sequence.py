@@ -17,6 +17,7 @@ from atoll.plans.plan import MeshShape
 from atoll.prediction.cost import Ranks, Use
 from atoll.prediction.cost.ranks import sent_inside
 from atoll.runtime.models import Decoder, DecoderConfig, transformer_of
+from atoll.runtime.models.attention import register_attention
 from atoll.runtime.models.part import SequencePart
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, reference, train_case, worst_difference
@@ -349,3 +350,34 @@ def test_what_is_exchanged_is_predicted_to_the_byte(ranks: int, recompute: str) 
     case = replace(BASE, intra=ranks, sequence=ranks, model=Rows(), recompute=recompute, precision="fp32")
     for sent, predicted in run_ranks(bytes_exchanged, ranks, case):
         assert predicted == {"sequence": sent}
+
+
+def derived() -> type[nn.Module]:
+    """An attention class whose forward is its parent's, in another file."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
+
+    class Derived(GptOssAttention):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    return Derived
+
+
+def test_a_family_keeps_its_own_attention_in_models_that_nobody_divides() -> None:
+    """Past bug: the file of a derived class was asked, which may have none, or another one."""
+    pytest.importorskip("transformers")
+    from transformers.models.gpt_oss import modeling_gpt_oss
+
+    with pytest.MonkeyPatch.context() as patch:
+        model = Family("gpt_oss").build().double().eval()
+        model.config._attn_implementation = "eager"
+        ids = torch.arange(6)[None]
+        with torch.no_grad():
+            before = model(ids).logits
+            register_attention()
+            for layer in model.model.layers:
+                layer.self_attn.__class__ = derived()
+            assert torch.equal(model(ids).logits, before)
+            patch.setattr(modeling_gpt_oss, "eager_attention_forward", lambda *_, **__: None)
+            with pytest.raises(TypeError):
+                model(ids)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from inspect import unwrap
 from math import lcm
 from typing import Any, Protocol
 
@@ -152,25 +153,32 @@ class _Heads:
 
 # ---- transformers
 
-_ORIGINAL: dict[str, AttentionFunction] = {}
+_EAGER = "eager_attention_forward"
+"""How the name of a family's own attention function ends."""
 
 
 def register_attention() -> None:
     """Register `attend` around each implementation of the attention interface of transformers."""
     from transformers import AttentionInterface
 
-    interface: Any = AttentionInterface
-    for name in (*interface._global_mapping, "eager"):
-        known = interface._global_mapping.get(name)
-        if known is None or getattr(known, "func", None) is not attend:
-            function = _eager if known is None else known
-            interface.register(name, partial(attend, function))
+    known: Any = AttentionInterface()
+    for name in (*known, "eager"):
+        function = known.get(name, _eager)
+        if getattr(function, "func", None) is not attend:
+            AttentionInterface.register(name, partial(attend, function))
 
 
 def _eager(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the attention function that a module's own file has."""
+    """Call the attention function of a module's own family.
+
+    The interface gives a registered function in place of the one that a layer names as its default, so that one is
+    looked up again: in the first class of the module whose forward names it. This also holds for modules that are not
+    divided.
+    """
     own = module._module if isinstance(module, _Heads) else module
-    forward: Any = type(own).forward
-    while hasattr(forward, "__wrapped__"):
-        forward = forward.__wrapped__
-    return forward.__globals__["eager_attention_forward"](module, *args, **kwargs)
+    for each in type(own).__mro__:
+        forward = unwrap(each.__dict__.get("forward", nn.Module.forward))
+        for name in forward.__code__.co_names:
+            if name.endswith(_EAGER):
+                return forward.__globals__[name](module, *args, **kwargs)
+    raise RunError(f"{type(own).__name__} has no eager attention: none of its forwards names an {_EAGER}")

@@ -277,5 +277,5 @@ class _Probe:
     def _refusal(self, what: str) -> PlanError:
         return PlanError(
             f"sequence = {self.ranks}: {self.where} of {self.kind} {what}; only attention may relate positions that "
-            "ranks divide. Use sequence = 1, or slices of a microbatch's samples with more microbatches"
+            "ranks divide. Use sequence = 1"
         )
