@@ -233,7 +233,7 @@ def test_models_that_relate_positions_elsewhere_are_refused(name: str) -> None:
     with torch.device("meta"):
         model = Family(name).build()
     with pytest.raises(PlanError, match=REFUSED[name]):
-        adapter_for(model).divide_sequences(SequencePart(0, 2), 1, ())  # type: ignore[attr-defined]
+        adapter_for(model).divide_sequences(SequencePart(0, 2), 1)  # type: ignore[attr-defined]
 
 
 def test_what_cannot_be_divided_is_refused() -> None:

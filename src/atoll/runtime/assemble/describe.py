@@ -17,7 +17,7 @@ from atoll.plans.plan import Plan
 from atoll.program import Program, Programs
 from atoll.runtime.assemble.build import build_rank
 from atoll.runtime.experts.division import DividedExperts
-from atoll.runtime.experts.kinds import experts_in, stacked_in
+from atoll.runtime.experts.kinds import stacked_in
 from atoll.runtime.models import adapter_for
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.deferred import Collector
@@ -63,8 +63,7 @@ def describe_rank(
         transport = Nowhere(plan.mesh.place(first), torch.device("meta"))
         adapter = adapter_for(make_model())
         outline = Outline.of(adapter, plan, stacked=stacked_in(adapter.blocks()).values())
-        alone = (module for block in adapter.blocks() for _, module in experts_in(block))
-        sequences = DividedSequences.of(adapter, plan, transport.place, alone=alone)
+        sequences = DividedSequences.of(adapter, plan, transport.place)
         tensor = None
         if plan.mesh.tensor > 1:
             tensor = tensor_parallel(adapter, plan, transport.mesh_along("tp"), apart=outline.ends)

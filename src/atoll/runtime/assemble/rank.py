@@ -27,7 +27,7 @@ from atoll.runtime.batches import Batches, Labels
 from atoll.runtime.checkpoint import is_complete
 from atoll.runtime.experts.division import DividedExperts
 from atoll.runtime.experts.implementation import choose_implementation
-from atoll.runtime.experts.kinds import experts_in, stacked_in
+from atoll.runtime.experts.kinds import stacked_in
 from atoll.runtime.lanes import JobLane, LaneKind, host_lanes, lane_of, lanes_of
 from atoll.runtime.mail import Mail
 from atoll.runtime.models import Adapter, Batch, Loss, adapter_for, weights_for
@@ -132,8 +132,7 @@ def assemble(
     for note in notes if place.rank == 0 else ():
         warnings.warn(note, WeightsWarning, stacklevel=3)
     outline = Outline.of(adapter, plan, stacked=stacked_in(adapter.blocks()).values())
-    alone = (module for block in adapter.blocks() for _, module in experts_in(block))
-    sequences = DividedSequences.of(adapter, plan, place, alone=alone)
+    sequences = DividedSequences.of(adapter, plan, place)
     tensor = None
     if plan.mesh.tensor > 1:
         tensor = tensor_parallel(adapter, plan, transport.mesh_along("tp"), apart=outline.ends)

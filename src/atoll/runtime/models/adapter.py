@@ -237,7 +237,7 @@ class DecoderAdapter:
             given = part.of(given, 1) if first == 0 else given
         return run_blocks(self._blocks, first, last, given, layers=(positions, mask))
 
-    def divide_sequences(self, part: SequencePart, tensor: int, alone: Sequence[nn.Module]) -> Mapping[int, int]:
+    def divide_sequences(self, part: SequencePart, tensor: int) -> Mapping[int, int]:
         """Compute a part of each sequence from now on. Return the number of attentions in each block."""
         check_heads_of_sequence(part.ranks, self.model.config.heads // tensor, "the decoder")
         self._part = part

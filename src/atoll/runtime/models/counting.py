@@ -37,7 +37,6 @@ from atoll.runtime.models.attention import divide_attention
 from atoll.runtime.models.fused import DeviceType
 from atoll.runtime.models.heads import PretendedExchange
 from atoll.runtime.models.meter import Meter
-from atoll.runtime.models.operations import has_experts
 from atoll.runtime.models.part import SequencePart
 from atoll.runtime.models.weigh import weigh_blocks
 
@@ -182,8 +181,7 @@ class _Counts:
             raise ConfigError(f"sequence = {use.divide} ranks are counted for lengths that they divide evenly")
         whole = self._adapter
         self._adapter = adapter_for(self._model)
-        part, alone = SequencePart(0, use.divide), [each for each in self._model.modules() if has_experts(each)]
-        self._adapter.divide_sequences(part, 1, alone)  # type: ignore[attr-defined]
+        self._adapter.divide_sequences(SequencePart(0, use.divide), 1)  # type: ignore[attr-defined]
         exchange = PretendedExchange(0, use.divide)
         divide_attention(self._model.modules(), exchange)
         try:

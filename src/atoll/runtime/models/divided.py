@@ -12,7 +12,7 @@ or relates them with each other, cannot be divided. Nor can a layer without atte
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,7 @@ from atoll.base._torch import fake_tensors, watched_operations
 from atoll.base.errors import AtollError, PlanError
 from atoll.runtime.models.attention import check_heads_of_sequence, divide_attention, register_attention
 from atoll.runtime.models.inputs import example
-from atoll.runtime.models.operations import nested_tensors
+from atoll.runtime.models.operations import has_experts, nested_tensors
 from atoll.runtime.models.part import SequencePart
 from atoll.runtime.models.probe import Arguments, fixed_options, hidden_argument, replace_hidden
 
@@ -112,12 +112,11 @@ def divide_layers(
     *,
     tensor: int,
     outputs: Callable[[Any], Tensor | None],
-    alone: Collection[nn.Module],
 ) -> DividedLayers:
     """Probe a model, and return what its layers are given.
 
     tensor: tensor-parallel ranks, which divide the heads too.  outputs: the result of the model's forward -> its
-    logits.  alone: modules known to treat each position alone, which the probe does not run.
+    logits.
     Raises PlanError for a model that cannot be divided, and names the part.
     """
     register_attention()
@@ -145,6 +144,8 @@ def divide_layers(
 
         return run
 
+    # Experts treat each token alone, and the number of an expert's tokens is a value, which the probe does not have.
+    alone = [module for module in model.modules() if has_experts(module)]
     kept = [(module, module.__dict__.get("forward")) for module in (*stack, *alone)]
     every = [module for layer in stack for module in layer.modules()]
     given = example(model, rows, (whole, whole))

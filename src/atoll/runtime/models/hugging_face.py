@@ -360,7 +360,7 @@ class HuggingFaceAdapter:
                 setattr(parent, leaf, module)
         return logits
 
-    def divide_sequences(self, part: SequencePart, tensor: int, alone: Sequence[nn.Module]) -> Mapping[int, int]:
+    def divide_sequences(self, part: SequencePart, tensor: int) -> Mapping[int, int]:
         """Compute a part of each sequence from now on; see divided.py. Return the number of attentions in each block.
 
         Raises PlanError for a model in which more than attention relates positions.
@@ -374,7 +374,7 @@ class HuggingFaceAdapter:
         self._tables = [(each.name, each.module) for each in self._blocks[: placed.begin]]
         self._tables = [each for each in self._tables if isinstance(each[1], nn.Embedding)]
         layers = [self._blocks[at].module for at in placed.run]
-        self._divided = divide_layers(self.model, layers, part, tensor=tensor, outputs=self._task.outputs, alone=alone)
+        self._divided = divide_layers(self.model, layers, part, tensor=tensor, outputs=self._task.outputs)
         return dict(zip(placed.run, self._divided.attentions, strict=True))
 
     # ---- slots

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from atoll.base.errors import PlanError
 from atoll.plans.plan import Place, Plan
@@ -32,11 +32,8 @@ class DividedSequences:
     _exchanges: list[RankExchange] = field(default_factory=list)
 
     @staticmethod
-    def of(adapter: Adapter, plan: Plan, place: Place, *, alone: Iterable[nn.Module]) -> DividedSequences | None:
-        """Have a model compute a part of each sequence; None if ranks divide none. Raises PlanError if it cannot.
-
-        alone: modules of it that treat each position alone.
-        """
+    def of(adapter: Adapter, plan: Plan, place: Place) -> DividedSequences | None:
+        """Have a model compute a part of each sequence; None if ranks divide none. Raises PlanError if it cannot."""
         if plan.mesh.sequence == 1:
             return None
         divide: Callable[..., Mapping[int, int]] | None = getattr(adapter, "divide_sequences", None)
@@ -46,7 +43,7 @@ class DividedSequences:
                 "each sequence: it has no divide_sequences(); docs/adapters.md shows how. Use sequence = 1"
             )
         part = SequencePart(place.sequence, plan.mesh.sequence)
-        return DividedSequences(part, divide(part, plan.mesh.tensor, tuple(alone)))
+        return DividedSequences(part, divide(part, plan.mesh.tensor))
 
     @property
     def exchanges(self) -> Mapping[int, int]:
