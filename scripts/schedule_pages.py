@@ -65,7 +65,7 @@ def schedule_table() -> str:
 
 
 def slices_table() -> str:
-    """What slices gain: a few microbatches on RANKS ranks."""
+    """Return the table of what slices gain on RANKS ranks with few microbatches."""
     rows = []
     for name in (name for name, entry in CATALOGUE.items() if "slices" in entry.options):
         row = [f"[`{name}`](schedules/{name}.md)"]

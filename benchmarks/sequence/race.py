@@ -75,7 +75,7 @@ class Course:
         return max(found)
 
     def gradients(self, setting: Contestant) -> Gradients:
-        """Of the first step of a new contender."""
+        """Return the result of the first step of a new contender."""
         return self._home(setting).ask(gradients, setting, timeout=TIMEOUT)[0]
 
     def close(self, setting: Contestant) -> None:

@@ -55,7 +55,7 @@ def test_the_work_of_slices_is_that_of_the_sequence(lengths: list[int], linear: 
 
 
 def test_shares() -> None:
-    """Of slices of 1 and 3 tokens: of attention alone 1 and 15 of 16."""
+    """Slices of 1 and 3 tokens have 1/16 and 15/16 of the work of attention."""
     assert slice_shares((1, 3), forward=(1, 0), input_grad=(0, 1)) == ((0.25, 1 / 16, 0.25), (0.75, 15 / 16, 0.75))
     assert slice_shares((7,), forward=(1, 1), input_grad=(1, 1)) == ((1, 1, 1),)
 

@@ -62,7 +62,7 @@ def test_a_chunk_takes_its_share_and_the_turn_of_a_v_is_free() -> None:
 
 
 def test_a_slice_takes_its_share_and_the_latency_of_a_message() -> None:
-    """Of 2 seconds for F, 4 for I, 6 for W, and 10 of latency."""
+    """F takes 2 seconds, I 4, W 6, and a hop 10."""
     found = times(typed("0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1B0", slices=2), Costs(2, 4, 6, hop=10))
     assert found == {
         "0F0": (0, 1), "0F1": (1, 2), "1F0": (11, 12), "1F1": (12, 13), "1B1": (13, 18), "1B0": (18, 23),

@@ -84,7 +84,7 @@ def problems_of(case: Case, histories: Sequence[Any], tolerance: float = 1e-10) 
 
 
 def words_of(case: Case) -> str:
-    """What differs from the default."""
+    """Return the settings of a case that are not the default."""
     plain = Case()
     return ", ".join(
         f"{each.name}={getattr(case, each.name)}"

@@ -81,7 +81,7 @@ def random_schedule(seed: int, *, most_slices: int = 1) -> Schedule:
 
 
 def _is_next(action: Action, done: set[tuple[int, bool, int]], slices: int) -> bool:
-    """Whether the slice that this one follows is done."""
+    """Return True if the slice that has to come before this one is done."""
     number, is_forward = action.microbatch or 0, action.op is Op.F
     follows = number % slices > 0 if is_forward else number % slices < slices - 1
     before = number - 1 if is_forward else number + 1

@@ -105,7 +105,7 @@ def check_memory(schedule: Schedule, entry: Entry, sizes: Sizes) -> None:
 
 @pytest.mark.parametrize("entry", CATALOGUE.values(), ids=lambda entry: entry.name)
 def test_the_docstrings_drawing_is_true(entry: Entry) -> None:
-    """Of those that take slices some draw them, too."""
+    """Schedules that take slices are also drawn with them."""
     documentation = inspect.getdoc(entry.function) or ""
     paragraphs = [paragraph.splitlines() for paragraph in documentation.split("\n\n")]
     drawings = [[line.strip() for line in lines] for lines in paragraphs if lines[0].strip().startswith("rank ")]

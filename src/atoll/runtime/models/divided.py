@@ -29,7 +29,7 @@ from atoll.runtime.models.part import SequencePart
 from atoll.runtime.models.probe import Arguments, fixed_options, hidden_argument, replace_hidden
 
 Cut = Any
-"""Of an argument: the dimension of a tensor along which it is cut, None if it is whole; or a tuple or dict of these."""
+"""The dimension along which a tensor argument is cut, None if it stays whole; of nested arguments a tuple or dict."""
 
 _ROWS = (3, 5, 7, 11, 13)
 _POSITIONS = (23, 29, 31, 37, 41, 43, 47, 53, 59, 61)
@@ -202,7 +202,10 @@ def _as_given(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
 
 @dataclass(slots=True)
 class _Probe:
-    """What a probe sees. It exchanges nothing, and makes shapes as if it did. own: positions of a rank."""
+    """Checks the operations of a probe. It returns tensors of the right shapes and exchanges nothing.
+
+    own: number of positions of a rank.
+    """
 
     kind: str
     part: SequencePart

@@ -17,7 +17,7 @@ _LONG = ("input_ids", "inputs", "labels")
 """Tensors of a batch that say how long its sequences are: [samples, S, ...]."""
 
 _PADDING = {"input_ids": 0, "labels": IGNORED_LABEL, "attention_mask": 0, "token_type_ids": 0, "position_ids": None}
-"""What is appended to tensors of a batch; None counts from 0, as another document."""
+"""Values that pad the tensors of a batch, by name. None: positions from 0 on, as of another document."""
 
 
 def length_of(batch: Batch) -> int:

@@ -22,7 +22,7 @@ from atoll.runtime.transport import Channel, Peers, Tag, Transport
 
 @dataclass(frozen=True, slots=True)
 class DividedSequences:
-    """What of each sequence a rank has. attentions: the number of them in each block.
+    """The part of each sequence that a rank has. attentions: number of attentions in each block.
 
     exchanges: of this rank's blocks, once they are installed.
     """
