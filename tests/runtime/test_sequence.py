@@ -381,3 +381,32 @@ def test_a_family_keeps_its_own_attention_in_models_that_nobody_divides() -> Non
             patch.setattr(modeling_gpt_oss, "eager_attention_forward", lambda *_, **__: None)
             with pytest.raises(TypeError):
                 model(ids)
+
+
+MIXING: dict[str, Any] = {
+    "roll": lambda hidden: hidden.roll(1, 1),
+    "flip": lambda hidden: hidden.flip(1),
+    "cumsum": lambda hidden: hidden.cumsum(1),
+    "softmax": lambda hidden: hidden.softmax(1),
+    "sort": lambda hidden: hidden.sort(dim=1, stable=True).values,
+    "topk of tokens": lambda hidden: hidden.flatten(0, 1).topk(hidden.shape[0] * hidden.shape[1], 0).values,
+    "mean": lambda hidden: hidden - hidden.mean(1, keepdim=True),
+    "mean of tokens": lambda hidden: hidden - hidden.flatten(0, 1).mean(0),
+    "shift": lambda hidden: torch.cat([hidden[:, :1], hidden[:, :-1]], 1),
+    "scores": lambda hidden: hidden @ hidden.transpose(1, 2) @ hidden,
+    "positions": lambda hidden: hidden + torch.arange(hidden.shape[1], device=hidden.device)[:, None],
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_the_probe_finds_what_relates_positions_outside_of_attention(name: str) -> None:
+    pytest.importorskip("transformers")
+    from atoll.runtime.models import adapter_for
+
+    with torch.device("meta"):
+        model: Any = Family("llama").build()
+    adapter: Any = adapter_for(model)
+    adapter.divide_sequences(SequencePart(0, 2), 1)
+    model.model.layers[1].mlp.forward = MIXING[name]
+    with pytest.raises(PlanError, match=r"layer 1 of LlamaForCausalLM .*only attention may relate positions"):
+        adapter.divide_sequences(SequencePart(0, 2), 1)

@@ -43,7 +43,7 @@ _ORDERED = frozenset(
         *(_aten.scatter.src, _aten.scatter_add.default, _aten.argsort.default, _aten.cummax.default),
     }
 )
-"""Operations along a dimension that they do not shorten: their first integer or list of integers."""
+"""Operations along a dimension, or some, that they do not shorten."""
 
 _MADE = frozenset({_aten.arange.default, _aten.arange.start, _aten.arange.start_step, _aten.linspace.default})
 
@@ -270,13 +270,15 @@ class _Probe:
         if operation is _aten.convolution.default and self._has(arguments[0]) and max(arguments[1].shape[2:]) > 1:
             raise self._refusal("convolves positions")
         if operation in _ORDERED and isinstance(arguments[0], Tensor):
-            along = next((each for each in arguments[1:] if isinstance(each, (int, list))), -1)
+            names = [each.name for each in operation._schema.arguments]
+            at = next(place for place, name in enumerate(names) if name in ("dim", "dims"))
+            along = arguments[at] if at < len(arguments) else -1
             for dim in along if isinstance(along, list) else [along]:
-                if arguments[0].dim() and arguments[0].shape[dim] == self.own:
+                if arguments[0].dim() and arguments[0].shape[dim] % self.own == 0:
                     raise self._refusal(f"goes along the positions ({operation.name()})")
 
     def _has(self, tensor: Any) -> bool:
-        return isinstance(tensor, Tensor) and self.own in tensor.shape
+        return isinstance(tensor, Tensor) and any(size and size % self.own == 0 for size in tensor.shape)
 
     def _refusal(self, what: str) -> PlanError:
         return PlanError(
