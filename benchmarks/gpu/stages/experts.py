@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,13 +37,18 @@ def run(run: Run) -> None:
     run.keep("products", products)
     with run.emptied():
         run.keep("speed", attempt(partial(_speed, run)))
+    keep_cases(run, CASES)
+
+
+def keep_cases(run: Run, cases: Sequence[Case]) -> None:
+    """Train a mixture by each case on ranks of this device, and keep the largest differences from one process."""
     rows: list[dict[str, Any]] = []
     with RankPool(sees_gpus=not run.rehearse) as pool:
-        for case in CASES[:1] if run.rehearse else CASES:
+        for case in cases[:1] if run.rehearse else cases:
             if run.left < 15.0:
                 break
             case = replace(case, model=Mixture(), device=run.device.type, steps=2)
-            found = attempt(partial(parity, pool, case, min(LONGEST, run.left - 5.0)))
+            found = attempt(partial(_parity, pool, case, min(LONGEST, run.left - 5.0)))
             rows.append({"name": f"{case.layout} {case.schedule} {case.recompute}", "worst": math.inf, **found})
             run.keep("cases", rows)
 
@@ -95,7 +101,7 @@ def _speed(run: Run) -> dict[str, float]:
     return found
 
 
-def parity(pool: RankPool, case: Case, seconds: float) -> dict[str, Any]:
+def _parity(pool: RankPool, case: Case, seconds: float) -> dict[str, Any]:
     """Return the largest difference of a case's ranks from one process, and where it is."""
     mesh = dict.fromkeys(("pipeline", "inter", "intra", "expert", "sequence"), 1)
     alone = replace(case, layout="NNN", **mesh, schedule="1f1b", recompute="none")  # type: ignore[arg-type]
