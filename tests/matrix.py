@@ -90,10 +90,14 @@ SAMPLED: Mapping[str, Sequence[Any]] = MappingProxyType(
         "outer": (None, Outer(2)),
         "optimizer": ("AdamW", "Muon"),
         "host": (None, *HOSTS),
+        "slices": (1, 3),
     }
 )
 """Factors of the sample, in the order in which values are chosen for a row. data: also the ranks of a group that divide
 the experts, where they do, and those that divide sequences."""
+
+SLICED = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+"""Schedules of slices of sequences."""
 
 MIXED: Mapping[str, Sequence[Any]] = MappingProxyType(
     {
@@ -125,6 +129,11 @@ class Refusal:
 REFUSALS = (
     Refusal("data", lambda data: len(data) == 3, "model", lambda model: model != EXPERTS, "the model has none"),
     Refusal("data", lambda data: len(data) == 4, "model", lambda model: model != EXPERTS, "computes a part of each"),
+    Refusal("slices", lambda slices: slices > 1, "model", lambda model: model != EXPERTS, "computes a part of each"),
+    Refusal(
+        *("slices", lambda slices: slices > 1),
+        *("schedule", lambda name: name not in SLICED, "runs whole sequences, not slices"),
+    ),
     Refusal("expert_layout", lambda layout: layout is not None, "model", lambda model: model != EXPERTS, "has none"),
     Refusal(
         *("host", lambda host: host is not None and host.optimizer),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from itertools import product
 
 from atoll.base.errors import PlanError
@@ -24,6 +26,7 @@ from atoll.plans.layouts import (
     Whole,
 )
 from atoll.plans.outer import Outer
+from atoll.plans.slices import even_slices
 
 MOST_MICROBATCHES = 8_191
 """Maximum number of microbatches of a rank in a step. A message's tag has 13 bits for its microbatch."""
@@ -239,6 +242,8 @@ class Plan:
     `inter` x `intra / expert`.
     imbalance: the most rows that a rank's experts are sent, as a multiple of an even share, for predictions.
     host: what rests in host memory instead of the device's; nothing if not given.
+    slice_work: with slices of sequences (`schedule.slices`), the work of a token for each token that it attends to,
+    relative to its own: slices have equal work. 0: equal lengths.
     """
 
     mesh: MeshShape
@@ -264,6 +269,7 @@ class Plan:
     expert_layout: Layout | None = None
     imbalance: float = 1.0
     host: HostState | None = None
+    slice_work: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.imbalance >= 1.0:
@@ -283,15 +289,13 @@ class Plan:
                 f"schedule {self.schedule.name!r} is for {self.schedule.ranks} pipeline ranks, the mesh has "
                 f"{self.mesh.pipeline}; build the schedule for the mesh"
             )
-        if self.schedule.slices > 1:
-            raise PlanError(
-                f"schedule {self.schedule.name!r} has {self.schedule.slices} slices of each sequence, and engines run "
-                "whole sequences: slices can be drawn and simulated; build the schedule without them for a plan"
-            )
+        if not (math.isfinite(self.slice_work) and self.slice_work >= 0):
+            raise PlanError(f"slice_work = {self.slice_work}: work of a token relative to its own, 0 or more")
         if self.schedule.microbatches > MOST_MICROBATCHES:
+            each = "microbatches" if self.schedule.slices == 1 else "slices of microbatches"
             raise PlanError(
-                f"{self.schedule.microbatches} microbatches a rank and step: at most {MOST_MICROBATCHES}, so that each "
-                "has a message of its own; make them larger"
+                f"{self.schedule.microbatches} {each} a rank and step: at most {MOST_MICROBATCHES}, so that each has a "
+                "message of its own; make them larger"
             )
         if self.microbatch < 1:
             raise PlanError(f"microbatch = {self.microbatch}; a microbatch needs at least one sample")
@@ -367,6 +371,14 @@ class Plan:
         return f"{self.whole.name}: each matrix is transformed whole, {said}; AdamW for everything else"
 
     @property
+    def slice_lengths(self) -> Callable[[int], tuple[int, ...]] | None:
+        """The lengths of the slices of a sequence, given its length; None for equal ones."""
+        if self.schedule.slices == 1 or not self.slice_work:
+            return None
+        each = self.mesh.sequence * (self.mesh.tensor if self.sequence_parallel else 1)
+        return partial(even_slices, slices=self.schedule.slices, quadratic=self.slice_work, multiple=each)
+
+    @property
     def end(self) -> Ending:
         """The rule by which the plan's steps end."""
         return Ending.AHEAD if self.post_validation else Ending.AT_ONCE
@@ -421,7 +433,7 @@ class Plan:
     @property
     def global_batch(self) -> int:
         """Number of samples per step over all ranks."""
-        return self.microbatch * self.schedule.microbatches * self.mesh.shares
+        return self.microbatch * self.schedule.whole_microbatches * self.mesh.shares
 
 
 def _owned(count: int, *, groups: int) -> str:

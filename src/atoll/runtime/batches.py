@@ -84,7 +84,7 @@ class Batches:
 
     def announce(self, batch: Mapping[str, Any]) -> None:
         """Start to agree on the batch of the next `claim`."""
-        self._announced = self._ask(batch, exactly=self._plan.schedule.microbatches)
+        self._announced = self._ask(batch, exactly=self._plan.schedule.whole_microbatches)
 
     def claim(self, batch: Mapping[str, Any]) -> BatchShare:
         """Return a training step's share, which may have been announced during the previous step."""
@@ -94,7 +94,7 @@ class Batches:
                 announced.question.totals.wait()  # its messages are in flight, with the tags of the next ones
             announced = None
         if announced is None:
-            announced = self._ask(batch, exactly=self._plan.schedule.microbatches)
+            announced = self._ask(batch, exactly=self._plan.schedule.whole_microbatches)
         return self._conclude(announced)
 
     def take(self, batch: Mapping[str, Any]) -> BatchShare:
@@ -158,12 +158,12 @@ class Batches:
         return found if self._part is None else self._padded(found, self._part)
 
     def _padded(self, batch: dict[str, Any], part: SequencePart) -> dict[str, Any]:
-        """Return a batch whose sequences the ranks can divide."""
-        multiple = part.ranks * (self._plan.mesh.tensor if self._plan.sequence_parallel else 1)
+        """Return a batch whose sequences can be divided."""
+        multiple = part.multiple * (self._plan.mesh.tensor if self._plan.sequence_parallel else 1)
         length = length_of(batch)
         if length % multiple and self._is_exact:
             raise PlanError(
-                f"sequences of {length} positions, which {multiple} ranks cannot divide evenly: padding would be "
+                f"sequences of {length} positions cannot be divided into {multiple} equal parts: padding would be "
                 "routed to experts, and count in their balance. Pad them to a multiple with labels of -100, or use "
                 "another length"
             )
@@ -171,7 +171,7 @@ class Batches:
 
     def _microbatches(self, tensors: Batch, *, exactly: int | None) -> int:
         """Return the number of microbatches of a batch. Raises PlanError for other numbers of samples."""
-        size, most = self._plan.microbatch, self._plan.schedule.microbatches
+        size, most = self._plan.microbatch, self._plan.schedule.whole_microbatches
         rows = {name: int(tensor.shape[0]) for name, tensor in tensors_in(tensors)}
         if not rows:
             raise PlanError(f"rank {self._place.rank} was given a batch without tensors")
@@ -198,8 +198,8 @@ class Batches:
         for name in ("input_ids", "labels"):
             tensor = batch.get(name)
             length = tensor.shape[1] if isinstance(tensor, torch.Tensor) and tensor.dim() > 1 else 0
-            length //= self._plan.mesh.sequence
-            if length % self._plan.mesh.tensor:
+            multiple = self._plan.mesh.tensor * (1 if self._part is None else self._part.multiple)
+            if length % multiple:
                 raise PlanError(
                     f"{name} has sequences of {length} tokens, which tensor = {self._plan.mesh.tensor} ranks with "
                     "sequence_parallel cannot split evenly; pad them to a multiple, or turn sequence_parallel off"
@@ -238,10 +238,15 @@ def _count(batch: Batch, *, labels: Labels, may_copy: bool, part: SequencePart |
 
 
 def _count_part(batch: Batch, part: SequencePart) -> torch.Tensor:
-    """Return the number of labels in a part of sequences, or of samples, which the first part counts."""
-    if "labels" not in batch and part.index:
-        return torch.zeros((), dtype=torch.long, device=next(tensor.device for _, tensor in tensors_in(batch)))
-    return count_labels(part.of_batch(batch))
+    """Return the number of labels in a rank's parts of sequences, or of samples, which the first rank counts."""
+    if "labels" not in batch:
+        counted = count_labels(batch)
+        return counted if part.index == 0 else torch.zeros_like(counted)
+    counts = []
+    for nth in range(part.slices):
+        part.enter(nth, batch)
+        counts.append(count_labels(part.of_batch(batch)))
+    return torch.stack(counts).sum()
 
 
 def _signs(batch: Batch) -> tuple[torch.Tensor, ...]:

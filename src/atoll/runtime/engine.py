@@ -253,7 +253,7 @@ class Engine:
             outcome = self._executor.run(
                 share.pieces,
                 step=step,
-                first_microbatch=self.place.share * self.plan.schedule.microbatches,
+                first_microbatch=self.place.share * self.plan.schedule.whole_microbatches,
                 scale=partial(_scale, self._end, self._moment, share.tokens),
                 training=True,
             )
@@ -311,7 +311,7 @@ class Engine:
         if self._sequences is None:
             return outcome.logits[0]
         with self._agreement.guard("collecting outputs", pace=self._agreement.evaluations):
-            return self._sequences.whole(outcome.logits[0], self.transport, self._batches.length_of(batch))
+            return self._sequences.whole(outcome.logits, self.transport, self._batches.length_of(batch))
 
     def _run_forward(self, batches: Sequence[Batch], *, keep_logits: bool = False) -> Outcome:
         self.saving.check_loaded()

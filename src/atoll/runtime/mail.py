@@ -91,12 +91,17 @@ class Mail:
         *,
         training: bool,
         parcels: Callable[[Action], list[Parcel] | None] | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> None:
         """Begin a program.
 
+        batches: of each microbatch that actions count.  lengths: of the parts of sequences that are computed of each.
         parcels: contents of the receives of a split vocabulary; None for those of a stage.
         """
-        self._kinds = [self._kind_of((training, _shapes(batch))) for batch in batches]
+        parts = lengths if lengths is not None else [0] * len(batches)
+        self._kinds = [
+            self._kind_of((training, part, _shapes(batch))) for part, batch in zip(parts, batches, strict=True)
+        ]
         self._expected = []
         for action in row:
             if action.op in _RECEIVES:

@@ -108,6 +108,8 @@ class Case:
     outer: Outer | None = None
     expert: int = 1
     sequence: int = 1
+    slices: int = 1
+    slice_work: float = 0.0
     expert_layout: str | None = None
     host: HostState | None = None
     balance: Balance | None = None
@@ -123,7 +125,9 @@ class Case:
     def plan(self) -> Plan:
         """The plan that the ranks run."""
         mesh = MeshShape(self.pipeline, self.inter, self.intra, self.tensor, self.order, self.expert, self.sequence)
-        schedule = schedules.build(self.schedule, ranks=self.pipeline, microbatches=self.microbatches // mesh.shares)
+        options: dict[str, Any] = {} if self.slices == 1 else {"slices": self.slices}
+        count = self.microbatches // mesh.shares
+        schedule = schedules.build(self.schedule, ranks=self.pipeline, microbatches=count, **options)
         precision = Precision.preset(self.precision)
         return Plan(
             mesh,
@@ -145,6 +149,7 @@ class Case:
             outer=self.outer,
             expert_layout=None if self.expert_layout is None else Layout(self.expert_layout),
             host=self.host,
+            slice_work=self.slice_work,
         )
 
     @property

@@ -42,7 +42,8 @@ def _fact(value: object) -> str:
     """Return a comparable fact. Orders are left out: they are compared as programs, which are lowered from them."""
     if not isinstance(value, Schedule):
         return str(value)
-    return f"{value.name}, {value.ranks} ranks, {value.chunks} chunks, {value.microbatches} microbatches"
+    counts = f"{value.whole_microbatches} microbatches, {value.slices} slices"
+    return f"{value.name}, {value.ranks} ranks, {value.chunks} chunks, {counts}"
 
 
 def _parts(model: nn.Module | Adapter) -> dict[str, list[tuple[str, nn.Parameter]]]:

@@ -31,7 +31,6 @@ from atoll.runtime.experts.kinds import stacked_in
 from atoll.runtime.lanes import JobLane, LaneKind, host_lanes, lane_of, lanes_of
 from atoll.runtime.mail import Mail
 from atoll.runtime.models import Adapter, Batch, Loss, adapter_for, weights_for
-from atoll.runtime.models.part import SequencePart
 from atoll.runtime.models.sums import check_sum
 from atoll.runtime.models.weights import Weights
 from atoll.runtime.outline import Outline
@@ -169,7 +168,7 @@ def assemble(
         collector=collector,
         transport=transport,
         loss=_loss(adapter, options, device, parts=sequences),
-        part=None if sequences is None else sequences.part,
+        sequences=sequences,
         seed=options.seed,
         lanes=timed,
         kept=kept,
@@ -339,12 +338,12 @@ def _executor(
     end: StepEnd,
     *,
     transport: Transport,
-    part: SequencePart | None,
+    sequences: DividedSequences | None,
     **options: Any,
 ) -> Executor:
     ranks, placement = transport.place.peers("pp"), outline.schedule.placement
     mail = Mail(transport, lambda stage: ranks[placement.rank_of(stage)])
-    slices = sharded.vocabulary
+    slices, part = sharded.vocabulary, None if sequences is None else sequences.part
     return Executor(
         outline,
         sharded.stages,
@@ -353,7 +352,7 @@ def _executor(
         transport=transport,
         mail=mail,
         extensions=() if slices is None else (SplitVocabulary(slices, mail, placement, ranks=ranks, part=part),),
-        part=0 if part is None else part.index,
+        sequences=sequences,
         **options,
     )
 

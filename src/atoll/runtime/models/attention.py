@@ -4,8 +4,11 @@ Everything in a layer but attention treats each position alone. Where ranks divi
 layer computes this rank's positions of all heads up to attention, all positions of this rank's heads in it, and its own
 positions again behind it: arXiv 2309.14509. So attention is the model's own, with its masks of the whole sequence.
 
+Where a sequence is computed in slices (`Schedule.slices`), attention is of a slice's queries with its own and all
+earlier keys and values, which are kept (slices.py).
+
     attend            what a layer calls in place of its attention function
-    divide_attention  has attention modules exchange heads for positions
+    divide_attention  has attention modules exchange heads for positions, or keep keys and values
 
 Models of transformers need no call: `register_attention` puts `attend` around each implementation of their attention
 interface.
@@ -19,7 +22,9 @@ from inspect import unwrap
 from math import lcm
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from atoll.base.errors import PlanError, RunError
 
@@ -48,8 +53,31 @@ class ExchangesHeads(Protocol):
         ...
 
 
+class KeepsKeys(Protocol):
+    """The earlier slices of the sequences in progress, for one attention module.
+
+    begin, end: the positions of the slice, of 0..length-1.
+    """
+
+    @property
+    def begin(self) -> int: ...
+
+    @property
+    def end(self) -> int: ...
+
+    @property
+    def length(self) -> int: ...
+
+    def extended(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of positions 0..end-1, of which begin..end-1 are given, [B, heads, S, width]."""
+        ...
+
+
 _EXCHANGING = "_exchanges_heads"
 """Attribute of attention modules, and modules around them, whose ranks divide sequences: a compiler guards it."""
+
+_KEEPING = "_keeps_keys"
+"""Attribute of attention modules that are given slices of sequences."""
 
 PER_HEAD = ("sinks",)
 """Parameters of attention modules with a value for each head."""
@@ -58,14 +86,23 @@ _PER_HEAD_ARGUMENTS = ("s_aux",)
 _OF_POSITIONS = ("position_ids",)
 _OF_PACKED_ROWS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "block_table", "cache")
 
+_ALIGNED_RIGHT: set[AttentionFunction] = set()
+"""Functions whose causal mask of fewer queries than keys ends at the last of both, as that of flash attention does."""
 
-def divide_attention(modules: Iterable[nn.Module], exchanging: ExchangesHeads | None) -> None:
-    """Have the attention in some modules exchange heads for positions; None: no more."""
+
+def divide_attention(
+    modules: Iterable[nn.Module], exchanging: ExchangesHeads | None, keeping: Callable[[], KeepsKeys] | None = None
+) -> None:
+    """Have the attention in some modules exchange heads for positions, and keep keys and values; None: no more.
+
+    keeping: makes what a module keeps its keys and values in.
+    """
     for module in modules:
-        if exchanging is not None:
-            module.__dict__[_EXCHANGING] = exchanging
-        else:
-            module.__dict__.pop(_EXCHANGING, None)
+        for name, each in ((_EXCHANGING, exchanging), (_KEEPING, None if keeping is None else keeping())):
+            if each is not None:
+                module.__dict__[name] = each
+            else:
+                module.__dict__.pop(name, None)
 
 
 def check_heads_of_sequence(ranks: int, heads: int, where: str) -> None:
@@ -81,8 +118,12 @@ def check_heads_of_sequence(ranks: int, heads: int, where: str) -> None:
 def attend(
     function: AttentionFunction, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **kw: Any
 ) -> Any:
-    """Call an attention function: with this rank's heads of whole sequences, if the module's ranks divide them."""
+    """Call an attention function: with this rank's heads, if the module's ranks divide sequences, and with the keys and
+    values of earlier slices, if it is given slices."""
     exchanging: ExchangesHeads | None = getattr(module, _EXCHANGING, None)
+    keeping: KeepsKeys | None = getattr(module, _KEEPING, None)
+    if keeping is not None:
+        function = partial(_attend_to_earlier, function, keeping)
     if exchanging is None:
         return function(module, query, key, value, *rest, **kw)
     ranks, heads, groups = exchanging.ranks, query.shape[1], key.shape[1]
@@ -112,12 +153,7 @@ def _masks(given: tuple[Any, ...], own: slice, heads: int) -> tuple[Any, ...]:
 
 def _arguments(given: Mapping[str, Any], own: slice, heads: int, exchanging: ExchangesHeads) -> dict[str, Any]:
     found = dict(given)
-    for name in _OF_PACKED_ROWS:
-        if found.get(name) is not None:
-            raise RunError(
-                f"attention is given {name}, which describes rows of a length of their own; where ranks divide "
-                "sequences, documents are separated by position_ids"
-            )
+    _check_rows(given)
     for name, value in given.items():
         if not isinstance(value, Tensor):
             continue
@@ -128,6 +164,71 @@ def _arguments(given: Mapping[str, Any], own: slice, heads: int, exchanging: Exc
         elif value.dim() == 4:
             (found[name],) = _masks((value,), own, heads)
     return found
+
+
+def _check_rows(given: Mapping[str, Any]) -> None:
+    for name in _OF_PACKED_ROWS:
+        if given.get(name) is not None:
+            raise RunError(
+                f"attention is given {name}, which describes rows of a length of their own; where sequences are "
+                "divided, documents are separated by position_ids"
+            )
+
+
+# A slice has shapes of its own, and its keys and values outlive a graph.
+@torch.compiler.disable
+def _attend_to_earlier(
+    function: AttentionFunction,
+    keeping: KeepsKeys,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *rest: Any,
+    **kw: Any,
+) -> Any:
+    """Call an attention function with the queries of a slice, and the keys and values up to its end."""
+    _check_rows(kw)
+    key, value = keeping.extended(key, value)
+    mask, *others = rest if rest else (kw.pop("attention_mask", None),)
+    if function in _ALIGNED_RIGHT:
+        kw.pop("position_ids", None)  # which say where documents begin, of which there is one
+    elif mask is None and keeping.begin:
+        mask = _causal(query, key, is_plain=not any(isinstance(each, Tensor) for each in kw.values()))
+    rows = [_rows_of(each, keeping) for each in (mask, *others)]
+    return function(module, query, key, value, *rows, **{name: _rows_of(each, keeping) for name, each in kw.items()})
+
+
+def _causal(query: Tensor, key: Tensor, *, is_plain: bool) -> Tensor:
+    """Return the mask of the last positions: their number is that of the queries. is_plain: no bias is added to it."""
+    length, end = query.shape[2], key.shape[2]
+    if is_plain and length > 1:
+        return causal_lower_right(length, end)  # for which CUDA has flash kernels
+    return torch.ones(1, 1, length, end, dtype=torch.bool, device=query.device).tril(end - length)
+
+
+def _rows_of(mask: Any, keeping: KeepsKeys) -> Any:
+    """Return the rows of a slice of a mask or bias, [B, heads, S, S], and its columns up to the slice's end; of what is
+    [B, S], these positions."""
+    begin, end, length = keeping.begin, keeping.end, keeping.length
+    if isinstance(mask, CausalBias) or not isinstance(mask, Tensor):
+        return _block_mask_of(mask, keeping) if type(mask).__name__ == "BlockMask" else mask
+    if mask.dim() == 4 and mask.shape[-2] == length:
+        mask = mask[:, :, begin:end]
+    return mask[..., :end] if mask.dim() in (2, 4) and mask.shape[-1] == length else mask
+
+
+def _block_mask_of(mask: Any, keeping: KeepsKeys) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    begin, end = keeping.begin, keeping.end
+
+    def shifted(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen: Tensor = mask.mask_mod(row, head, query + begin, key)
+        return seen
+
+    rows, heads, *_ = mask.shape
+    return create_block_mask(shifted, rows, heads, end - begin, end, device=str(mask.kv_num_blocks.device))
 
 
 class _Heads:
@@ -164,6 +265,8 @@ def register_attention() -> None:
     known: Any = AttentionInterface()
     for name in (*known, "eager"):
         function = known.get(name, _eager)
+        if name.startswith("flash"):
+            _ALIGNED_RIGHT.add(function)
         if getattr(function, "func", None) is not attend:
             AttentionInterface.register(name, partial(attend, function))
 

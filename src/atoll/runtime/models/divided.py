@@ -100,7 +100,7 @@ class DividedLayers:
             if ids.dim() < 2 or ids.shape[1] != self.length:
                 found: Tensor = table(ids)
                 return found
-            return self.part.among_zeros(table(self.part.of(ids, 1)), 1)
+            return self.part.among_zeros(table(self.part.of(ids, 1)), 1, self.length)
 
         return look_up
 
@@ -123,9 +123,11 @@ def divide_layers(
     sizes = {size for parameter in model.parameters() for size in parameter.shape}
     rows = next(prime for prime in _ROWS if prime not in sizes)
     own = next(prime for prime in _POSITIONS if all(size % prime for size in sizes))
-    probe = _Probe(type(model).__name__, part, own, tensor)
-    whole = own * part.ranks
-    divided = DividedLayers(part, whole)
+    # Slices alone are probed as two ranks would be, which have all heads.
+    probed = SequencePart(part.index, part.ranks) if part.ranks > 1 else SequencePart(0, 2)
+    probe = _Probe(type(model).__name__, probed, own, tensor, heads=part.ranks, options=part)
+    whole = own * probed.ranks
+    divided = DividedLayers(probed, whole)
 
     def recorded(at: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         names = list(inspect.signature(forward).parameters)
@@ -161,8 +163,8 @@ def divide_layers(
         raise
     except Exception as error:
         raise PlanError(
-            f"sequence = {part.ranks}: a forward of {probe.kind} whose layers have a part of each sequence fails in "
-            f"{probe.where or 'the model'}: {type(error).__name__}: {error}. Use sequence = 1"
+            f"{part.said}: a forward of {probe.kind} whose layers have a part of each sequence fails in "
+            f"{probe.where or 'the model'}: {type(error).__name__}: {error}. Use {part.whole_again}"
         ) from error
     finally:
         divide_attention(every, None)
@@ -173,9 +175,10 @@ def divide_layers(
                 module.forward = before
     if made is None or tuple(made.shape[:2]) != (rows, own):
         raise PlanError(
-            f"sequence = {part.ranks}: an output of {probe.kind} is not of one position, as the logits of a token are, "
-            "but of a whole sequence, of which each rank has a part. Use sequence = 1"
+            f"{part.said}: an output of {probe.kind} is not of one position, as the logits of a token are, "
+            f"but of a whole sequence. Use {part.whole_again}"
         )
+    divided.part = part
     return divided
 
 
@@ -204,13 +207,16 @@ def _as_given(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
 class _Probe:
     """Checks the operations of a probe. It returns tensors of the right shapes and exchanges nothing.
 
-    own: number of positions of a rank.
+    own: number of positions of a rank.  tensor, heads: ranks that divide the heads, before attention and in it.
+    options: what divides sequences, in words.
     """
 
     kind: str
     part: SequencePart
     own: int
     tensor: int
+    heads: int
+    options: SequencePart
     where: str = ""
     attentions: int = 0
     _is_inside: bool = False
@@ -218,31 +224,31 @@ class _Probe:
     ranks: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.index, self.ranks = self.part.index, self.part.ranks
+        self.index, self.ranks = self.part.index, self.heads
 
     def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return tensors of the shapes of some heads."""
         self.attentions += 1
         self._is_inside = True
         sizes = [each.shape for each in tensors]
-        check_heads_of_sequence(self.ranks * self.tensor, sizes[0][1], f"{self.where} of {self.kind}")
+        check_heads_of_sequence(self.heads * self.tensor, sizes[0][1], f"{self.where} of {self.kind}")
         if any(len(size) != 4 or size[2] != self.own for size in sizes):
             raise self._refusal(f"gives attention {[tuple(size) for size in sizes]}, not [batch, heads, S, width]")
         return [
-            each.new_empty(size[0], size[1] // self.ranks, size[2] * self.ranks, size[3])
+            each.new_empty(size[0], size[1] // self.ranks, size[2] * self.part.ranks, size[3])
             for each, size in zip(tensors, sizes, strict=True)
         ]
 
     def to_positions(self, output: Tensor) -> Tensor:
         """Return a tensor of the shape of some positions."""
         rows, whole, heads, width = output.shape
-        made = output.new_empty(rows, whole // self.ranks, heads * self.ranks, width)
+        made = output.new_empty(rows, whole // self.part.ranks, heads * self.ranks, width)
         self._is_inside = False
         return made
 
     def whole(self, positions: Tensor) -> Tensor:
         """Return positions of whole sequences."""
-        return positions.repeat(1, self.ranks)
+        return positions.repeat(1, self.part.ranks)
 
     @contextmanager
     def looking_at(self, where: str) -> Iterator[None]:
@@ -282,6 +288,6 @@ class _Probe:
 
     def _refusal(self, what: str) -> PlanError:
         return PlanError(
-            f"sequence = {self.ranks}: {self.where} of {self.kind} {what}; only attention may relate positions that "
-            "ranks divide. Use sequence = 1"
+            f"{self.options.said}: {self.where} of {self.kind} {what}; only attention may relate positions that "
+            f"are not computed together. Use {self.options.whole_again}"
         )

@@ -46,7 +46,7 @@ from atoll.runtime.models.adapter import STYLES, Block, Vocabulary, check_blocks
 from atoll.runtime.models.batch import Batch
 from atoll.runtime.models.buffers import construct_buffers, constructed_constants, on_meta, written
 from atoll.runtime.models.divided import DividedLayers, divide_layers
-from atoll.runtime.models.documents import sees, separates
+from atoll.runtime.models.documents import dense_mask, looks_ahead, sees, separates
 from atoll.runtime.models.inputs import DECODER_IDS, decoder_ids, main_input
 from atoll.runtime.models.part import SequencePart
 from atoll.runtime.models.probe import (
@@ -109,6 +109,11 @@ class HuggingFaceAdapter:
         given = inputs[self._input]
         if self._divided is not None:
             self._divided.length = given.shape[1]
+            if self._is_flash and self._divided.part.slices > 1 and "position_ids" in inputs:
+                raise PlanError(
+                    f"{self._divided.part.said}: flash attention separates documents by the positions of whole "
+                    'sequences, which a slice has not. Use attn_implementation = "sdpa", or slices = 1'
+                )
         for module in self._between:
             module.training = training
             _place(module, given.device)
@@ -287,7 +292,7 @@ class HuggingFaceAdapter:
             )
         if "position_ids" not in self._accepted:
             raise PlanError(f"{kind} takes no position_ids, which separate the documents of a row")
-        is_flash = str(self.model.config.get_text_config()._attn_implementation).startswith("flash")
+        is_flash = self._is_flash
         if is_flash and rows > 1:
             raise PlanError(f"flash attention separates the documents of a single row, and a microbatch has {rows}")
         positions = torch.tensor([[*range(5), *range(6)]] if is_flash else [[*range(5), *range(6)], [*range(11)]])
@@ -296,13 +301,31 @@ class HuggingFaceAdapter:
             if not kept:
                 raise PlanError(f"layer {at} of {kind} is given nothing that keeps the documents of a row apart")
 
+    @property
+    def _is_flash(self) -> bool:
+        """True if attention is told where documents begin by positions, and not by masks."""
+        return str(self.model.config.get_text_config()._attn_implementation).startswith("flash")
+
+    def _check_causal(self, part: SequencePart) -> None:
+        """Raise PlanError for a layer that attends to later tokens, whose slices have not been computed."""
+        positions = torch.arange(11)[None]
+        for at, given in enumerate(self._given_to_layers(positions)):
+            layer = self._blocks[self._stacks[0].begin + at].module
+            both_ways = any(getattr(module, "is_causal", True) is False for module in layer.modules())
+            if looks_ahead(given, positions) or both_ways:
+                raise PlanError(
+                    f"{part.said}: layer {at} of {type(self.model).__name__} attends to later tokens, and a slice to "
+                    "itself and those before it. Use slices = 1"
+                )
+
     def _given_to_layers(self, positions: Tensor) -> list[list[Tensor]]:
         """Return the tensors, apart from the hidden state, that each layer gets for rows with these positions."""
         (placed,) = self._stacks
         form, found = placed.stack.form, list[list[Tensor]]()
 
         def note(*args: Any, **kwargs: Any) -> Any:
-            found.append([each for each in (*args[1:], *kwargs.values()) if isinstance(each, Tensor)])
+            passed = map(dense_mask, (*args[1:], *kwargs.values()))
+            found.append([each for each in passed if isinstance(each, Tensor)])
             output = form.wrap(hidden_argument(args, kwargs))
             if len(found) == len(placed.slots):
                 raise StageEnd(form.unwrap(output))
@@ -368,13 +391,15 @@ class HuggingFaceAdapter:
         kind = type(self.model).__name__
         if self._is_encoder_decoder or self._input != "input_ids":
             raise PlanError(
-                f"sequence = {part.ranks}: {kind} has more than one sequence of tokens, or none; use sequence = 1"
+                f"{part.said}: {kind} has more than one sequence of tokens, or none; use {part.whole_again}"
             )
         (placed,) = self._stacks
         self._tables = [(each.name, each.module) for each in self._blocks[: placed.begin]]
         self._tables = [each for each in self._tables if isinstance(each[1], nn.Embedding)]
         layers = [self._blocks[at].module for at in placed.run]
         self._divided = divide_layers(self.model, layers, part, tensor=tensor, outputs=self._task.outputs)
+        if part.slices > 1:
+            self._check_causal(part)
         return dict(zip(placed.run, self._divided.attentions, strict=True))
 
     # ---- slots

@@ -1,8 +1,10 @@
-"""The part of each sequence that a rank has."""
+"""The positions of each sequence that a rank computes at a time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,26 +31,77 @@ def length_of(batch: Batch) -> int:
     raise PlanError(f"the batch has no sequences that ranks could divide: none of {', '.join(_LONG)} is [samples, S]")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SequencePart:
-    """One of as many equal parts as ranks divide a sequence: the `index`-th run of consecutive positions."""
+    """The positions of each sequence that a rank computes at a time: a run of a slice.
 
-    index: int
-    ranks: int
+    index, ranks: of the ranks that divide sequences; each has one of as many equal runs of every slice.
+    slices: number of slices, one after the other.  lengths: the length of a sequence -> those of its slices; equal ones
+    if not given.
+    microbatch, at: the microbatch and the slice in progress; all methods are of this slice.  length: of its sequences.
+    """
+
+    index: int = 0
+    ranks: int = 1
+    slices: int = 1
+    lengths: Callable[[int], tuple[int, ...]] | None = None
+    microbatch: int = 0
+    at: int = 0
+    length: int = 0
+
+    def enter(self, number: int, batch: Batch) -> None:
+        """Begin with a slice of a microbatch. number: as actions count: slice s of microbatch i is i * slices + s."""
+        self.microbatch, self.at = divmod(number, self.slices)
+        self.length = length_of(batch)
+
+    @property
+    def multiple(self) -> int:
+        """Lengths of sequences are multiples of this."""
+        return self.ranks * (self.slices if self.lengths is None else 1)
+
+    @property
+    def said(self) -> str:
+        """The options that divide sequences, in words."""
+        options = {"sequence": self.ranks, "slices": self.slices}
+        return ", ".join(f"{name} = {count}" for name, count in options.items() if count > 1)
+
+    @property
+    def whole_again(self) -> str:
+        """The options that leave sequences whole, in words."""
+        return " and ".join(f"{name} = 1" for name in ("sequence", "slices") if name in self.said)
+
+    @property
+    def number(self) -> int:
+        """Number of the positions among those of all slices and ranks."""
+        return self.at * self.ranks + self.index
+
+    def slice_of(self, whole: int) -> tuple[int, int]:
+        """Return where the slice begins and ends in a sequence of a length."""
+        if self.lengths is None:
+            each = whole // self.slices
+            return self.at * each, (self.at + 1) * each
+        *begins, _ = ends = [0, *accumulate(self.lengths(whole))]
+        return begins[self.at], ends[self.at + 1]
+
+    def run_of(self, whole: int) -> tuple[int, int]:
+        """Return where this rank's run of the slice begins and ends."""
+        begin, end = self.slice_of(whole)
+        each = (end - begin) // self.ranks
+        return begin + self.index * each, begin + (self.index + 1) * each
 
     def of(self, tensor: Tensor, along: int) -> Tensor:
-        """Return this part of a tensor, as a view; `ranks` divides its size."""
-        each = tensor.shape[along] // self.ranks
-        return tensor.narrow(along, self.index * each, each)
+        """Return the positions of a tensor of whole sequences, as a view."""
+        begin, end = self.run_of(tensor.shape[along])
+        return tensor.narrow(along, begin, end - begin)
 
-    def among_zeros(self, tensor: Tensor, along: int) -> Tensor:
-        """Return a whole with this part, and zeros elsewhere."""
-        each = tensor.shape[along]
-        around = [0, 0] * (tensor.dim() - 1 - along) + [self.index * each, (self.ranks - 1 - self.index) * each]
+    def among_zeros(self, tensor: Tensor, along: int, whole: int) -> Tensor:
+        """Return whole sequences with these positions, and zeros elsewhere. whole: their length."""
+        begin, end = self.run_of(whole)
+        around = [0, 0] * (tensor.dim() - 1 - along) + [begin, whole - end]
         return F.pad(tensor, around)
 
     def of_batch(self, batch: Batch) -> dict[str, Any]:
-        """Return the batch with this part of all tensors [samples, S, ...]; others stay whole."""
+        """Return the batch with these positions of all tensors [samples, S, ...]; others stay whole."""
         length = length_of(batch)
 
         def own(tensor: Tensor) -> Tensor:

@@ -53,14 +53,15 @@ class ProgramCounter:
     """Where a rank is in its program, and what moves it.
 
     place: numbers of the process's page; `place[AT]` is the instruction in progress, `at` the next one.
-    seed: of the model's random numbers.  part: of the sequences that this rank has.
+    seed: of the model's random numbers.
     """
 
-    def __init__(self, microbatches: Microbatches, place: memoryview[int], *, seed: int, part: int = 0) -> None:
+    def __init__(self, microbatches: Microbatches, place: memoryview[int], *, seed: int) -> None:
         self._microbatches = microbatches
         self._blocks = [block for stage in microbatches.stages.values() for block in stage.blocks]
         self._place = place
-        self._seed, self._part = seed, part
+        self._seed = seed
+        self._part = None if microbatches.sequences is None else microbatches.sequences.part
         # Of the running program. A step that begins again replaces the next three outside of any forward, so
         # `block_forward` can keep them in local names.
         self.calls: Sequence[Callable[[], None]] = ()
@@ -81,6 +82,7 @@ class ProgramCounter:
     def advance(self, part: Part) -> None:
         """Execute the instructions of a part, as far as the model's forward does not when it calls its blocks."""
         self.action, stop, place = part.action, part.stop, self._place
+        self._microbatches.enter(part.action.microbatch)
         while self.at < stop:
             at = place[AT] = self.at
             # Set before the call: the forward of a stage continues from here, and advances it further.
@@ -135,7 +137,9 @@ class ProgramCounter:
         self.at = at + 1
         timing = self.timing
         start = 0.0 if timing is None else timing.now()
-        draw = BlockDraw(self._seed, self.step, self.first_microbatch + microbatch, part=self._part)
+        own = self._part
+        whole, nth = (microbatch, 0) if own is None else (own.microbatch, own.number)
+        draw = BlockDraw(self._seed, self.step, self.first_microbatch + whole, part=nth)
         kept, passages = self._microbatches.kept, self._microbatches.state.passages
         if kept is None or (block.index, microbatch) not in kept.chosen:
             output, passage = block.forward(given, draw)

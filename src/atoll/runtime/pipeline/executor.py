@@ -45,7 +45,7 @@ from atoll.runtime.pipeline.clock import ProgramClock, clock_of
 from atoll.runtime.pipeline.counter import Forwards, ProgramCounter, skip
 from atoll.runtime.pipeline.deferred import Collector
 from atoll.runtime.pipeline.kept import KeptActivations
-from atoll.runtime.pipeline.microbatches import Microbatches, StageMicrobatch
+from atoll.runtime.pipeline.microbatches import Microbatches, PartsOfSequences, StageMicrobatch
 from atoll.runtime.pipeline.stage import Stage
 from atoll.runtime.pipeline.step_end import OF_ALL, StepEnd
 from atoll.runtime.pipeline.unit_end import OF_UNIT
@@ -126,6 +126,7 @@ class Executor:
     loss: of the last stage's outputs and a microbatch.
     lanes: run transfers concurrently, which are recorded on the programs' clock.
     extensions: of packages with instructions of their own.  kept: what blocks keep in host memory, if they may.
+    sequences: of which parts are computed, if so.
 
     is_timed: whether each instruction is recorded on the clock, instead of each action only.
     before: what to call before each instruction of a kind, for tools and tests that observe a step. The model itself
@@ -147,7 +148,7 @@ class Executor:
         lanes: Iterable[JobLane] = (),
         extensions: Sequence[Extension] = (),
         kept: KeptActivations | None = None,
-        part: int = 0,
+        sequences: PartsOfSequences | None = None,
     ) -> None:
         self._outline, self._transport = outline, transport
         self.end = end
@@ -165,11 +166,12 @@ class Executor:
             routers=end.routers,
             counts_loss=transport.place.tp == 0,
             kept=kept,
+            sequences=sequences,
         )
         self.kept = kept
         # Where other threads and processes see this rank. All engines of a process share its page.
         self._page = own_page()
-        self.counter = ProgramCounter(self.microbatches, self._page.numbers, seed=seed, part=part)
+        self.counter = ProgramCounter(self.microbatches, self._page.numbers, seed=seed)
         # By number of microbatches and ending. A program is lowered when it is first needed and kept until `lower`, as
         # are its calls, which bind the units and blocks above. An evaluation has programs of its own.
         self._scores: dict[tuple[int, Ending | None], _Score] = {}
@@ -242,6 +244,9 @@ class Executor:
         scale: returns the factor of the loss before its backward, called once it is known; given in training.
         Without training nothing is kept for a backward; with keep_logits the loss is not computed.
         """
+        sequences = self.microbatches.sequences
+        if sequences is not None:  # an action counts slices, each of which reads its microbatch
+            batches = [batch for batch in batches for _ in range(sequences.part.slices)]
         self.microbatches.begin(batches, training=training, keeps_logits=keep_logits)
         self._scale = scale
         self.counter.step, self.counter.first_microbatch = step, first_microbatch
@@ -251,7 +256,8 @@ class Executor:
         for extension in self.extensions:
             extension.begin(batches, training=training, keeps_logits=keep_logits)
         parcels = self._parcels if self.extensions else None
-        self._mail.begin(score.row, batches, training=training, parcels=parcels)
+        lengths = None if sequences is None else sequences.lengths(batches)
+        self._mail.begin(score.row, batches, training=training, parcels=parcels, lengths=lengths)
         clock.begin()
         for lane in self._lanes:
             lane.clock = clock
@@ -370,7 +376,11 @@ class Executor:
         where = f"rank {place.rank} ({', '.join(f'{axis} {at}' for axis, at in place.coordinates.items())})"
         what = f"step {self.counter.step + 1}, action {action}"
         if action.microbatch is not None:
-            what += f", global microbatch {self.counter.first_microbatch + action.microbatch}"
+            own = self.microbatches.sequences
+            slices = 1 if own is None else own.part.slices
+            whole, nth = divmod(action.microbatch, slices)
+            what += f", global microbatch {self.counter.first_microbatch + whole}"
+            what += f", slice {nth} of {slices}" if slices > 1 else ""
         peer = self.waits.peer_of(action)
         if peer is not None:
             what += f", peer rank {peer}"

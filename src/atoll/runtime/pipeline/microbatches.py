@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -32,6 +32,7 @@ from atoll.runtime.mail import Mail, Wire
 from atoll.runtime.models import Batch, Loss
 from atoll.runtime.models.adapter import sum_and_count
 from atoll.runtime.models.operations import nested_tensors
+from atoll.runtime.models.part import SequencePart
 from atoll.runtime.pipeline.block import LocalBlock, Passage, pass_on
 from atoll.runtime.pipeline.deferred import Collector, Pending, compute_weights
 from atoll.runtime.pipeline.kept import KeptActivations
@@ -46,6 +47,24 @@ StageMicrobatch = tuple[int, int]
 
 Trained = tuple[Unit, str, torch.nn.Parameter, bool, bool]
 """A trained parameter of a block: its unit and name, whether I computes its gradient, and whether it is a DTensor."""
+
+
+class PartsOfSequences(Protocol):
+    """The parts of sequences that a rank computes, one at a time. part: the one in progress."""
+
+    part: SequencePart
+
+    def lengths(self, batches: Sequence[Batch]) -> list[int]:
+        """Return the positions of each action's part."""
+        ...
+
+    def clear(self) -> None:
+        """Release what a program that was not finished has left."""
+        ...
+
+    def ended_backward(self, block: int) -> None:
+        """Release what later slices no longer attend to, after the backward of a block."""
+        ...
 
 
 @dataclass(slots=True)
@@ -92,7 +111,7 @@ class Microbatches:
     state: of the running program; it is replaced and not cleared field by field, so that nothing stays behind.
     probe: inspects the values of the next program, if given.
     counts_loss: whether this rank's losses are summed; of the ranks of a tensor-parallel group, which have the same,
-    one does.  kept: what blocks keep in host memory, if they may.
+    one does.  kept: what blocks keep in host memory, if they may.  sequences: of which parts are computed, if so.
     """
 
     def __init__(
@@ -105,6 +124,7 @@ class Microbatches:
         routers: Routers,
         counts_loss: bool,
         kept: KeptActivations | None = None,
+        sequences: PartsOfSequences | None = None,
     ) -> None:
         self.stages = {stage.index: stage for stage in stages}
         self._mail = mail
@@ -112,7 +132,7 @@ class Microbatches:
         self._collector = collector  # the one that this rank's linear layers append to
         self._routers = routers
         self._counts_loss = counts_loss
-        self.kept = kept
+        self.kept, self.sequences = kept, sequences
         # By block, once for all steps: parameters keep their identity, also as a DTensor that is laid out anew.
         self._trained = {block.index: _trained(block) for stage in stages for block in stage.blocks}
         self.state = ProgramState((), is_training=False)
@@ -121,11 +141,21 @@ class Microbatches:
     # ---- between the instructions of microbatches
 
     def begin(self, batches: Sequence[Batch], *, training: bool, keeps_logits: bool = False) -> None:
-        """Begin a program; this also releases what one that raised has left behind."""
+        """Begin a program; this also releases what one that raised has left behind.
+
+        batches: of each microbatch, whole; each is repeated for its slices, as actions count.
+        """
         self.state = ProgramState(batches, is_training=training, keeps_logits=keeps_logits)
         self._routers.begin()
         if self.kept is not None:
             self.kept.begin()
+        if self.sequences is not None:
+            self.sequences.clear()
+
+    def enter(self, microbatch: int | None) -> None:
+        """Begin with an action of a microbatch, or of none."""
+        if self.sequences is not None and microbatch is not None:
+            self.sequences.part.enter(microbatch, self.state.batches[microbatch])
 
     def drain(self) -> None:
         """Release everything except the results."""
@@ -226,6 +256,8 @@ class Microbatches:
         # `collected` from there, and by the end of this context it is complete.
         with self._collector.collecting() as collected:
             block.backward(passage)
+        if self.sequences is not None:
+            self.sequences.ended_backward(block.index)
         for unit, name, kept in collected:
             pending.setdefault(unit, []).append((name, kept))
         # Behind each block, so that what I computes is outside of the flat buffers for one block at a time, and is

@@ -27,11 +27,11 @@ FIELDS = len(Sighting(NonFinite.LOSS, 0, 0, block=0).encode())
 class Probe:
     """Findings of one rank. first: the global index of its first microbatch.  size: samples in a microbatch.
 
-    names: the index of each parameter among the model's.
+    names: the index of each parameter among the model's.  slices: of each microbatch, which actions count.
     """
 
-    def __init__(self, rank: int, *, first: int, size: int, names: Mapping[str, int]) -> None:
-        self._rank, self._first, self._size = rank, first, size
+    def __init__(self, rank: int, *, first: int, size: int, names: Mapping[str, int], slices: int = 1) -> None:
+        self._rank, self._first, self._size, self._slices = rank, first, size, slices
         self._names = names
         self._bad: set[str] = set()
         self.seen: list[Sighting] = []
@@ -56,7 +56,7 @@ class Probe:
             if sample is None:
                 continue
             at = -1 if name is None else self._names[name]
-            number = self._first + microbatch
+            number = self._first + microbatch // self._slices
             row = -1 if name is not None else sample
             self.seen.append(Sighting(made, self._rank, number, block=block, name=at, sample=row))
             if name is not None:

@@ -140,7 +140,12 @@ class Routers:
                 f"bias_rate = {balance.bias_rate}: islands have tokens of their own, and their selection biases would "
                 "drift apart, which no outer step averages; use sequence_loss, or leave outer steps out"
             )
-        sequences = plan.microbatch * plan.schedule.microbatches * plan.mesh.shares // plan.islands
+        if balance.has_losses and plan.schedule.slices > 1:
+            raise PlanError(
+                f"slices = {plan.schedule.slices}: losses of routers are of whole sequences, of which a slice is not; "
+                "use bias_rate alone, or slices = 1"
+            )
+        sequences = plan.global_batch // plan.islands
         return Routers(balance, sequences, reports=place.tp == 0 or plan.sequence_parallel)
 
     def begin(self) -> None:

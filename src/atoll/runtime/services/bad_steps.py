@@ -124,11 +124,11 @@ class BadSteps:
         """Find where a step's values became non-finite: in the parameters, or in the replayed step."""
         step, specs, place = refused.result.step, self._sharded.specs, self._transport.place
         share, outcome = self._played[step]
-        count = self._plan.schedule.microbatches
+        count, slices = self._plan.schedule.whole_microbatches, self._plan.schedule.slices
         first, total = place.share * count, count * self._plan.mesh.shares
         names = places_of(specs)
         # If the replay does not show the fault again, the losses of the step itself tell more.
-        probe = Probe(place.rank, first=first, size=self._plan.microbatch, names=names)
+        probe = Probe(place.rank, first=first, size=self._plan.microbatch, names=names, slices=slices)
         last = len(self._blocks) - 1
         for microbatch, loss in outcome.losses.items():
             probe.look(NonFinite.LOSS, [loss], last, microbatch=microbatch)
@@ -139,7 +139,7 @@ class BadSteps:
             of_step, marked = first_of_all([*probe.seen, *([bad] if bad else [])], self._transport, total)
         was_repeated, cause = True, of_step
         if of_step is None or of_step.made is not NonFinite.PARAMETER:
-            probe = Probe(place.rank, first=first, size=self._plan.microbatch, names=names)
+            probe = Probe(place.rank, first=first, size=self._plan.microbatch, names=names, slices=slices)
             self._executor.microbatches.probe = probe
             try:
                 self._replay(share, step - 1, is_rehearsal=True)

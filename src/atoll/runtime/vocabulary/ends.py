@@ -43,7 +43,7 @@ class EmbeddingEntry(End):
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         if self._part is None or given.shape[1] == self._rows.shape[1]:
             return self._embedded(given)
-        return self._part.among_zeros(self._embedded(self._part.of(given, 1)), 1)
+        return self._part.among_zeros(self._embedded(self._part.of(given, 1)), 1, given.shape[1])
 
     @property
     def _rows(self) -> torch.Tensor:

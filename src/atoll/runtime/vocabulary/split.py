@@ -82,9 +82,14 @@ class SplitVocabulary:
     def begin(self, batches: Sequence[Batch], *, training: bool, keeps_logits: bool) -> None:
         """Begin a program."""
         if self._part is not None:
-            batches = [self._part.of_batch(batch) for batch in batches]
+            batches = [self._part_of(number, batch) for number, batch in enumerate(batches)]
         self._row = _Row(batches, training, keeps_logits)
         self._slice.begin()
+
+    def _part_of(self, number: int, batch: Batch) -> Batch:
+        assert self._part is not None, "a part of each sequence is looked up and scored"
+        self._part.enter(number, batch)
+        return self._part.of_batch(batch)
 
     def end(self) -> None:
         """End the program."""
