@@ -171,7 +171,7 @@ def held_in(instructions: Sequence[Instruction], shape: RankShape, before: Held)
     stay allocated as were in use at once. In between, a received activation is the input that the stage's first block
     saves, and a received gradient is kept by its last block for W: `BlockShape.kept` is without the former.
     """
-    room = max((messages for (messages,) in _sums(instructions, shape, ("messages",))), default=0)
+    room = sum(_room_of_messages(instructions, each) for each in _by_messages(shape))
     for parts in _sums(instructions, shape, Working._fields):
         now = Working(*parts)
         yield Held(
@@ -187,12 +187,46 @@ def held_in(instructions: Sequence[Instruction], shape: RankShape, before: Held)
         )
 
 
+def _room_of_messages(instructions: Sequence[Instruction], shape: RankShape) -> int:
+    return max((messages for (messages,) in _sums(instructions, shape, ("messages",))), default=0)
+
+
+def _by_messages(shape: RankShape) -> Iterator[RankShape]:
+    """Yield the shape for messages of one size each: a buffer is used again for others of its size."""
+    sizes = {_received(each) for each in shape.of_slices}
+    if len(sizes) < 2:
+        yield shape
+        return
+    for size in sizes:
+        yield replace(
+            shape, of_slices=tuple(each if _received(each) == size else _silent(each) for each in shape.of_slices)
+        )
+
+
+def _received(shape: RankShape) -> int:
+    return max((nbytes for stage in shape.stages.values() for nbytes in stage.received.values()), default=0)
+
+
+def _silent(shape: RankShape) -> RankShape:
+    """Return the shape without messages between stages."""
+    stages = {
+        at: replace(
+            stage,
+            received=dict.fromkeys(stage.received, 0),
+            weights={unit: own._replace(answered=0) for unit, own in stage.weights.items()},
+        )
+        for at, stage in shape.stages.items()
+    }
+    return replace(shape, stages=stages)
+
+
 def _sums(instructions: Iterable[Instruction], shape: RankShape, names: tuple[str, ...]) -> Iterator[list[int]]:
     """Yield the bytes of components after each instruction, with those that it allocates and frees itself."""
     parts = [0] * len(names)
     held: dict[tuple[Workspace, Key], int] = {}
     turns: dict[Workspace, list[int]] = {}
-    known: dict[tuple[Operation, int, Phase | None, int], tuple[list[_Change], ...]] = {}
+    known: dict[tuple[Operation, int, Phase | None, int, int], tuple[list[_Change], ...]] = {}
+    slices = max(1, len(shape.of_slices))
     instructions = tuple(instructions)
     for amount in chain.from_iterable(do.frees for do in {each.do for each in instructions}):
         workspace = amount.workspace
@@ -201,9 +235,10 @@ def _sums(instructions: Iterable[Instruction], shape: RankShape, names: tuple[st
             parts[names.index(workspace.part)] += held[workspace, OF_STEP]
     for step in instructions:
         do, action, of, phase = step
-        found = known.get((do, of, phase, action.stage))
+        number = (action.microbatch or 0) % slices
+        found = known.get((do, of, phase, action.stage, number))
         if found is None:
-            found = known[do, of, phase, action.stage] = _changes(step, shape, names)
+            found = known[do, of, phase, action.stage, number] = _changes(step, shape.of_slice(number), names)
         frees, takes, within = found
         for part, buffer, size in frees:
             if buffer[0].shared is Sharing.TOGETHER:

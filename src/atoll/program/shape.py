@@ -161,6 +161,8 @@ class RankShape:
     loss keeps.
     besides: bytes that instructions of a stage, or of a slice, take (above 0) and free (below) besides what their rows
     say, by component of `atoll.program.memory.Working`; known of a workload.
+    of_slices: the same with the bytes of each slice of a microbatch's sequences, if actions count slices; see
+    `atoll.plans.ir.Schedule`. The others are then those of the largest slice.
     """
 
     stages: Mapping[int, StageShape]
@@ -179,6 +181,11 @@ class RankShape:
     offloads: float | tuple[float, ...] = 0.0
     last: int = -1
     besides: Mapping[tuple[Operation, int], Mapping[str, int]] = field(default_factory=dict, compare=False)
+    of_slices: tuple[RankShape, ...] = field(default=(), compare=False)
+
+    def of_slice(self, number: int) -> RankShape:
+        """Return the shape for a slice of a microbatch. number: of all slices, as actions count."""
+        return self.of_slices[number % len(self.of_slices)] if self.of_slices else self
 
     @cached_property
     def blocks(self) -> Mapping[int, BlockShape]:

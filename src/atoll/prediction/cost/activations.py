@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 
 def with_activations(shape: RankShape, ranks: Ranks) -> RankShape:
-    """Return the shape of a pipeline rank with the bytes of its blocks' activations and messages."""
+    """Return the shape of a pipeline rank with the bytes of its blocks' activations and messages, and one for each
+    slice of its sequences, if they have several."""
+    if len(ranks.of_slices) > 1:
+        each = tuple(with_activations(shape, own) for own in ranks.of_slices)
+        return replace(max(each, key=lambda own: sum(block.kept for block in own.blocks.values())), of_slices=each)
     stages = {index: _stage(stage, ranks) for index, stage in shape.stages.items()}
     owed = {unit: weight.leaves for stage in stages.values() for unit, weight in stage.weights.items()}
     units = {
@@ -73,16 +77,32 @@ def _block(block: BlockShape, ranks: Ranks, run: range, received: Mapping[str, i
     else:
         pending, passing = 0, own + again + sum(each.nbytes for each in work.pending) + _stacked(ranks, work)
     leaves = _leaving(ranks, run, at) if ranks.plan.offloads else 0
+    since, until = _keys(ranks, work) if block.needs_backward else (0, 0)
     return replace(
         block,
-        kept=work.kept + sent - there,
-        freed=own + sent - there + answer,
+        kept=work.kept + sent - there + since,
+        freed=own + sent - there + answer + until,
         pending=pending,
         in_forward=work.peak,
         in_backward=passing + (_outside(ranks, work) if block.needs_backward else 0),
         leaves=leaves,
         travel=travel_of(leaves),
     )
+
+
+def _keys(ranks: Ranks, work: Work) -> tuple[int, int]:
+    """Return the bytes that F allocates, and I frees, for keys and values of all slices and their gradients.
+
+    The first slice's F allocates keys and values, and its I is the last to need them. The last slice's I allocates the
+    gradients of all earlier ones, in fp32 at least.
+    """
+    use = ranks.use
+    if use.slice is None or not work.keys:
+        return 0, 0
+    last = ranks.spans[-1]
+    gradients = work.keys * max(4, use.item) // use.item * last[0] // use.sequence
+    since = work.keys if use.earlier == 0 else 0
+    return since, (since + gradients if use.earlier == 0 else 0) - (gradients if use.slice == last else 0)
 
 
 def _leaving(ranks: Ranks, run: range, at: int) -> int:

@@ -76,22 +76,23 @@ Seconds = Mapping[tuple[Operation, int], float]
 Inside = Mapping[str, Seconds]
 """Seconds that collectives add to instructions, by the field of `Breakdown` that they are part of."""
 
+NO_COLLECTIVES: tuple[Inside, ...] = ({},)
+
 
 def break_down(
-    played: PlayedPrograms, rates: Sequence[Rates], inside: Sequence[Inside] | None = None
+    played: PlayedPrograms, rates: Sequence[Rates], inside: Sequence[Sequence[Inside]] | None = None
 ) -> tuple[Breakdown, ...]:
     """Return the breakdown of the last step of simulated programs, on each pipeline rank.
 
     rates: those of the simulation, one per rank.
-    inside: for each rank, the time that collectives add to its instructions; None if there are none.
+    inside: for each rank, the time that collectives add to its instructions, of each slice of a microbatch; None if
+    there are none.
 
     A rank's seconds add up to the time between its own ends of two steps, which is the step's length once the ranks
     are in a steady state.
     """
-    parts: Sequence[Inside] = [{}] * len(rates) if inside is None else inside
-    return tuple(
-        _of_rank(played, rank, own.compute, part) for rank, (own, part) in enumerate(zip(rates, parts, strict=True))
-    )
+    parts = [NO_COLLECTIVES] * len(rates) if inside is None else inside
+    return tuple(_of_rank(played, rank, own, part) for rank, (own, part) in enumerate(zip(rates, parts, strict=True)))
 
 
 class Period(NamedTuple):
@@ -103,21 +104,23 @@ class Period(NamedTuple):
     end: float
 
 
-def pieces(played: PlayedPrograms, rank: int, compute: Seconds, inside: Inside | None = None) -> Iterator[Period]:
+def pieces(
+    played: PlayedPrograms, rank: int, rates: Rates, inside: Sequence[Inside] = NO_COLLECTIVES
+) -> Iterator[Period]:
     """Yield the pieces of a rank's last simulated step, in order and without gaps.
 
-    A wait for another rank is the bubble until that rank has sent, and then its own cause.  compute, inside: as in
+    A wait for another rank is the bubble until that rank has sent, and then its own cause.  rates, inside: as in
     `break_down`, of this rank.
     """
     timing, program = played.timings[rank], played.programs.ranks[rank]
     sent = iter(timing.sent)
     before = timing.begin
-    for nth, ((do, _, of, _), end) in enumerate(zip(program.instructions, timing.ends, strict=True)):
-        cause = do.cause
+    for nth, ((do, action, of, _), end) in enumerate(zip(program.instructions, timing.ends, strict=True)):
+        cause, within = do.cause, inside[(action.microbatch or 0) % len(inside)]
         if not do.waits or cause not in _WAITS:
-            both = _within(cause, before, end, {part: own.get((do, of), 0.0) for part, own in (inside or {}).items()})
+            both = _within(cause, before, end, {part: own.get((do, of), 0.0) for part, own in within.items()})
         elif cause in _FROM_OTHERS:
-            own = min(end - before, compute.get((do, of), 0.0))
+            own = min(end - before, rates.of_slice(action.microbatch).compute.get((do, of), 0.0))
             travels = min(end - before - own, end - next(sent))
             middle = end - own - travels
             both = [("bubble", before, middle), (cause, middle, end)]
@@ -139,9 +142,9 @@ def _within(cause: str, before: float, end: float, parts: Mapping[str, float]) -
     return [(cause, before, end), *reversed(found)]
 
 
-def _of_rank(played: PlayedPrograms, rank: int, compute: Seconds, inside: Inside) -> Breakdown:
+def _of_rank(played: PlayedPrograms, rank: int, rates: Rates, inside: Sequence[Inside]) -> Breakdown:
     found: defaultdict[str, float] = defaultdict(float)
-    for _, part, start, end in pieces(played, rank, compute, inside):
+    for _, part, start, end in pieces(played, rank, rates, inside):
         found[part] += end - start
     return Breakdown(**found)
 

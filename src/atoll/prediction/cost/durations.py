@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 from atoll.plans.layouts import ITEM_BYTES, StoredCopies, footprint
 from atoll.plans.schedules import Links, PipelineLink
@@ -82,6 +83,11 @@ class Durations:
     ) -> tuple[Rates, ...]:
         """Return the seconds of instructions if blocks take `parts`, links are others, and the optimizer's step and
         pauses take `update` and `pause` times as long as on this cluster."""
+        slices = self.ranks.of_slices
+        if len(slices) > 1:
+            options: dict[str, Any] = {"update": update, "pause": pause, "links": self.links if links is None else links}
+            each = [Durations(own, self.cluster).rates_of(parts, **options) for own in slices]
+            return tuple(replace(own[0], of_slices=own) for own in zip(*each, strict=True))
         message = float(self.ranks.message_bytes)
         links = self.links if links is None else links
         found = []
@@ -226,8 +232,12 @@ class Durations:
         )
         return tuple(whole - part for whole, part in zip(self.parts(work), alone, strict=True))  # type: ignore[return-value]
 
-    def inside(self, rank: int) -> dict[str, dict[tuple[Operation, int], float]]:
-        """Return the seconds that collectives add to a pipeline rank's instructions, by field of `Breakdown`."""
+    def inside(self, rank: int) -> tuple[dict[str, dict[tuple[Operation, int], float]], ...]:
+        """Return the seconds that collectives add to a pipeline rank's instructions, by field of `Breakdown`, of each
+        slice of a microbatch."""
+        return tuple(Durations(own, self.cluster)._inside(rank) for own in self.ranks.of_slices)
+
+    def _inside(self, rank: int) -> dict[str, dict[tuple[Operation, int], float]]:
         sizes = self.ranks.use.groups
         axes = {"tensor": ("tp",), "exchanges": ("expert", "sequence")}
         return {

@@ -22,9 +22,9 @@ class Embedding:
 
     def work(self, use: Use) -> Work:
         """See `Work`. Where ranks divide sequences, one with types computes all positions."""
-        if use.divide == 1 or not self.sizes.types:
+        if (use.divide == 1 and use.slice is None) or not self.sizes.types:
             return self._of_part(use)
-        whole = self._of_part(replace(use, divide=1))
+        whole = self._of_part(replace(use, divide=1, slice=None))
         return replace(
             whole,
             saved=(*whole.saved, Saved("output", whole.wire, "I")),
@@ -76,7 +76,7 @@ class Embedding:
 
     def _kept(self, use: Use) -> Iterator[Saved]:
         s, hidden = self.sizes, use.tokens * self.sizes.hidden // use.parts
-        if use.divide > 1 and not s.implementation.keeps_angles:  # beside the next layer's part of all rows
+        if (use.divide > 1 or use.slice) and not s.implementation.keeps_angles:  # beside the next layer's part of all rows
             yield Saved("output", use.item * hidden, "I")
         if s.implementation.ends == "parts" and s.positions:
             yield Saved("tokens' rows", use.item * hidden, "I")

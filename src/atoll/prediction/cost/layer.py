@@ -119,6 +119,7 @@ class TransformerLayer:
             pending=self._gradients(use) if how.waits else (),
             again=tuple(again),
             wire=use.tokens * sizes.hidden * use.item // use.parts,
+            keys=0 if use.slice is None else use.item * use.samples * use.sequence * self._kept_width(use),
             linear=(*self._weights, *(() if mixture is None else mixture.linear)),
         )
 
@@ -145,6 +146,14 @@ class TransformerLayer:
         latent attention, which is not split."""
         whole = sum(inputs * outputs for inputs, outputs in self.sizes.attention.values()) if self.sizes.latent else 0
         return whole - (whole - self.matrices - rest) // tensor
+
+    def _kept_width(self, use: Use) -> int:
+        """Return the elements of keys and values of a position that a rank keeps for later slices: of its heads, and
+        as often as they are repeated for the ranks that divide sequences."""
+        s, over = self.sizes, self._heads_over(use)
+        values = s.values if s.latent is None else s.heads * s.latent.values
+        keys = s.keys if s.latent is None else s.queries
+        return (keys + values) * repeats(s, use, over) // (over * use.divide)
 
     @property
     def cost(self) -> float:
@@ -218,24 +227,22 @@ class TransformerLayer:
     def _scores(self, use: Use) -> Iterator[Kernel]:
         """Return the kernels of attention between its two linear layers, forward."""
         s, i = self.sizes, use.item
-        heads, length = own_heads(self.sizes, use, self._heads_over(use)), use.sequence
+        heads, length, keys = own_heads(self.sizes, use, self._heads_over(use)), use.queries, use.keys
         value_width = s.head_width if s.latent is None else s.latent.values
         if not s.is_eager(use):
-            width = (
-                s.queries + (s.keys + s.values) * repeats(self.sizes, use, self._heads_over(use)) + s.attended
-            ) // self._heads_over(use)
-            share = 0.5 if s.causal else 1.0
-            flops = 2.0 * share * heads * length * length * (s.head_width + value_width)
-            yield FusedAttention(flops, i * use.tokens * width)
+            read = (s.keys + s.values) * repeats(self.sizes, use, self._heads_over(use)) * keys // length
+            width = (s.queries + read + s.attended) // self._heads_over(use)
+            pairs = use.causal_pairs if s.causal else length * keys
+            yield FusedAttention(2.0 * heads * pairs * (s.head_width + value_width), i * use.tokens * width)
             return
-        scores = heads * length * length
+        scores = heads * length * keys
         is_taken = s.implementation.runtime != "megatron" or s.head_width * i % _ALIGNED == 0
         share = 1.0 if is_taken else UNALIGNED
-        yield Product(length, s.head_width, length, heads, share)
+        yield Product(length, s.head_width, keys, heads, share)
         yield _softmax(s.implementation, scores, heads, i)
         if s.dropout:
             yield Pass((2.0 * i + 1) * scores)
-        yield Product(length, length, value_width, heads, share)
+        yield Product(length, keys, value_width, heads, share)
 
     def _forward(self, use: Use) -> Iterator[Kernel]:
         s, i, tokens = self.sizes, use.item, use.tokens
@@ -314,10 +321,8 @@ class TransformerLayer:
                     yield kernel.swapped
                     yield kernel.learnt
                 case Pass():
-                    yield Pass(
-                        kernel.nbytes + i * own_heads(self.sizes, use, self._heads_over(use)) * use.sequence**2,
-                        kernel.kernels,
-                    )
+                    scores = own_heads(self.sizes, use, self._heads_over(use)) * use.queries * use.keys
+                    yield Pass(kernel.nbytes + i * scores, kernel.kernels)
 
     def _enter(self, use: Use) -> Iterator[Kernel]:
         """Return the traffic of the hidden state at modules split by outputs; in the backward, at those split by
@@ -380,18 +385,22 @@ class TransformerLayer:
                 rows = s.head_width if s.head_norms == "head" else width // t
                 yield from how.saved_by_norm(use, f"{name}' norm", tokens * width // t, rows, is_kept=False)
         if how.keeps_angles:
-            yield Saved("rotary angles", 2 * i * -(-use.sequence // use.divide) * s.head_width, "I")
+            yield Saved("rotary angles", 2 * i * -(-use.queries // use.divide) * s.head_width, "I")
         keys = s.queries if is_eager and how.repeats_keys else s.keys * repeats(self.sizes, use, self._heads_over(use))
-        yield Saved("queries and keys", i * tokens * (s.queries + keys) // t, "I")
+        if use.slice is not None:
+            yield from self._saved_of_slice(use)
+        else:
+            yield Saved("queries and keys", i * tokens * (s.queries + keys) // t, "I")
         values = s.queries + 2 * s.keys if _is_slice(self.sizes, use) and use.divide == 1 else keys
         if s.latent is not None:
             values = s.attention["keys and values"][1]
-        yield Saved("values", i * tokens * values // t, "I")
+        if use.slice is None:
+            yield Saved("values", i * tokens * values // t, "I")
         # Kernels write in the queries' memory order: head by head, the output is copied.
         # An exchange copies it as well.
         if not is_eager and (use.divide > 1 or (how.heads == "outer" and (i < 4 or how.copies == "all"))):
             yield Saved("attention's output", i * tokens * s.attended // t, "I")
-        scores = own_heads(self.sizes, use, self._heads_over(use)) * use.sequence**2
+        scores = own_heads(self.sizes, use, self._heads_over(use)) * use.queries * use.keys
         if not is_eager:
             yield Saved("log-sums", max(4, i) * tokens * s.heads // t, "I")
             return
@@ -401,6 +410,14 @@ class TransformerLayer:
         if s.dropout:
             yield Saved("attention's dropout", scores, "I")
             yield Saved("dropped softmax", i * scores, "I")
+
+    def _saved_of_slice(self, use: Use) -> Iterator[Saved]:
+        """Return what attention of a slice saves of queries, keys and values. Keys and values are views of those that
+        are kept, but where eager attention repeats them for groups of queries."""
+        s, i, t = self.sizes, use.item, self._heads_over(use)
+        yield Saved("queries and keys", i * use.tokens * s.queries // t, "I")
+        if s.is_eager(use) and s.implementation.repeats_keys and s.queries != s.keys:
+            yield Saved("values", 2 * i * use.samples * use.keys * s.queries // (t * use.divide), "I")
 
     def _outputs(self, use: Use) -> tuple[Saved, ...]:
         """Return the outputs of the products of linear layers; another saved tensor of the same name is the same

@@ -124,7 +124,7 @@ class Prediction:
         """Model FLOPs utilization: the operations of a step as a share of the devices' peak in the compute dtype,
         without recompute (`Workload.flops`)."""
         mesh = self.plan.mesh
-        flops = self.workload.flops(self.use) * self.plan.schedule.microbatches * mesh.shares
+        flops = self.workload.flops(self.use) * self.plan.schedule.whole_microbatches * mesh.shares
         return flops / (self.seconds * mesh.world * self.device.rate(self.use.compute))
 
     # ---- bytes

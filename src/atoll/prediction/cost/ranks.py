@@ -6,12 +6,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate, pairwise
 
 from atoll.base.errors import PlanError
 from atoll.plans.ir import Placement, Schedule, lower
 from atoll.plans.layouts import ITEM_BYTES
 from atoll.plans.plan import Place, Plan, View
+from atoll.plans.slices import even_slices
 from atoll.plans.stages import BlockWeight, split_blocks
 from atoll.prediction.cost.activations import with_activations
 from atoll.prediction.cost.kernels import Exchange, Kernel, Product
@@ -72,6 +74,26 @@ class Ranks:
             for work in whole[:first]
         )
         return *frozen, *whole[first:]
+
+    @cached_property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """First position of each slice of a sequence, and the position behind its last one. Sequences are padded to a
+        length that can be cut."""
+        plan, count = self.plan, self.plan.schedule.slices
+        each = plan.mesh.sequence * (plan.mesh.tensor if plan.sequence_parallel else 1)
+        multiple = each if plan.slice_lengths else each * count
+        lengths = plan.slice_lengths or partial(even_slices, slices=count, multiple=each)
+        return tuple(pairwise(accumulate(lengths(-(-self.use.sequence // multiple) * multiple), initial=0)))
+
+    @cached_property
+    def of_slices(self) -> tuple[Ranks, ...]:
+        """The same for each slice of its sequences, whose works are those of a slice; of whole ones, this alone."""
+        if self.plan.schedule.slices == 1 or self.use.slice is not None:
+            return (self,)
+        use = replace(self.use, sequence=self.spans[-1][1])
+        return tuple(
+            Ranks(self.workload, self.plan, replace(use, slice=span), self.reads_in_place) for span in self.spans
+        )
 
     @cached_property
     def _whole_works(self) -> tuple[Work, ...]:
@@ -185,7 +207,7 @@ class Ranks:
 
     @property
     def message_bytes(self) -> int:
-        """Return the bytes that a stage sends for a microbatch, forward or backward."""
+        """Return the bytes that a stage sends for a microbatch, or a slice of it, forward or backward."""
         return max((self.works[run.stop - 1].wire for run in self.runs[:-1]), default=0)
 
     def place(self, rank: int) -> Place:
@@ -235,9 +257,14 @@ def sent_inside(ranks: Ranks, rank: int) -> dict[tuple[str, str], tuple[int, flo
     found: dict[tuple[str, str], tuple[int, float]] = {}
     if max(sizes.values()) == 1:
         return found
-    times = Counter((do, of) for do, _, of, _ in ranks.programs.ranks[rank].instructions if do in (Do.F, Do.I))
-    for (do, of), count in times.items():
-        work = ranks.works[of]
+    slices = ranks.of_slices
+    times = Counter(
+        (do, of, (action.microbatch or 0) % len(slices))
+        for do, action, of, _ in ranks.programs.ranks[rank].instructions
+        if do in (Do.F, Do.I)
+    )
+    for (do, of, nth), count in times.items():
+        work = slices[nth].works[of]
         kernels = work.forward if do is Do.F else (*work.backward, *work.weights)
         for each in (kernel for kernel in kernels if isinstance(kernel, Exchange) and sizes[kernel.axis] > 1):
             key = each.axis, "tensor" if each.axis == "tp" else "exchanges"

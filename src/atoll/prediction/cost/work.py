@@ -24,7 +24,8 @@ LossKind = Literal["eager", "fused"]
 class Use:
     """How a model is executed.
 
-    samples, sequence: of one microbatch.  divide: ranks that divide each sequence.  tensor: ranks of a tensor-parallel
+    samples, sequence: of one microbatch.  divide: ranks that divide each sequence.  slice: first position of the slice
+    that is computed, and the position behind its last one; None: the whole sequence.  tensor: ranks of a tensor-parallel
     group.  expert, imbalance: as in `MeshShape` and `Plan`.  compute: torch's name of the dtype of activations.
     recompute: as `Plan` has it.
     attention: "eager" writes all scores to memory, "flash" none of them; None: that of a counted model, by formulas
@@ -36,6 +37,7 @@ class Use:
     samples: int
     sequence: int
     divide: int = 1
+    slice: tuple[int, int] | None = None
     tensor: int = 1
     expert: int = 1
     imbalance: float = 1.0
@@ -48,8 +50,29 @@ class Use:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of a microbatch on a rank."""
-        return self.samples * -(-self.sequence // self.divide)
+        """Number of tokens of a microbatch, or of its slice, on a rank."""
+        return self.samples * -(-self.queries // self.divide)
+
+    @property
+    def queries(self) -> int:
+        """Positions that attend, of each sequence: those of the slice."""
+        begin, end = self.slice or (0, self.sequence)
+        return end - begin
+
+    @property
+    def keys(self) -> int:
+        """Positions that they attend to at most: those up to the slice's end."""
+        return self.sequence if self.slice is None else self.slice[1]
+
+    @property
+    def earlier(self) -> int:
+        """Positions before the slice."""
+        return self.keys - self.queries
+
+    @property
+    def causal_pairs(self) -> float:
+        """Pairs of a position and one that it attends to, under a causal mask."""
+        return self.queries * self.earlier + self.queries**2 / 2
 
     @property
     def item(self) -> int:
@@ -133,6 +156,7 @@ class Work:
     again: saved by a recomputed forward within the block's I.  peak: temporary bytes within an operation.
     loss: temporary bytes in the loss's backward, before the block's I.
     wire: bytes of the output, sent if the next block is on another stage.
+    keys: of a slice, bytes of keys and values of the whole sequences, from the F of their first slice to its I.
     linear: the trained weights that consist of matrices, in order; known of blocks between the first and the last.
     """
 
@@ -151,6 +175,7 @@ class Work:
     peak: int = 0
     loss: int = 0
     wire: int = 0
+    keys: int = 0
     linear: tuple[Weight, ...] = ()
 
     @property
@@ -264,6 +289,7 @@ class Workload:
         plain = replace(
             use,
             divide=1,
+            slice=None,
             tensor=1,
             expert=1,
             sequence_parallel=False,

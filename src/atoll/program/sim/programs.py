@@ -83,6 +83,8 @@ class Rates:
     it, by operation and stage, such as those of a split vocabulary; the total of all copies if several ranks get one.
     links: by axis ("pp", "inter", "intra"); a missing one takes no time.
     to: links to single pipeline ranks, for messages to a neighbouring stage there, instead of that of "pp".
+    of_slices: the same for each slice of a microbatch's sequences, if they differ and actions count slices: of these
+    `compute`, `message` and `messages` count.
 
     Raises ConfigError for a name that no operation has.
     """
@@ -92,6 +94,11 @@ class Rates:
     links: Mapping[str, Speed] = field(default_factory=dict)
     messages: Mapping[tuple[Any, int], float] = field(default_factory=dict)
     to: Mapping[int, Speed] = field(default_factory=dict)
+    of_slices: tuple[Rates, ...] = ()
+
+    def of_slice(self, number: int | None) -> Rates:
+        """Return the rates for a slice of a microbatch. number: of all slices, as actions count; None: of no one."""
+        return self.of_slices[(number or 0) % len(self.of_slices)] if self.of_slices else self
 
     def __post_init__(self) -> None:
         for name in ("compute", "messages"):
@@ -286,6 +293,9 @@ class _Rank:
     ) -> None:
         self.number, self.program, self.rates, self.messages = number, program, rates, messages
         self.instructions = program.instructions
+        self._seconds = [
+            rates.of_slice(action.microbatch).compute.get((do, of), 0.0) for do, action, of, _ in self.instructions
+        ]
         self.begin = 0.0
         self.ends = [0.0] * len(self.instructions)
         self.received: list[float] = []
@@ -331,14 +341,14 @@ class _Rank:
         """Continue until a message is missing, or a transfer on a shared link starts after `until`. Return the missing
         message, or None."""
         self._arrived = arrived
-        compute, instructions, acts = self.rates.compute, self.instructions, self._acts
+        seconds, instructions, acts = self._seconds, self.instructions, self._acts
         ends, last = self.ends, len(self.instructions)
         at, now = self.at, self.now
         missing = None
         while at < last:
             step = instructions[at]
             begun = now
-            now += compute.get((step[0], step[2]), 0.0)
+            now += seconds[at]
             act = acts[step[0]]
             if act is not None:
                 if begun > until and self._shares(step):
@@ -377,7 +387,8 @@ class _Rank:
         ended = max((_end(*each) for each in ends), default=0.0)
         if not do.begins:
             # What computes begins when its slices are there; of other waits `compute` is the part that nothing hides.
-            own = self.rates.compute.get((do, step.of), 0.0) if do.lane is Lane.COMPUTE else 0.0
+            compute = self.rates.of_slice(step.action.microbatch).compute
+            own = compute.get((do, step.of), 0.0) if do.lane is Lane.COMPUTE else 0.0
             now = max(now, ended + own)
         if do.sent is None:
             return now
@@ -409,7 +420,8 @@ class _Rank:
         name = self._leads_to(step)
         link = self.rates.link(PIPELINE) if isinstance(name, str) else self.rates.to[name]
         free = self._free.setdefault(name, [0.0])
-        count = self.rates.messages.get((step.do, step.action.stage), self.rates.message)
+        own = self.rates.of_slice(step.action.microbatch)
+        count = own.messages.get((step.do, step.action.stage), own.message)
         leaves = link.carry(free, now, link.seconds(count))
         self._give(self.messages.sent(self.number, step, self._step), leaves + link.latency, now)
         return now + link.busy * link.seconds(count)

@@ -23,6 +23,7 @@ from math import lcm
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
@@ -88,6 +89,11 @@ _OF_PACKED_ROWS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "block_table"
 
 _ALIGNED_RIGHT: set[AttentionFunction] = set()
 """Functions whose causal mask of fewer queries than keys ends at the last of both, as that of flash attention does."""
+
+
+_WITH_GROUPS: dict[AttentionFunction, AttentionFunction] = {}
+"""Functions that repeat keys and values for groups of queries wherever they are given a mask, and others, which do not
+for the mask of a slice."""
 
 
 def divide_attention(
@@ -194,7 +200,9 @@ def _attend_to_earlier(
     if function in _ALIGNED_RIGHT:
         kw.pop("position_ids", None)  # which say where documents begin, of which there is one
     elif mask is None and keeping.begin:
-        mask = _causal(query, key, is_plain=not any(isinstance(each, Tensor) for each in kw.values()))
+        is_plain = not any(isinstance(each, Tensor) and each.dim() == 4 for each in kw.values())
+        function = _WITH_GROUPS.get(function, function) if is_plain else function
+        mask = _causal(query, key, is_plain=is_plain)
     rows = [_rows_of(each, keeping) for each in (mask, *others)]
     return function(module, query, key, value, *rows, **{name: _rows_of(each, keeping) for name, each in kw.items()})
 
@@ -267,8 +275,26 @@ def register_attention() -> None:
         function = known.get(name, _eager)
         if name.startswith("flash"):
             _ALIGNED_RIGHT.add(function)
+        if name == "sdpa":
+            _WITH_GROUPS[function] = _grouped
         if getattr(function, "func", None) is not attend:
             AttentionInterface.register(name, partial(attend, function))
+
+
+def _grouped(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Call torch's attention as `sdpa_attention_forward` of transformers does where there is no mask."""
+    options: dict[str, Any] = {"enable_gqa": query.shape[1] > key.shape[1], "scale": scaling, "dropout_p": dropout}
+    mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+    return mixed.transpose(1, 2).contiguous(), None
 
 
 def _eager(module: Any, *args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias
 
 from atoll.base.errors import PlanError
 from atoll.runtime.models.attention import attend
@@ -125,7 +126,8 @@ def _has_grouped_kernel(states: Tensor, mask: Tensor | None) -> bool:
     On CUDA the fp32 and fp64 kernels do not, nor those with a mask: grouped queries would fall back to a kernel that
     stores all S x S scores.
     """
-    return states.device.type != "cuda" or (mask is None and states.dtype in (torch.bfloat16, torch.float16))
+    is_plain = mask is None or isinstance(mask, CausalBias)
+    return states.device.type != "cuda" or (is_plain and states.dtype in (torch.bfloat16, torch.float16))
 
 
 def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

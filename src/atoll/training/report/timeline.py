@@ -112,7 +112,7 @@ def _played(prediction: Prediction, rank: int, origin: float) -> Iterator[Bar]:
     played, rates = prediction.played, prediction.rates[rank]
     instructions = played.programs.ranks[rank].instructions
     inside = prediction.durations.inside(rank)
-    for nth, part, start, end in pieces(played, rank, rates.compute, inside):
+    for nth, part, start, end in pieces(played, rank, rates, inside):
         do, action, of, phase = instructions[nth]
         name = f"{do} {phase}" if phase else str(do)
         microbatch = -1 if action.microbatch is None else action.microbatch

@@ -39,5 +39,5 @@ def device_peak(name: str | None, dtype: str, cluster: Cluster | None = None) ->
 def utilised_seconds(prediction: Prediction, peak: Peak) -> float:
     """Return the seconds of a step if all devices computed at their peak. MFU is this divided by a step's seconds."""
     plan = prediction.plan
-    flops = prediction.workload.flops(prediction.use) * plan.schedule.microbatches * plan.mesh.shares
+    flops = prediction.workload.flops(prediction.use) * plan.schedule.whole_microbatches * plan.mesh.shares
     return flops / (plan.mesh.world * peak.flops)
