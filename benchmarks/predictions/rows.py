@@ -208,5 +208,26 @@ def _hosted() -> Iterator[Row]:
     yield Row("tall", 2, (*given, "parallel.layout=GGG", on_host, parameters, gradients, block))
 
 
+def _sliced() -> Iterator[Row]:
+    """Two ranks that compute sequences in slices, some of which are shorter than others."""
+    four, eight, longer = "parallel.slices=4", "parallel.slices=8", "data.sequence=1024"
+
+    def staged(schedule: str, *others: str) -> tuple[str, ...]:
+        return longer, "train.global_batch=8", "parallel.pipeline=2", f"parallel.schedule={schedule}", *others
+
+    yield Row("small", 2, staged("1f1b", four))
+    yield Row("small", 2, staged("1f1b", eight))
+    yield Row("wide", 2, staged("gpipe", four, "parallel.recompute=block"))
+    yield Row("wide", 2, staged("zb-h1", four, "parallel.recompute=selective"))
+    yield Row("deep", 2, staged("zb-v", eight, "train.precision=bf16"))
+    yield Row("deep", 2, staged("interleaved", four, "parallel.chunks=2"))
+    yield Row("small", 2, staged("1f1b", four, "parallel.slice_work=0.002"))
+    yield Row("llama", 2, staged("zb-h1", four, "train.precision=bf16"))
+    yield Row("wide", 2, (longer, "train.global_batch=4", "parallel.intra=2", "parallel.sequence=2", four))
+
+
+SLICED = tuple(_sliced())
+"""Those with slices of sequences, whose bytes are counted."""
+
 HOSTED = tuple(_hosted())
 """Those with host memory, whose bytes on the device are counted."""

@@ -54,8 +54,8 @@ def build(rank: Rank, row: Row) -> bool:
     gc.collect()
     config, plan = row.config, row.plan
     vocabulary = expected_vocabulary(config)
-    generator = torch.Generator().manual_seed(rank.number // plan.mesh.tensor % plan.mesh.data)
-    shape = plan.global_batch // plan.mesh.data, config.data.sequence + 1
+    generator = torch.Generator().manual_seed(plan.mesh.place(rank.number).share)
+    shape = plan.global_batch // plan.mesh.shares, config.data.sequence + 1
     ids = torch.randint(vocabulary, shape, generator=generator)
     batch = {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
     base = Allocations().out() or 0

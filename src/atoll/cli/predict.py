@@ -89,7 +89,7 @@ def _plan(prediction: Prediction) -> Iterator[str]:
         shared = "" if plan.expert_layout is None else f", layout {plan.expert_layout.name}"
         over = f" over {plan.mesh.expert} ranks" if plan.mesh.expert > 1 else ""
         yield f"experts{over}{shared}"
-    batch = f"{plan.schedule.microbatches} microbatches of {plan.microbatch} x {use.sequence} tokens a rank"
+    batch = f"{plan.schedule.counted} of {plan.microbatch} x {use.sequence} tokens a rank"
     recompute = "" if plan.recompute == "none" else f", recompute {plan.recompute}"
     yield f"layout {plan.layout.name}, {plan.schedule.name} with {batch}, {plan.precision.compute}{recompute}"
     if plan.host is not None:

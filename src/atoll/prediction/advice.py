@@ -41,7 +41,7 @@ def advice(plan: Plan, stages: Sequence[StageSize]) -> tuple[str, ...]:
         trained = max(sum(stages[s].trained for s in _stages_of(plan, rank)) for rank in range(plan.mesh.pipeline))
         extra = trained * ITEM_BYTES[plan.precision.gradient]
         found += _compare(
-            f"layout {plan.layout} reduces gradients in each of {plan.schedule.microbatches} microbatches",
+            f"layout {plan.layout} reduces gradients in each of {plan.schedule.counted}",
             now,
             better,
             f"parallel.reduction = 'step', which keeps {format_bytes(extra, decimal=True)} of whole gradients",

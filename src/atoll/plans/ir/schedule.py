@@ -90,6 +90,12 @@ class Schedule:
         return self.microbatches // self.slices
 
     @property
+    def counted(self) -> str:
+        """What its actions count, in words: "8 microbatches", or "32 slices of 8 microbatches"."""
+        whole = f"{self.whole_microbatches} microbatches"
+        return whole if self.slices == 1 else f"{self.microbatches} slices of {whole}"
+
+    @property
     def has_backward(self) -> bool:
         """True if any microbatch has a backward."""
         return Op.B.code in self.table.code or Op.I.code in self.table.code

@@ -77,32 +77,34 @@ def _block(block: BlockShape, ranks: Ranks, run: range, received: Mapping[str, i
     else:
         pending, passing = 0, own + again + sum(each.nbytes for each in work.pending) + _stacked(ranks, work)
     leaves = _leaving(ranks, run, at) if ranks.plan.offloads else 0
-    since, until = _keys(ranks, work) if block.needs_backward else (0, 0)
+    since, until, inside = _keys(ranks, work) if block.needs_backward else (0, 0, 0)
     return replace(
         block,
         kept=work.kept + sent - there + since,
         freed=own + sent - there + answer + until,
         pending=pending,
         in_forward=work.peak,
-        in_backward=passing + (_outside(ranks, work) if block.needs_backward else 0),
+        in_backward=passing + inside + (_outside(ranks, work) if block.needs_backward else 0),
         leaves=leaves,
         travel=travel_of(leaves),
     )
 
 
-def _keys(ranks: Ranks, work: Work) -> tuple[int, int]:
-    """Return the bytes that F allocates, and I frees, for keys and values of all slices and their gradients.
+def _keys(ranks: Ranks, work: Work) -> tuple[int, int, int]:
+    """Return the bytes that F allocates, and I frees, for keys and values of all slices and their gradients, and those
+    that come and go within I: gradients of earlier slices' ones, before they are added.
 
     The first slice's F allocates keys and values, and its I is the last to need them. The last slice's I allocates the
     gradients of all earlier ones, in fp32 at least.
     """
     use = ranks.use
     if use.slice is None or not work.keys:
-        return 0, 0
+        return 0, 0, 0
     last = ranks.spans[-1]
     gradients = work.keys * max(4, use.item) // use.item * last[0] // use.sequence
     since = work.keys if use.earlier == 0 else 0
-    return since, (since + gradients if use.earlier == 0 else 0) - (gradients if use.slice == last else 0)
+    until = (since + gradients if use.earlier == 0 else 0) - (gradients if use.slice == last else 0)
+    return since, until, work.keys * use.earlier // use.sequence
 
 
 def _leaving(ranks: Ranks, run: range, at: int) -> int:

@@ -85,7 +85,11 @@ class Durations:
         pauses take `update` and `pause` times as long as on this cluster."""
         slices = self.ranks.of_slices
         if len(slices) > 1:
-            options: dict[str, Any] = {"update": update, "pause": pause, "links": self.links if links is None else links}
+            options: dict[str, Any] = {
+                "update": update,
+                "pause": pause,
+                "links": self.links if links is None else links,
+            }
             each = [Durations(own, self.cluster).rates_of(parts, **options) for own in slices]
             return tuple(replace(own[0], of_slices=own) for own in zip(*each, strict=True))
         message = float(self.ranks.message_bytes)

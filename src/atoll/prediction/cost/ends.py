@@ -76,7 +76,9 @@ class Embedding:
 
     def _kept(self, use: Use) -> Iterator[Saved]:
         s, hidden = self.sizes, use.tokens * self.sizes.hidden // use.parts
-        if (use.divide > 1 or use.slice) and not s.implementation.keeps_angles:  # beside the next layer's part of all rows
+        if (
+            use.divide > 1 or use.slice
+        ) and not s.implementation.keeps_angles:  # beside the next layer's part of all rows
             yield Saved("output", use.item * hidden, "I")
         if s.implementation.ends == "parts" and s.positions:
             yield Saved("tokens' rows", use.item * hidden, "I")

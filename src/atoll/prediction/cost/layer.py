@@ -416,6 +416,8 @@ class TransformerLayer:
         are kept, but where eager attention repeats them for groups of queries."""
         s, i, t = self.sizes, use.item, self._heads_over(use)
         yield Saved("queries and keys", i * use.tokens * s.queries // t, "I")
+        if not s.is_eager(use) and s.implementation.copies == "all" and use.earlier:
+            yield Saved("mask", i * use.queries * use.keys, "I")  # which CUDA's kernels do not need
         if s.is_eager(use) and s.implementation.repeats_keys and s.queries != s.keys:
             yield Saved("values", 2 * i * use.samples * use.keys * s.queries // (t * use.divide), "I")
 

@@ -85,7 +85,7 @@ class Prediction:
     @property
     def trace(self) -> Trace:
         """Trace of the simulated step."""
-        return self.played.trace
+        return replace(self.played.trace, slices=self.plan.schedule.slices)
 
     @property
     def seconds(self) -> float:

@@ -25,9 +25,9 @@ class Use:
     """How a model is executed.
 
     samples, sequence: of one microbatch.  divide: ranks that divide each sequence.  slice: first position of the slice
-    that is computed, and the position behind its last one; None: the whole sequence.  tensor: ranks of a tensor-parallel
-    group.  expert, imbalance: as in `MeshShape` and `Plan`.  compute: torch's name of the dtype of activations.
-    recompute: as `Plan` has it.
+    that is computed, and the position behind its last one; None: the whole sequence.
+    tensor: ranks of a tensor-parallel group.  expert, imbalance: as in `MeshShape` and `Plan`.  compute: torch's name
+    of the dtype of activations.  recompute: as `Plan` has it.
     attention: "eager" writes all scores to memory, "flash" none of them; None: that of a counted model, by formulas
     "flash".
     loss: "eager" keeps the logits in compute and in fp32, "fused" once.

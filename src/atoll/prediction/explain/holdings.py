@@ -33,11 +33,19 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """Microbatches of a stage whose activations a rank keeps at its peak. nbytes: of one of them, from F to I."""
+    """Microbatches of a stage, or slices of them, whose activations a rank keeps at its peak. nbytes: of one of them,
+    from F to I.  slices: whether they are slices."""
 
     stage: int
     microbatches: int
     nbytes: int
+    slices: bool = False
+
+    def of(self, count: int) -> str:
+        """Return what it counts, in words."""
+        if self.slices:
+            return "slice" if count == 1 else "slices"
+        return "microbatch" if count == 1 else "microbatches"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +94,9 @@ def _in_flight(prediction: Prediction, rank: int, played: tuple[Instruction, ...
         run = ranks.runs[stage]
         first = max(run.start, min(ranks.first_trained, run.stop - 1))
         times = Counter(do for do, _, of, _ in played if of == first and do in (Do.F, Do.I))
-        nbytes = sum(ranks.works[block].kept for block in run)
-        found.append(InFlight(stage, times[Do.F] - times[Do.I], nbytes))
+        slices = ranks.of_slices
+        nbytes = sum(own.works[block].kept for own in slices for block in run) // len(slices)
+        found.append(InFlight(stage, times[Do.F] - times[Do.I], nbytes, len(slices) > 1))
     return found
 
 

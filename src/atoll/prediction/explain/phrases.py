@@ -54,7 +54,7 @@ def plan_line(prediction: Prediction) -> str:
     """Return the choices of a plan in one line."""
     own = prediction.plan
     recompute = "" if own.recompute == "none" else f", recompute {own.recompute}"
-    batch = f"{own.schedule.microbatches} microbatches of {own.microbatch} x {prediction.use.sequence} tokens a rank"
+    batch = f"{own.schedule.counted} of {own.microbatch} x {prediction.use.sequence} tokens a rank"
     outer = "" if own.outer is None else f"; {own.mesh.inter} islands with outer steps {own.outer}"
     experts = "" if own.expert_layout in (None, own.layout) else f", experts {own.expert_layout}"
     return f"layout {own.layout}{experts}, {own.schedule.name} with {batch}, {own.precision.compute}{recompute}{outer}"
@@ -66,7 +66,7 @@ def break_even(prediction: Prediction) -> str:
     if mixture is None:
         return ""
     most, plan = mixture.break_even, prediction.plan
-    once = plan.schedule.microbatches if plan.stays == "step" else 1
+    once = plan.schedule.whole_microbatches if plan.stays == "step" else 1
     whole = f", divided by the {once} microbatches of a step, since parameters are gathered once" if once > 1 else ""
     less = "exchange" if tokens < most / once else "gather"
     return (
@@ -135,7 +135,7 @@ def outcome(alternative: Alternative) -> str:
 def in_flight(holding: Holding) -> str:
     """Return microbatches in flight: "4 microbatches of stage 0 in flight, 10.8 GiB each"."""
     return ", ".join(
-        f"{each.microbatches} microbatch{'' if each.microbatches == 1 else 'es'} of stage {each.stage} in flight, "
+        f"{each.microbatches} {each.of(each.microbatches)} of stage {each.stage} in flight, "
         f"{format_bytes(each.nbytes)} each"
         for each in holding.in_flight
         if each.microbatches

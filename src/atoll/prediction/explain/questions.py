@@ -117,9 +117,10 @@ def _fullest_rank(explanation: Explanation) -> Sentences:
         state = ", ".join(f"{own.name} {format_bytes(own.total)}" for own in each.state)
         flight = phrases.in_flight(each)
         sentences.append(f"Rank {each.rank} stores the state of {state}{f'; it has {flight}' if flight else ''}.")
+    what = "slices" if explanation.plan.schedule.slices > 1 else "microbatches"
     sentences.append(
-        f"Schedule {explanation.plan.schedule.name} has {most.microbatches} of rank {most.rank}'s microbatches in "
-        f"flight at that time, and {least.microbatches} of rank {least.rank}'s."
+        f"Schedule {explanation.plan.schedule.name} has {most.microbatches} of rank {most.rank}'s {what} in flight at "
+        f"that time, and {least.microbatches} of rank {least.rank}'s."
     )
     return tuple(sentences), ()
 

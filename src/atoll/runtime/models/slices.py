@@ -101,8 +101,10 @@ class _Extend(torch.autograd.Function):
         for gradient, added in zip(gradients, later, strict=True):
             mine, others = gradient[:, :, begin:end], gradient[:, :, :begin]
             if added is None:
-                # Of several slices, so of a precision in which their sum loses nothing that one of them has.
+                # Of several slices, so of a precision in which their sum loses nothing that one of them has. Both parts
+                # are copied: a pending W would keep all of what one of them is a view of.
                 earlier.append(others.to(torch.promote_types(others.dtype, torch.float32), copy=True))
+                mine = mine.clone()
             else:
                 mine = (added[:, :, begin:end] + mine).to(gradient.dtype)
                 earlier.append(added[:, :, :begin].add_(others))

@@ -21,7 +21,7 @@ class StepTiming:
     """
 
     def __init__(self, rank: Rank) -> None:
-        self._executor, self._end, self._placement = rank.executor, rank.end, rank.plan.schedule.placement
+        self._executor, self._end, self._schedule = rank.executor, rank.end, rank.plan.schedule
         self.outcome: Outcome | None = None  # of the last training step; the engine sets it
 
     @contextmanager
@@ -70,7 +70,8 @@ class StepTiming:
         """Return this rank's timeline of the last training step, in seconds of the host's monotonic clock."""
         if self.outcome is None:
             raise PlanError("no training step has run yet, so there is no timeline")
-        return Trace(self.outcome.spans, ranks=self._placement.ranks, chunks=self._placement.chunks)
+        own = self._schedule
+        return Trace(self.outcome.spans, ranks=own.ranks, chunks=own.chunks, slices=own.slices)
 
     @property
     def experts(self) -> ExpertWork | None:

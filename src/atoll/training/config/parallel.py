@@ -191,6 +191,12 @@ class Parallel(Section):
     sequence: Positive = 1
     """ranks of a group that divide each sequence, a divisor of `intra` and, with `tensor`, of the heads of attention:
     docs/long-sequences.md"""
+    slices: Positive = 1
+    """slices of each sequence, which the pipeline computes one after the other as if they were microbatches:
+    docs/long-sequences.md#slices"""
+    slice_work: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """work of a token for each token that it attends to, relative to its own: later slices become shorter, so that all
+    take equally long. 0: equal lengths"""
     sequence_parallel: bool = False
     """shard activations along the sequence between the tensor-parallel parts of a layer"""
     vocabulary: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from atoll.base.documents import LARGEST_JSON, read_text
 from atoll.base.errors import ConfigError, PlanError, UserError
@@ -95,6 +95,7 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
         expert_layout=None if parallel.expert_layout is None else Layout(parallel.expert_layout),
         imbalance=parallel.imbalance,
         host=None if parallel.host is None else parallel.host.value,
+        slice_work=parallel.slice_work,
     )
 
 
@@ -102,21 +103,23 @@ def _schedule(parallel: Parallel, microbatches: int, *, fits: bool) -> Schedule:
     """Return the named or given schedule. fits: whether the number of microbatches is valid."""
     given = parallel.schedule
     if not _is_given(given):
-        forwards = parallel.pipeline * (parallel.chunks or 1) * microbatches
+        forwards = parallel.pipeline * (parallel.chunks or 1) * microbatches * parallel.slices
         if forwards > MOST_FORWARDS:
             raise ConfigError(
                 f"{given!r} on parallel.pipeline = {parallel.pipeline} with {microbatches} microbatches has "
                 f"{forwards:,} forwards a step; schedules of up to {MOST_FORWARDS:,} are planned: use a larger "
                 "microbatch, or more data-parallel ranks"
             )
-        return schedules.build(given, ranks=parallel.pipeline, microbatches=microbatches, chunks=parallel.chunks)
-    schedule = from_text(given) if "\n" in given else _read(given)
+        options: dict[str, Any] = {"chunks": parallel.chunks, "slices": parallel.slices}
+        return schedules.build(given, ranks=parallel.pipeline, microbatches=microbatches, **options)
+    schedule = from_text(given) if "\n" in given else _read(given, parallel.slices)
     problems = [
         f"is for {own} {what}, {key} makes {asked}"
         for what, key, own, asked in (
             ("pipeline ranks", "parallel.pipeline", schedule.ranks, parallel.pipeline),
             ("stages a rank", "parallel.chunks", schedule.chunks, parallel.chunks or schedule.chunks),
-            ("microbatches", "train.global_batch", schedule.microbatches, microbatches if fits else None),
+            ("microbatches", "train.global_batch", schedule.whole_microbatches, microbatches if fits else None),
+            ("slices of each sequence", "parallel.slices", schedule.slices, parallel.slices),
         )
         if asked not in (own, None)
     ]
@@ -132,13 +135,14 @@ def _is_given(schedule: str) -> bool:
     return "\n" in schedule or schedule.endswith(".csv")
 
 
-def _read(path: str) -> Schedule:
-    """Read an order from torch's CSV, without send, receive and sharding actions, which a plan adds itself."""
+def _read(path: str, slices: int) -> Schedule:
+    """Read an order from torch's CSV, without send, receive and sharding actions, which a plan adds itself. slices: of
+    each sequence, which its actions number."""
     try:
         text = read_text(path, limit=LARGEST_JSON)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the schedule {path}: {error}") from error
-    return from_csv(text, name=path).only((Op.F, Op.I, Op.W, Op.B))
+    return from_csv(text, name=path, slices=slices).only((Op.F, Op.I, Op.W, Op.B))
 
 
 def _world_problems(config: Config, ranks: int, *, launched: bool) -> list[str]:
@@ -215,6 +219,11 @@ def _sequence_problems(config: Config) -> list[str]:
         return [
             f"parallel.sequence = {ranks} does not divide parallel.intra = {parallel.intra}: ranks of a group divide "
             "each sequence; use a divisor of it"
+        ]
+    if parallel.slice_work and parallel.slices == 1:
+        return [
+            f"parallel.slice_work = {parallel.slice_work:g} makes later slices of a sequence shorter, and with "
+            "parallel.slices = 1 there is one; set slices, or leave it out"
         ]
     if model.is_builtin and model.heads % (ranks * tensor):
         return [

@@ -182,7 +182,7 @@ def _words(prediction: Prediction) -> list[tuple[str, str]]:
         ("schedule", _schedule(plan)),
         (
             "batch",
-            f"{plan.global_batch} sequences of {use.sequence} tokens a step: {schedule.microbatches} microbatches of "
+            f"{plan.global_batch} sequences of {use.sequence} tokens a step: {schedule.counted} of "
             f"{plan.microbatch}" + (f" on each of {mesh.data} data-parallel ranks" if mesh.data > 1 else ""),
         ),
         ("gathering", _gathering(plan)),

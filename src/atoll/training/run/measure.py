@@ -40,8 +40,8 @@ def share_trace(engine: Engine) -> Trace | None:
         for rank, row in enumerate(found)
         for action, lane, start, end in row
     ]
-    placement = engine.plan.schedule.placement
-    return Trace(tuple(spans), ranks=placement.ranks, chunks=placement.chunks)
+    schedule = engine.plan.schedule
+    return Trace(tuple(spans), ranks=schedule.ranks, chunks=schedule.chunks, slices=schedule.slices)
 
 
 def share_timing(engine: Engine) -> list[list[dict[str, Any]]] | None:

@@ -100,7 +100,7 @@ def _sequences(subject: Subject, limits: list[str]) -> tuple[dict[str, int], dic
     Its groups of Ulysses divide the world into these ranks and those of ZeRO alone.
     """
     plan, mesh = subject.plan, subject.plan.mesh
-    ranks, steps = mesh.sequence, plan.schedule.microbatches
+    ranks, steps = mesh.sequence, plan.schedule.whole_microbatches
     if ranks > 1 and mesh.pipeline * mesh.tensor == 1:
         limits.append(
             f"sequences that {ranks} ranks divide in JSON alone: call UlyssesSPAttentionHF.register_with_transformers "

@@ -115,7 +115,7 @@ def fsdp2(subject: Subject) -> Settings:
         "compute": plan.precision.compute,
         "reduce": reduce,
         "reshards": sharding.reshards,
-        "microbatches": plan.schedule.microbatches,
+        "microbatches": plan.schedule.whole_microbatches,
         "often": "with the last one" if once else "each time",
         "syncs": "is_last" if once else True,
         "frees": "is_last" if keeps else True,

@@ -142,6 +142,8 @@ class Subject:
                 "a vocabulary that is split over the pipeline ranks: embedding and head stay whole on the first and "
                 "the last stage"
             )
+        if plan.schedule.slices > 1:
+            found.append(f"{plan.schedule.slices} slices of each sequence: the pipeline has whole ones")
         if plan.outer is not None:
             found.append(f"outer steps ({plan.outer}): all groups take every step together")
         if plan.post_validation:

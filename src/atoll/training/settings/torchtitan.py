@@ -89,7 +89,7 @@ def torchtitan(subject: Subject) -> Settings:
         limits.append(f"precision {plan.precision.name}: torchtitan computes in bf16 or fp32; the file has fp32")
     if plan.prefetch is not None:
         limits.append("the bytes that are gathered ahead: FSDP2 gathers the next module ahead")
-    local = plan.microbatch * (plan.schedule.microbatches if mesh.pipeline > 1 else 1)
+    local = plan.microbatch * (plan.schedule.whole_microbatches if mesh.pipeline > 1 else 1)
     is_half = plan.precision.compute == "bfloat16"
     tables: dict[str, Any] = {
         "model": {"name": "llama3", "flavor": flavor},
