@@ -30,7 +30,7 @@ from atoll.plans.layouts import (
 from atoll.program.fold import OF_STEP, Key, Resolved, phase_of
 from atoll.program.instruction import Instruction
 from atoll.program.operation import Amount, Operation, Per, Phase, Sharing, Workspace
-from atoll.program.shape import RankShape, UnitShape, WeightShape
+from atoll.program.shape import RankShape, UnitShape, WeightShape, by_messages
 
 
 class Bytes(NamedTuple):
@@ -171,7 +171,7 @@ def held_in(instructions: Sequence[Instruction], shape: RankShape, before: Held)
     stay allocated as were in use at once. In between, a received activation is the input that the stage's first block
     saves, and a received gradient is kept by its last block for W: `BlockShape.kept` is without the former.
     """
-    room = sum(_room_of_messages(instructions, each) for each in _by_messages(shape))
+    room = sum(_room_of_messages(instructions, each) for each in by_messages(shape))
     for parts in _sums(instructions, shape, Working._fields):
         now = Working(*parts)
         yield Held(
@@ -189,35 +189,6 @@ def held_in(instructions: Sequence[Instruction], shape: RankShape, before: Held)
 
 def _room_of_messages(instructions: Sequence[Instruction], shape: RankShape) -> int:
     return max((messages for (messages,) in _sums(instructions, shape, ("messages",))), default=0)
-
-
-def _by_messages(shape: RankShape) -> Iterator[RankShape]:
-    """Yield the shape for messages of one size each: a buffer is used again for others of its size."""
-    sizes = {_received(each) for each in shape.of_slices}
-    if len(sizes) < 2:
-        yield shape
-        return
-    for size in sizes:
-        yield replace(
-            shape, of_slices=tuple(each if _received(each) == size else _silent(each) for each in shape.of_slices)
-        )
-
-
-def _received(shape: RankShape) -> int:
-    return max((nbytes for stage in shape.stages.values() for nbytes in stage.received.values()), default=0)
-
-
-def _silent(shape: RankShape) -> RankShape:
-    """Return the shape without messages between stages."""
-    stages = {
-        at: replace(
-            stage,
-            received=dict.fromkeys(stage.received, 0),
-            weights={unit: own._replace(answered=0) for unit, own in stage.weights.items()},
-        )
-        for at, stage in shape.stages.items()
-    }
-    return replace(shape, stages=stages)
 
 
 def _sums(instructions: Iterable[Instruction], shape: RankShape, names: tuple[str, ...]) -> Iterator[list[int]]:

@@ -9,7 +9,7 @@ shapes are compared, since no program depends on them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -247,3 +247,33 @@ class RankShape:
     def gathered(self, units: Sequence[int]) -> tuple[int, ...]:
         """Return the units that are not stored in full."""
         return tuple(index for index in units if self.units[index].whole)
+
+
+def by_messages(shape: RankShape) -> Iterator[RankShape]:
+    """Yield the shape with messages between stages of one size at a time: those of slices may differ, and a buffer is
+    used again for others of its size."""
+    sizes = dict.fromkeys(map(_received, shape.of_slices))
+    if len(sizes) < 2:
+        yield shape
+        return
+    for size in sizes:
+        yield replace(shape, of_slices=tuple(_with_messages(each, size) for each in shape.of_slices))
+
+
+def _received(shape: RankShape) -> int:
+    return max((nbytes for stage in shape.stages.values() for nbytes in stage.received.values()), default=0)
+
+
+def _with_messages(shape: RankShape, size: int) -> RankShape:
+    """Return the shape, without messages if they have another size."""
+    if _received(shape) == size:
+        return shape
+    stages = {
+        at: replace(
+            stage,
+            received=dict.fromkeys(stage.received, 0),
+            weights={unit: own._replace(answered=0) for unit, own in stage.weights.items()},
+        )
+        for at, stage in shape.stages.items()
+    }
+    return replace(shape, stages=stages)

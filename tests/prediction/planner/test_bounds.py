@@ -62,9 +62,11 @@ def search_of(draw: random.Random) -> PlanSearch:
         tied=draw.random() < 0.5,
     )
     every = (Order("1f1b"), Order("interleaved", 2), Order("zb-h1"), Order("zb-v"), Order("gpipe"))
+    slices = draw.choice((None, None, (2,), (4,)))
     space = Space(
         order=draw.sample(ORDERS, 1),
         schedules=draw.sample(every, 2),
+        slices=slices,
         layouts=draw.sample(EFFECTIVE, 3),
         residency=draw.sample(("action", "run", "step"), 1),
         reduction=draw.sample(("microbatch", "run", "step"), 1),
@@ -122,7 +124,7 @@ def compared(search: PlanSearch, *, most: int) -> tuple[int, list[str]]:
         of_frame = search._least_of(frame)
         if of_frame is None or (search.outer is not None and frame.mesh.inter == 1):
             continue
-        for order in search.space.orders(frame):
+        for order in search.space.orders(frame, search.goal):
             skeleton = search._skeleton(frame, order)
             if skeleton is None:
                 continue

@@ -89,10 +89,12 @@ def rebuilt(
     microbatch: int | None = None,
     batch: int | None = None,
     chunks: int | None = None,
+    slices: int | None = None,
 ) -> Plan:
     """Return a plan on another mesh, with another schedule, microbatch or global batch.
 
-    chunks: stages per rank, for schedules that take them; the plan's own if the schedule stays.
+    chunks: stages per rank, for schedules that take them; the plan's own if the schedule stays.  slices: of each
+    sequence; the plan's own if the schedule takes them.
 
     Raises PlanError if the global batch is not divisible, or if the schedule's order has to be searched.
     """
@@ -107,18 +109,21 @@ def rebuilt(
         )
     if chunks is None and name == plan.schedule.name and _takes_chunks(name):
         chunks = plan.schedule.chunks
-    same = name, mesh.pipeline, microbatches, chunks or plan.schedule.chunks
+    if slices is None:
+        slices = plan.schedule.slices if name == plan.schedule.name or _takes_slices(name) else 1
+    same = name, mesh.pipeline, microbatches, chunks or plan.schedule.chunks, slices
     built = plan.schedule
-    if same != (built.name, built.ranks, built.microbatches, built.chunks):
+    if same != (built.name, built.ranks, built.whole_microbatches, built.chunks, built.slices):
         if name not in FIXED:
             raise PlanError(
                 f"the order of {name!r} is made for one size; name a schedule in the config that is built for this one"
             )
-        built = schedules.build(name, ranks=mesh.pipeline, microbatches=microbatches, chunks=chunks)
+        built = schedules.build(name, ranks=mesh.pipeline, microbatches=microbatches, chunks=chunks, slices=slices)
     return replace(
         plan,
         mesh=mesh,
         schedule=built,
+        slice_work=plan.slice_work if built.slices > 1 else 0.0,
         microbatch=microbatch,
         layers_per_stage=plan.layers_per_stage if built.placement == plan.schedule.placement else None,
         vocabulary_parallel=plan.vocabulary_parallel and mesh.pipeline > 1,
@@ -280,6 +285,15 @@ def _takes_chunks(name: str) -> bool:
     return name in FIXED and "chunks" in CATALOGUE[name].options
 
 
+def _takes_slices(name: str) -> bool:
+    return name in FIXED and "slices" in CATALOGUE[name].options
+
+
+def _slices(plan: Plan) -> Iterator[str]:
+    is_possible = _has_pipeline(plan) and _takes_slices(plan.schedule.name)
+    return iter(("1", *_around(plan.schedule.slices)) if is_possible else ())
+
+
 def _chunks(plan: Plan) -> Iterator[str]:
     return _around(plan.schedule.chunks) if _takes_chunks(plan.schedule.name) else iter(())
 
@@ -326,6 +340,14 @@ _CHOICES = (
         now=lambda plan: str(plan.mesh.sequence),
         others=_divided_sequences,
         make=lambda plan, value: rebuilt(plan, mesh=replace(plan.mesh, sequence=int(value))),
+        plain="1",
+    ),
+    Choice(
+        "slices",
+        "parallel.slices",
+        now=lambda plan: str(plan.schedule.slices),
+        others=_slices,
+        make=lambda plan, value: rebuilt(plan, slices=int(value)),
         plain="1",
     ),
     Choice(

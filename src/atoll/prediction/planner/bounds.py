@@ -21,10 +21,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
-from atoll.plans.ir import Op, Schedule
+from atoll.plans.ir import Action, Op, Schedule
 from atoll.plans.ir.action import COMPUTE_CODES
 from atoll.plans.ir.residency import collective_counts, insert_sharding
 from atoll.plans.ir.table import B as FULL
@@ -131,25 +131,34 @@ class Skeleton:
 
     @cached_property
     def _takes(self) -> tuple[tuple[float, ...], ...]:
-        """Return seconds by stage, or by rank for a slice of the vocabulary, and code of an op."""
+        """Return seconds by row and code of an op. A row is a stage, or a slice of sequences in a stage: stage * slices
+        + slice. A rank's slice of the vocabulary has the rows of its first stage."""
         base, ranks = self.base, self.base.ranks
         pause, found = base.device.efficiency.pause, []
-        for run in ranks.runs:
+        for (stage, run), own in product(enumerate(ranks.runs), ranks.of_slices):
             takes = [0.0] * COMPUTE_CODES
             takes[F] = pause
             takes[I] = pause if run.stop > ranks.first_trained else 0.0
             for at in run:
-                forward, backward, weights = base.durations.parts(ranks.works[at])
+                forward, backward, weights = base.durations.parts(own.works[at])
                 takes[F] += forward
                 takes[I] += backward
                 takes[W if at in ranks.weighed_with else I] += weights
             takes[FULL] = takes[I] + takes[W]
-            found.append(takes)
-        for work, begins, ends in zip(ranks.slices.works, (L, S), (G, T), strict=False):
-            first, _, last = base.durations.parts(work)
-            for rank in range(self._schedule.ranks):
-                found[rank][begins], found[rank][ends] = first, last
-        return tuple(map(tuple, found))
+            works = own.slices.works if stage < self._schedule.ranks else ()
+            for work, begins, ends in zip(works, (L, S), (G, T), strict=False):
+                takes[begins], _, takes[ends] = base.durations.parts(work)
+            found.append(tuple(takes))
+        return tuple(found)
+
+    @property
+    def _slices(self) -> int:
+        """Number of slices of each sequence."""
+        return self._schedule.slices
+
+    def _row(self, action: Action) -> int:
+        """Return the row of an action in `_takes`."""
+        return action.stage * self._slices + (action.microbatch or 0) % self._slices
 
     @cached_property
     def _gives(self) -> list[list[float]]:
@@ -171,7 +180,7 @@ class Skeleton:
             now = idle = 0.0
             begun: dict[tuple[int, int | None], float] = {}
             for action, code in zip(table.cells[first:last], table.code[first:last], strict=True):
-                own = takes[action.stage]
+                own = takes[self._row(action)]
                 key = action.stage, action.microbatch
                 if code == F:
                     begun[key] = now
@@ -184,9 +193,9 @@ class Skeleton:
     @cached_property
     def _round_trips(self) -> tuple[float, ...]:
         """Return the seconds of each stage from the start of a forward to its input's gradient, without messages."""
-        found, total = [], 0.0
-        for takes in reversed(self._takes[: len(self.base.ranks.runs)]):
-            total += takes[F] + takes[I]
+        found, total, slices = [], 0.0, self._slices
+        for stage in reversed(range(len(self.base.ranks.runs))):
+            total += min(takes[F] + takes[I] for takes in self._takes[stage * slices :][:slices])
             found.append(total)
         return tuple(reversed(found))
 
@@ -214,7 +223,7 @@ class Skeleton:
                 if do in (Sliced.SEND_L, Sliced.SEND_S) or schedule.placement.rank_of(at) == rank
             )
             away = 1.0 - len(real.durations.near(rank)) / (mesh.pipeline - 1) if NEAR in links else 1.0
-            found = max(found, links["pp"].seconds(sent * away) * schedule.microbatches)
+            found = max(found, links["pp"].seconds(sent * away) * schedule.whole_microbatches)
         return found
 
     @cached_property
@@ -285,32 +294,35 @@ class Skeleton:
         """Return for each rank the peak bytes of activations and of the inputs of W, in the last block of a forward,
         with the number of elements of that block's parameters: without experts, and of experts."""
         ranks, schedule = self.base.ranks, self._schedule
-        works = [[ranks.works[at] for at in run] for run in ranks.runs]
+        runs = [*product(ranks.runs, ranks.of_slices)]
+        works = [[own.works[at] for at in run] for run, own in runs]
         after = [sum(work.kept for work in own) for own in works]
         last = [
             (
                 own[-1].peak,
                 (0, 0) if self._is_shared(run[-1]) else _apart(own[-1].parameters, own[-1].experts.parameters),
             )
-            for own, run in zip(works, ranks.runs, strict=True)
+            for own, (run, _) in zip(works, runs, strict=True)
         ]
-        weighed = ranks.weighed_with
-        pending = [sum(ranks.works[at].kept_for_weights for at in run if at in weighed) for run in ranks.runs]
+        pending = [sum(own.works[at].kept_for_weights for at in run if at in ranks.weighed_with) for run, own in runs]
+        # The first slice of a microbatch is the first to have keys and values of all, and the last to need them.
+        for first in range(0, len(after), self._slices):
+            after[first] += sum(work.keys for work in works[first])
         found = []
         for row in schedule.actions:
             held = 0
             most: dict[tuple[int, int], int] = {}
-            for op, stage in ((action.op, action.stage) for action in row):
+            for op, at in ((action.op, self._row(action)) for action in row):
                 if op is Op.F:
-                    held += after[stage]
-                    passing, gathered = last[stage]
+                    held += after[at]
+                    passing, gathered = last[at]
                     most[gathered] = max(held + passing, most.get(gathered, 0))
                 elif op is Op.I:
-                    held += pending[stage] - after[stage]
+                    held += pending[at] - after[at]
                 elif op is Op.B:
-                    held -= after[stage]
+                    held -= after[at]
                 elif op is Op.W:
-                    held -= pending[stage]
+                    held -= pending[at]
             found.append({held: gathered for gathered, held in most.items()})
         return tuple(found)
 
@@ -337,7 +349,7 @@ class Skeleton:
                         gathered[axis] += link.seconds(sent.parameters * item * share)
                         item = _item(axis, codecs.gradient, precision.reduce) * _along(axis, reduce)
                         reduced[axis] += link.seconds(sent.trained * item * share)
-                begin += max(0.0, max(gathered.values(), default=0.0) - self._takes[stage][F])
+                begin += max(0.0, max(gathered.values(), default=0.0) - self._takes[stage * self._slices][F])
                 end = max([end, *(reduced[axis] + once[rank, axis] - window for axis in reduced)])
         return begin + end
 

@@ -15,13 +15,14 @@ WHOLE = "whole"
 
 class Candidate(NamedTuple):
     """A predicted plan. seconds: of a step.  peak: bytes of its fullest rank; None if it was too slow for memory to be
-    predicted."""
+    predicted.  slice_work: as in `Plan`."""
 
     frame: Frame
     order: Order
     travel: Travel
     seconds: float
     peak: int | None
+    slice_work: float = 0.0
 
 
 def choices(candidate: Candidate) -> dict[str, str]:
@@ -39,6 +40,7 @@ def choices(candidate: Candidate) -> dict[str, str]:
         "layout": travel.layout.name,
         **({} if experts == WHOLE else {"experts": experts}),
         **({} if mesh.sequence == 1 else {"sequences": f"over {mesh.sequence} ranks"}),
+        **({} if order.slices == 1 else {"slices": str(order.slices)}),
         **({} if travel.host is None else {"host memory": travel.host.words}),
         "residency": travel.residency,
         "reduction": travel.reduction,
@@ -68,6 +70,8 @@ def settings(candidate: Candidate) -> dict[str, dict[str, Any]]:
         "expert": frame.mesh.expert if frame.mesh.expert > 1 else None,
         "sequence": frame.mesh.sequence if frame.mesh.sequence > 1 else None,
         "expert_layout": None if travel.expert_layout in (None, travel.layout) else str(travel.expert_layout),
+        "slices": order.slices if order.slices > 1 else None,
+        "slice_work": candidate.slice_work or None,
         "order": list(frame.mesh.order),
         "schedule": order.name if order.made is None else to_text(order.made.schedule),
         "chunks": order.chunks,

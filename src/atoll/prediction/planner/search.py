@@ -33,6 +33,7 @@ from atoll.plans.layouts import ITEM_BYTES, Layout, Precision, Whole
 from atoll.plans.outer import Outer
 from atoll.plans.plan import AXES, MeshShape, Plan, View
 from atoll.prediction.cost import Cluster, Prediction, Use, Workload
+from atoll.prediction.cost.sliced import slice_work_of
 from atoll.prediction.cost.work import Elements
 from atoll.prediction.planner.bounds import Least, Skeleton, data_links, sent_share
 from atoll.prediction.planner.candidate import Candidate
@@ -204,6 +205,8 @@ class PlanSearch:
         """Return the plan with an order searched for it; None if none fits."""
         from atoll.prediction.planner.made import made_for  # with numba, if it is installed
 
+        if base.order.slices > 1:  # orders of slices are not searched
+            return None
         prediction, over = self.predict(base), 0.0
         for _ in range(_ROUNDS):
             made = made_for(prediction, self.limit - over)
@@ -306,7 +309,7 @@ class PlanSearch:
     def _by_order(self, node: _Node) -> Iterator[_Node]:
         """Yield the plans of a frame with its next schedule, and those with the others. One schedule at a time: the
         plain one may give a plan that prunes many before the others are built."""
-        order, *others = node.orders or self.space.orders(node.frame)
+        order, *others = node.orders or self.space.orders(node.frame, self.goal)
         skeleton, later = self._skeleton(node.frame, order), node.least
         if skeleton is not None:
             alone = skeleton.alone(node.frame.mesh)
@@ -330,12 +333,14 @@ class PlanSearch:
             self._refusals[str(error)] = None
             return None, 0
         played = sum(len(program.instructions) for program in prediction.ranks.programs.ranks)
-        return Candidate(node.frame, node.order, node.travels[0], seconds, peak), played
+        own = prediction.plan.slice_work
+        return Candidate(node.frame, node.order, node.travels[0], seconds, peak, own), played
 
     # ---- plans
 
     def plan(self, frame: Frame, order: Order, travel: Travel) -> Plan:
         """Return the plan of some choices. Raises UserError if they are incompatible."""
+        device = self.cluster.device
         return Plan(
             mesh=frame.mesh,
             layout=travel.layout,
@@ -358,6 +363,7 @@ class PlanSearch:
             imbalance=self.goal.imbalance,
             outer=self.outer if frame.mesh.inter > 1 else None,  # bounds are of plans without data parallelism
             whole=self.whole,
+            slice_work=0.0 if order.slices == 1 else slice_work_of(self.workload, frame.use(self.goal), device),
         )
 
     def _prediction(self, frame: Frame, order: Order, travel: Travel) -> Prediction:
@@ -371,7 +377,7 @@ class PlanSearch:
         key = order, ranks, microbatches
         if key not in self._schedules:
             self._schedules[key] = schedules.build(
-                order.name, ranks=ranks, microbatches=microbatches, chunks=order.chunks
+                order.name, ranks=ranks, microbatches=microbatches, chunks=order.chunks, slices=order.slices
             )
         return self._schedules[key]
 

@@ -25,8 +25,8 @@ def specials(candidate: Candidate, space: Space) -> int:
     """Return the number of special choices of a plan.
 
     One for each of: a pipeline, tensor parallelism, several groups of data-parallel ranks, divided experts or
-    sequences, each sharded state, a layout of experts alone, host memory, a searched order, and each choice that is not
-    the first of its values in the space.
+    sequences, each sharded state, a layout of experts alone, host memory, a searched order, slices of sequences, and
+    each choice that is not the first of its values in the space.
     """
     frame, order, travel = candidate.frame, candidate.order, candidate.travel
     mesh, layout = frame.mesh, travel.layout
@@ -35,7 +35,8 @@ def specials(candidate: Candidate, space: Space) -> int:
     sharded = [level is not Level.N for level in (layout.parameters, layout.gradients, layout.optimizer)]
     of_a_frame = [getattr(frame, name) != getattr(space, name)[0] for name in OF_A_FRAME]
     of_a_travel = [getattr(travel, name) != getattr(space, name)[0] for name in OF_A_TRAVEL]
-    of_an_order = (order != space.orders(frame)[0], order.made is not None)
+    whole = order._replace(slices=1)
+    of_an_order = (whole != space.plain_orders(frame)[0], order.made is not None, order.slices > 1)
     is_elsewhere = travel.host is not None
     is_apart = travel.expert_layout not in (None, layout)
     return sum((*axes, is_apart, is_elsewhere, *of_an_order, *sharded, *of_a_frame, *of_a_travel))

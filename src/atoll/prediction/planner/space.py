@@ -14,6 +14,7 @@ from atoll.plans.ir import Schedule
 from atoll.plans.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, current
 from atoll.plans.layouts import EFFECTIVE, NO_CODECS, Codecs, Layout, Level, Precision
 from atoll.plans.plan import AXES, ORDERS, RECOMPUTE, MeshShape, View
+from atoll.plans.schedules import CATALOGUE
 from atoll.prediction.cost import Cluster, Use
 
 Word = TypeVar("Word", bound=str)
@@ -53,15 +54,23 @@ class Made(NamedTuple):
 
 
 class Order(NamedTuple):
-    """A schedule by name, with its stages per rank if it takes a number; or a searched order with a name of its own."""
+    """A schedule by name, with its stages per rank if it takes a number; or a searched order with a name of its own.
+    slices: of each sequence."""
 
     name: str
     chunks: int | None = None
     made: Made | None = None
+    slices: int = 1
 
 
 LONG = 32_768
 """Tokens of a sequence from which on dividing it is among the choices."""
+
+SLICES = (1, 2, 4, 8, 16)
+"""Slices of such a sequence."""
+
+SLICED = ("1f1b", "zb-v", "interleaved")
+"""Schedules that are tried with them, if it is not said which."""
 
 ORDERS_ALONE = (Order("1f1b"), Order("breadth-first"))
 """Orders without a pipeline: each microbatch forward and backward, or chunk by chunk."""
@@ -132,7 +141,8 @@ class Space:
     pipeline, tensor, intra: ranks along these axes; by default all divisors. A group is within a node, and so are
     tensor-parallel ranks.  expert: ranks of a group that divide experts; by default all divisors of both.
     divide: ranks of a group that divide sequences; by default all divisors if these have `LONG` tokens or more, and
-    none if they are shorter.
+    none if they are shorter.  slices: of each sequence, with schedules that take them; by default `SLICES` with those
+    of `SLICED`, of a pipeline with such sequences.
     expert_layout: of experts; if None that of all else, unless another one saves time for the fastest plans.
     order: of the mesh's axes over the ranks.  schedules: of a pipeline, those of
     `atoll.prediction.planner.space.ORDERS_OF_A_PIPELINE` if not given, and orders searched for the fastest plans.
@@ -147,6 +157,7 @@ class Space:
     intra: tuple[int, ...] | None = None
     expert: tuple[int, ...] | None = None
     divide: tuple[int, ...] | None = None
+    slices: tuple[int, ...] | None = None
     expert_layout: Layout | None = None
     order: tuple[tuple[str, ...], ...] = ORDERS
     schedules: tuple[Order, ...] | None = None
@@ -259,11 +270,31 @@ class Space:
             "divide them"
         )
 
-    def orders(self, frame: Frame) -> tuple[Order, ...]:
-        """Return the schedules of a frame."""
+    def plain_orders(self, frame: Frame) -> tuple[Order, ...]:
+        """Return the schedules of a frame, for whole sequences."""
         if self.schedules is None:
             return ORDERS_ALONE if frame.mesh.pipeline == 1 else ORDERS_OF_A_PIPELINE
         return self.schedules
+
+    def orders(self, frame: Frame, goal: Goal) -> tuple[Order, ...]:
+        """Return the schedules of a frame, those of whole sequences first. Raises ConfigError if there is none."""
+        every = self.plain_orders(frame)
+        is_long = goal.sequence >= LONG and frame.mesh.pipeline > 1
+        slices, among = self.slices, None
+        if slices is None:
+            slices, among = SLICES if is_long else (1,), SLICED
+        found = tuple(
+            order._replace(slices=count)
+            for count in slices
+            for order in every
+            if count == 1 or (_takes_slices(order.name) and (among is None or order.name in among))
+        )
+        if not found:
+            raise ConfigError(
+                f"slices = {_listed(slices)}: none of the schedules {', '.join(order.name for order in every)} runs "
+                "slices of sequences"
+            )
+        return found
 
     def travels(self, frame: Frame, *, chunks: int) -> Iterator[tuple[Travel, ...]]:
         """Yield the distinct ways to store and send state, in tuples of about equal traffic.
@@ -306,6 +337,10 @@ class Space:
             if placed not in seen:
                 seen.add(placed)
                 yield placed
+
+
+def _takes_slices(name: str) -> bool:
+    return name in CATALOGUE and "slices" in CATALOGUE[name].options
 
 
 def world_of(goal: Goal, cluster: Cluster) -> int:

@@ -218,6 +218,11 @@ class _Counts:
 
 
 def _check(use: Use) -> None:
+    if use.slice is not None:
+        raise ConfigError(
+            "slices of sequences: a model is counted with whole ones; use the formulas, "
+            "atoll.runtime.models.transformer_of(config).workload"
+        )
     if use.expert > 1:
         raise ConfigError(
             f"expert = {use.expert}: a model is counted with all of its experts on each rank; use the formulas, "

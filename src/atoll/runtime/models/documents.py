@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from atoll.base.errors import PlanError
+from atoll.runtime.models.part import SequencePart
 
 
 def sees(given: Sequence[Tensor], positions: Tensor) -> bool:
@@ -24,9 +27,27 @@ def separates(given: Sequence[Tensor], positions: Tensor) -> bool:
     )
 
 
-def looks_ahead(given: Sequence[Tensor], positions: Tensor) -> bool:
-    """Return True if a layer's masks allow a token to attend to a later one."""
-    return any(bool(each.triu(1).any()) for each in _masks(given, positions))
+def check_causal(
+    layers: Sequence[nn.Module], given: Sequence[Sequence[Tensor]], positions: Tensor, *, kind: str, part: SequencePart
+) -> None:
+    """Raise PlanError for a layer that attends to later tokens, whose slices have not been computed. given: what each
+    layer gets, for rows with these positions."""
+    for at, (layer, own) in enumerate(zip(layers, given, strict=True)):
+        looks_ahead = any(bool(each.triu(1).any()) for each in _masks(own, positions))
+        if looks_ahead or any(getattr(module, "is_causal", True) is False for module in layer.modules()):
+            raise PlanError(
+                f"{part.said}: layer {at} of {kind} attends to later tokens, and a slice to itself and those before "
+                "it. Use slices = 1"
+            )
+
+
+def check_flash(part: SequencePart) -> None:
+    """Raise PlanError for slices of documents under flash attention."""
+    if part.slices > 1:
+        raise PlanError(
+            f"{part.said}: flash attention separates documents by the positions of whole sequences, which a slice has "
+            'not. Use attn_implementation = "sdpa", or slices = 1'
+        )
 
 
 def dense_mask(value: Any) -> Any:

@@ -34,7 +34,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import cached_property
-from itertools import product, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ from atoll.runtime.models.adapter import STYLES, Block, Vocabulary, check_blocks
 from atoll.runtime.models.batch import Batch
 from atoll.runtime.models.buffers import construct_buffers, constructed_constants, on_meta, written
 from atoll.runtime.models.divided import DividedLayers, divide_layers
-from atoll.runtime.models.documents import dense_mask, looks_ahead, sees, separates
+from atoll.runtime.models.documents import check_causal, check_flash, dense_mask, sees, separates
 from atoll.runtime.models.inputs import DECODER_IDS, decoder_ids, main_input
 from atoll.runtime.models.part import SequencePart
 from atoll.runtime.models.probe import (
@@ -56,6 +56,7 @@ from atoll.runtime.models.probe import (
 )
 from atoll.runtime.models.slots import EncoderOutput, LayerSlot, PlacedStack, StageEnd, StageRun, Stub
 from atoll.runtime.models.tasks import LABELS, task_of
+from atoll.runtime.models.tied import share_position_bias
 
 
 class HuggingFaceAdapter:
@@ -67,7 +68,7 @@ class HuggingFaceAdapter:
     def __init__(self, model: Any) -> None:
         self.model = model
         self._task = task_of(model)
-        _share_position_bias(model)
+        share_position_bias(model)
         found = look_at(model)
         modules = dict(model.named_modules())
         for name, kept in found.kept.items():
@@ -109,11 +110,8 @@ class HuggingFaceAdapter:
         given = inputs[self._input]
         if self._divided is not None:
             self._divided.length = given.shape[1]
-            if self._is_flash and self._divided.part.slices > 1 and "position_ids" in inputs:
-                raise PlanError(
-                    f"{self._divided.part.said}: flash attention separates documents by the positions of whole "
-                    'sequences, which a slice has not. Use attn_implementation = "sdpa", or slices = 1'
-                )
+            if self._is_flash and "position_ids" in inputs:
+                check_flash(self._divided.part)
         for module in self._between:
             module.training = training
             _place(module, given.device)
@@ -306,18 +304,6 @@ class HuggingFaceAdapter:
         """True if attention is told where documents begin by positions, and not by masks."""
         return str(self.model.config.get_text_config()._attn_implementation).startswith("flash")
 
-    def _check_causal(self, part: SequencePart) -> None:
-        """Raise PlanError for a layer that attends to later tokens, whose slices have not been computed."""
-        positions = torch.arange(11)[None]
-        for at, given in enumerate(self._given_to_layers(positions)):
-            layer = self._blocks[self._stacks[0].begin + at].module
-            both_ways = any(getattr(module, "is_causal", True) is False for module in layer.modules())
-            if looks_ahead(given, positions) or both_ways:
-                raise PlanError(
-                    f"{part.said}: layer {at} of {type(self.model).__name__} attends to later tokens, and a slice to "
-                    "itself and those before it. Use slices = 1"
-                )
-
     def _given_to_layers(self, positions: Tensor) -> list[list[Tensor]]:
         """Return the tensors, apart from the hidden state, that each layer gets for rows with these positions."""
         (placed,) = self._stacks
@@ -399,7 +385,8 @@ class HuggingFaceAdapter:
         layers = [self._blocks[at].module for at in placed.run]
         self._divided = divide_layers(self.model, layers, part, tensor=tensor, outputs=self._task.outputs)
         if part.slices > 1:
-            self._check_causal(part)
+            positions = torch.arange(11)[None]
+            check_causal(layers, self._given_to_layers(positions), positions, kind=kind, part=part)
         return dict(zip(placed.run, self._divided.attentions, strict=True))
 
     # ---- slots
@@ -481,25 +468,6 @@ def _place(module: nn.Module, device: torch.device) -> None:
     for name, buffer in list(module.named_buffers(recurse=False)):
         if buffer.device != device:
             setattr(module, name, buffer.to(device))
-
-
-def _share_position_bias(model: nn.Module) -> None:
-    """Give each layer the bias table that in T5 and similar models only the first one has. The first layer computes the
-    bias and passes it to the others; if a stage begins with another layer, that one computes it. The table is then a
-    shared parameter of all layers."""
-    for layers in [each for each in model.modules() if isinstance(each, nn.ModuleList)]:
-        if len({type(layer) for layer in layers}) != 1:
-            continue
-        tables = [name for name, each in layers[0].named_modules() if _has_table(each)]
-        for name, layer in product(tables, layers[1:]):
-            attention: Any = layer.get_submodule(name)
-            if not _has_table(attention):
-                attention.has_relative_attention_bias = True
-                attention.relative_attention_bias = layers[0].get_submodule(name).relative_attention_bias
-
-
-def _has_table(attention: nn.Module) -> bool:
-    return bool(getattr(attention, "has_relative_attention_bias", False))
 
 
 def _encoder_outputs(encoded: Tensor) -> Any:

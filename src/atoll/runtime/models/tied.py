@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -80,3 +81,22 @@ def are_equal(one: Unread, two: Unread) -> bool:
         if not torch.equal(one.box(offsets, sizes), two.box(offsets, sizes)):
             return False
     return True
+
+
+def share_position_bias(model: nn.Module) -> None:
+    """Give each layer the bias table that in T5 and similar models only the first one has. The first layer computes the
+    bias and passes it to the others; if a stage begins with another layer, that one computes it. The table is then a
+    shared parameter of all layers."""
+    for layers in [each for each in model.modules() if isinstance(each, nn.ModuleList)]:
+        if len({type(layer) for layer in layers}) != 1:
+            continue
+        tables = [name for name, each in layers[0].named_modules() if _has_table(each)]
+        for name, layer in product(tables, layers[1:]):
+            attention: Any = layer.get_submodule(name)
+            if not _has_table(attention):
+                attention.has_relative_attention_bias = True
+                attention.relative_attention_bias = layers[0].get_submodule(name).relative_attention_bias
+
+
+def _has_table(attention: nn.Module) -> bool:
+    return bool(getattr(attention, "has_relative_attention_bias", False))

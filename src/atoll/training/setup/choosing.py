@@ -30,6 +30,7 @@ CHOSEN = {
     "intra": "intra",
     "expert": "expert",
     "sequence": "divide",
+    "slices": "slices",
     "order": "order",
     "residency": "residency",
     "reduction": "reduction",
@@ -42,7 +43,7 @@ CHOSEN = {
 }
 """Keys of [parallel] that the planner chooses, with their names in `Space`."""
 
-_UNKNOWN = ("layers_per_stage",)
+_UNKNOWN = ("layers_per_stage", "slice_work")
 """Keys of [parallel] that the planner leaves at their defaults."""
 
 

@@ -1,0 +1,29 @@
+"""Slices of sequences: how much of their work attends to other positions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from atoll.prediction.cost.cluster import Device
+from atoll.prediction.cost.kernels import KernelClock
+from atoll.prediction.cost.work import Use, Workload
+
+_PARTS = 16
+"""Parts of a sequence of which the first and the last are compared."""
+
+
+def slice_work_of(workload: Workload, use: Use, device: Device) -> float:
+    """Return the work of a token of a layer for each token that it attends to, relative to its own, in F and I on a
+    device: `Plan.slice_work`, to two digits."""
+    layer, each = workload.blocks[workload.layers[0]], -(-use.sequence // _PARTS)
+    plain = replace(use, divide=1, tensor=1, expert=1, sequence_parallel=False)
+    clock = KernelClock(device, use.compute, use.item)
+    first, last = (
+        sum(clock.seconds(kernels) for kernels in (work.forward, work.backward))
+        for span in ((0, each), (use.sequence - each, use.sequence))
+        for work in (layer.work(replace(plain, slice=span)),)
+    )
+    # The last one attends to as many more tokens as lie before it.
+    attending = max(0.0, last - first) / (each * (use.sequence - each))
+    own = first / each - attending * each / 2
+    return float(f"{attending / own:.2g}") if own > 0 else 0.0
