@@ -59,6 +59,7 @@ SLOW = (
     "outer",
     "experts",
     "sequence",
+    "slices",
     *RACES,
 )
 """Those that run when they are named; the ones with a slow link need root."""

@@ -25,7 +25,7 @@ from benchmarks.islands import tables
 from benchmarks.islands.allocations import library
 from benchmarks.islands.ranks import Ranks, Where
 from benchmarks.predictions import runs
-from benchmarks.predictions.rows import EMULATED, HOSTED, LAYOUTS, MIXTURES, REAL, Row
+from benchmarks.predictions.rows import EMULATED, HOSTED, LAYOUTS, MIXTURES, REAL, SLICED, Row
 from benchmarks.predictions.runs import Bytes
 
 LEAST_SECONDS, STEPS = 1.5, (5, 25)
@@ -48,8 +48,8 @@ Found = dict[str, Any]
 def run(arguments: argparse.Namespace) -> Found:
     """Measure the machine, run all configurations, calibrate, predict."""
     quick = arguments.quick
-    every = REAL, EMULATED, LAYOUTS, MIXTURES, HOSTED
-    real, emulated, layouts, mixtures, hosted = (rows[::14] if quick else rows for rows in every)
+    every = REAL, EMULATED, LAYOUTS, MIXTURES, HOSTED, SLICED
+    real, emulated, layouts, mixtures, hosted, sliced = (rows[::14] if quick else rows for rows in every)
     cluster = measured_cluster(2)
     ran = [row for count in (1, 2) for row in run_all([each for each in real if each.ranks == count], timed=True)]
     steps = [Step(((1.0, predicted(row, cluster, found)),), found["seconds"], row.name) for row, found in ran]
@@ -79,6 +79,7 @@ def run(arguments: argparse.Namespace) -> Found:
         "layouts": [described(row, found, predicted(row, None, found)) for row, found in run_all(layouts)],
         "mixtures": [described(row, found, predicted(row, None, found)) for row, found in run_all(mixtures)],
         "hosted": [described(row, found, predicted(row, None, found)) for row, found in run_all(hosted)],
+        "sliced": [described(row, found, predicted(row, None, found)) for row, found in run_all(sliced)],
     }  # fmt: skip
 
 
@@ -138,7 +139,8 @@ def _run(ranks: Ranks, row: Row, *, timed: bool, on: Cluster | None) -> Found:
     if on is None:
         found["bytes"] = ranks.ask(runs.count)
     else:
-        sleeps = [dict(rates.compute) for rates in predicted(row, on, found).rates]
+        every = predicted(row, on, found).rates
+        sleeps = [[dict(own.compute) for own in rates.of_slices or (rates,)] for rates in every]
     if timed:
         first = ranks.ask(runs.take, 1, sleeps)[0][0]
         steps = min(max(round(LEAST_SECONDS / first), STEPS[0]), STEPS[1])
@@ -208,7 +210,7 @@ def _spread(found: Sequence[float]) -> str:
 def report(result: Mapping[str, Any]) -> str:
     """The page."""
     real, emulated, layouts = result["real"], result["emulated"], result["layouts"]
-    mixtures, hosted = result.get("mixtures", []), result.get("hosted", [])
+    mixtures, hosted, sliced = (result.get(name, []) for name in ("mixtures", "hosted", "sliced"))
     lines = [
         ("seconds, constants as measured", errors(judged(real), "before_seconds")),
         ("seconds, calibrated on other steps", errors(judged(real))),
@@ -218,6 +220,7 @@ def report(result: Mapping[str, Any]) -> str:
         ("peak bytes of the 14 layouts", byte_errors(layouts)),
         ("peak bytes of mixtures", byte_errors(mixtures)),
         ("peak bytes with host memory", byte_errors(hosted)),
+        ("peak bytes of slices of sequences", byte_errors(sliced)),
     ]
     parts = [
         "# Predictions beside our own runs",
@@ -263,6 +266,7 @@ def report(result: Mapping[str, Any]) -> str:
         _components(layouts),
         *(_peaks("Mixtures", _MIXTURES, mixtures) if mixtures else ()),
         *(_peaks("Host memory", _HOSTED, hosted) if hosted else ()),
+        *(_peaks("Slices of sequences", _SLICED, sliced) if sliced else ()),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -290,6 +294,11 @@ _MIXTURES = (
     "Mixtures of eight experts on four ranks, with as many tokens for each expert: what a rank exchanges and keeps "
     "depends on where its tokens go, and predictions are of an even spread."
 )
+_SLICED = (
+    "Bytes at the peak of pipelines that compute sequences slice by slice, with the keys and values of all slices, and "
+    "the gradients that later slices add."
+)
+
 _HOSTED = (
     "A decoder of twelve layers on two ranks, with state, parameters, gradients or activations in host memory, which "
     "is counted apart."

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -62,15 +62,23 @@ def _forward(watch: Watch, index: int, forward: Callable[..., Any], *given: Any)
     return watch(Do.F, index, partial(forward, *given))
 
 
-class Sleep:
-    """The emulated device: an instruction takes the seconds that it is given, what it really computes among them."""
+Slept = Mapping[tuple[Operation, int], float]
+"""Seconds of instructions, by operation, and block or unit."""
 
-    def __init__(self, seconds: Mapping[tuple[Operation, int], float]) -> None:
-        self.seconds = seconds
+
+class Sleep:
+    """The emulated device: an instruction takes the seconds that it is given, what it really computes among them.
+
+    seconds: of each slice of a microbatch's sequences; one if they are whole.
+    """
+
+    def __init__(self, seconds: Sequence[Slept], engine: Engine) -> None:
+        self.seconds, self._counter = seconds, engine._executor.counter
 
     def __call__(self, do: Operation, of: int, call: Callable[[], Any]) -> Any:
         """See `Watch`."""
-        until = time.monotonic() + self.seconds.get((do, of), 0.0)
+        own = self.seconds[(self._counter.action.microbatch or 0) % len(self.seconds)]
+        until = time.monotonic() + own.get((do, of), 0.0)
         given = call()
         time.sleep(max(0.0, until - time.monotonic()))
         return given

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from atoll.program import Operation
 from atoll.program.memory import Held
 from atoll.runtime.engine import Engine
 from atoll.runtime.models.mixture import Router, Routing
@@ -22,7 +21,7 @@ from atoll.training.setup.prediction import expected_vocabulary
 from benchmarks.emulated.race import go_first
 from benchmarks.islands.allocations import Allocations
 from benchmarks.islands.ranks import Rank
-from benchmarks.predictions.instructions import Count, Sleep, watched
+from benchmarks.predictions.instructions import Count, Sleep, Slept, watched
 from benchmarks.predictions.rows import Row
 
 
@@ -87,10 +86,11 @@ def count(rank: Rank) -> Bytes:
     return Bytes(counted.held, counted.most)
 
 
-def take(rank: Rank, steps: int, sleeps: Sequence[Mapping[tuple[Operation, int], float]] = ()) -> list[float]:
+def take(rank: Rank, steps: int, sleeps: Sequence[Sequence[Slept]] = ()) -> list[float]:
     """All ranks: seconds of steps that follow each other.
 
-    sleeps: what instructions take on the emulated device, by pipeline rank; () where they take what they take.
+    sleeps: what instructions take on the emulated device, by pipeline rank and slice; () where they take what they
+    take.
     """
     running: Running = rank.contenders["engine"]
     engine = running.engine
@@ -98,7 +98,7 @@ def take(rank: Rank, steps: int, sleeps: Sequence[Mapping[tuple[Operation, int],
     gc.freeze()  # to look through what other engines have made takes a tenth of a second
     dist.barrier()
     ends = []
-    with watched(engine, Sleep(sleeps[engine.place.pp])) if sleeps else nullcontext():
+    with watched(engine, Sleep(sleeps[engine.place.pp], engine)) if sleeps else nullcontext():
         for _ in range(steps + 1):
             engine.step(running.batch)
             ends.append(time.monotonic())
