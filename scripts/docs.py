@@ -382,6 +382,7 @@ def wanted_files() -> dict[Path, str]:
     found[pictures / "program.svg"] = program_page.picture()
     found[pictures / "experts.svg"] = experts_page.picture()
     found[pictures / "host.svg"] = host_page.picture()
+    found[pictures / "slices.svg"] = schedule_pages.slices_svg()
     used = set()
     for page in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]):
         text = page.read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from charts import markdown_table
 
 from atoll.base.errors import UserError
-from atoll.plans.ir.draw import draw, draw_svg
+from atoll.plans.ir.draw import SVG_STYLE, draw, draw_svg
 from atoll.plans.schedules import CATALOGUE, Memory, RankForm, Sizes, build
 from atoll.program.sim import Costs, simulate
 
@@ -155,6 +156,34 @@ def refused(name: str) -> str:
 def schedule_svg(name: str) -> str:
     schedule = build(name, ranks=RANKS, microbatches=MICROBATCHES)
     return draw_svg(simulate(schedule, Costs()), width=960, title=f"{name}: {RANKS} ranks, {MICROBATCHES} microbatches")
+
+
+def slices_svg() -> str:
+    """Two steps of 1F1B in one scale: with whole sequences above, with slices of them below."""
+    parts, y, longest, margin = [], 0, 0.0, 80
+    for slices in (1, 4):
+        schedule = build("1f1b", ranks=RANKS, microbatches=4, slices=slices)
+        trace = simulate(schedule, Costs())
+        longest = max(longest, trace.makespan)
+        title = f"1F1B, {RANKS} ranks, 4 microbatches" + (f", {slices} slices of each sequence" if slices > 1 else "")
+        width = margin + round((960 - margin) * trace.makespan / longest)
+        drawn = draw_svg(trace, width=width, title=title).replace(SVG_STYLE, "")
+        height = int(re.search(r'height="(\d+)"', drawn)[1])
+        parts.append(drawn.strip().replace("<svg ", f'<svg y="{y}" ', 1))
+        y += height
+    return (
+        "\n".join(
+            [
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 960 {y}" width="960" height="{y}">',
+                "<title>A pipeline with whole sequences, and with slices of them</title>",
+                SVG_STYLE,
+                f'<rect class="page" width="960" height="{y}" rx="6"/>',
+                *parts,
+                "</svg>",
+            ]
+        )
+        + "\n"
+    )
 
 
 KINDS: Mapping[str, Callable[[str], str]] = {

@@ -65,8 +65,8 @@ _ROUNDS = 3
 WORTH = 0.01
 """Minimum share of the seconds that a searched order must gain. It is written into the config in full."""
 
-A_CELL = 1.0
-"""Cost of bounding one action of a schedule, in lowered and simulated instructions."""
+A_PLAN = 4_000
+"""Instructions that count for the plan of the shortest program: its bytes and bounds take as long."""
 
 
 class Found(NamedTuple):
@@ -268,7 +268,7 @@ class PlanSearch:
                 for part in self._by_order(node):
                     push(part, is_late=is_late)
                 made = list(self._skeletons.values())[known:]
-                work += A_CELL * sum(skeleton.cells for skeleton in made if skeleton is not None)
+                work += sum(max(each.cells, A_PLAN // 4) for each in made if each is not None)
             elif not node.travels:
                 skeleton = self._skeleton(node.frame, node.order)
                 assert skeleton is not None, "it was there when the node was made"
@@ -281,7 +281,7 @@ class PlanSearch:
                 push(node._replace(least=node.least._replace(likely=likely), turn=turn), is_late=is_late)
             else:
                 candidate, played = self._played(node, best if fastest else math.inf)
-                work += played
+                work += max(played, A_PLAN)
                 predicted += 1
                 played_of[node.frame, node.order] += 1
                 if candidate is None:
