@@ -248,6 +248,7 @@ def test_metrics_keys_are_documented() -> None:
     # Which few steps have.
     oddities = {"loss_spike", "grad_norm_spike", "straggler", "straggler_ratio", "mfu", "island_distance"}
     oddities |= {"expert_rows", "expert_imbalance", "expert_dropped", "exchange_seconds"}
+    oddities |= {"attention_imbalance", "microbatch_imbalance"}
     assert first_column(table) == set(re.findall(r'"(\w+)":', record)) | oddities
 
 

@@ -62,6 +62,9 @@ class Data(Section):
     packing: Literal["auto", "blocks", "documents", "pad"] = "auto"
     """contents of a sample: a block of joined documents ("blocks"), several whole documents ("documents"), or one
     document with padding ("pad"); "auto" is "documents" for chat and "blocks" for text: docs/data.md#samples"""
+    balance: bool = False
+    """order the rows of each step so that microbatches and ranks have about equal attention work:
+    docs/data.md#balance"""
     too_long: Literal["auto", "split", "drop", "truncate"] = "auto"
     """"split", "drop" or "truncate" documents longer than a sample; "auto" drops conversations and splits text"""
     validation: Annotated[float | str, BeforeValidator(_as_validation)] = 0.02
@@ -93,6 +96,11 @@ class Data(Section):
             problems.append(
                 'data.too_long has no effect with data.packing = "blocks", which cuts joined documents; set packing to '
                 '"documents" or "pad", or leave too_long out'
+            )
+        if self.balance and self.how != "documents":
+            problems.append(
+                f'data.balance orders rows of several documents, and with data.packing = "{self.how}" all rows have '
+                'the same attention work; set packing to "documents", or leave balance out'
             )
         raise_all(problems)
         return self

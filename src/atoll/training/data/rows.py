@@ -80,6 +80,10 @@ class Rows(Protocol):
         """Return the samples with these indices."""
         ...
 
+    def work(self, indices: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the attention work of each of these samples: the squares of its documents' lengths, added up."""
+        ...
+
     @property
     def in_order_count(self) -> int:
         """Number of samples of `in_order`."""
@@ -111,6 +115,9 @@ class _Blocks:
     def take(self, indices: NDArray[np.int64]) -> TokenBatch:
         return batch(self._tokens, indices, self._sequence)
 
+    def work(self, indices: NDArray[np.int64]) -> NDArray[np.float64]:
+        return np.full(len(indices), float(self._sequence) ** 2)
+
     @property
     def in_order_count(self) -> int:
         return -(-max(0, len(self._tokens) - 1) // self._sequence)
@@ -137,6 +144,10 @@ class _Documents:
             rows = pack(sizes, packing.sequence)
             self._order = np.array([document for row in rows for document in row], dtype=np.int64)
             self._ends = np.cumsum([0, *map(len, rows)])
+        placed, firsts = sizes[self._order].astype(np.float64), self._ends[:-1]
+        # What is left of a row is a document of its own.
+        left = packing.sequence - np.add.reduceat(placed, firsts) if len(firsts) else placed
+        self._work = np.add.reduceat(placed**2, firsts) + left**2 if len(firsts) else placed
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -145,6 +156,10 @@ class _Documents:
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise DataError(f"rows {indices.min()}..{indices.max()} were asked for; there are {len(self)}")
         return self._batch([self._row(index) for index in indices.tolist()])
+
+    def work(self, indices: NDArray[np.int64]) -> NDArray[np.float64]:
+        found: NDArray[np.float64] = self._work[indices]
+        return found
 
     @property
     def in_order_count(self) -> int:

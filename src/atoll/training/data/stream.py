@@ -103,6 +103,14 @@ class _Opened:
         places = [(at, np.flatnonzero(shards == at)) for at in np.unique(shards).tolist()]
         return [(place, self._rows[at].take(samples[place])) for at, place in places]
 
+    def work(self, position: int, count: int) -> NDArray[np.float64]:
+        """Return the attention work of each of these samples."""
+        shards, samples = self.find(position, count)
+        found = np.zeros(count)
+        for at in np.unique(shards).tolist():
+            found[shards == at] = self._rows[at].work(samples[shards == at])
+        return found
+
 
 class Stream:
     """Sample sequence of a source in shards.
@@ -149,6 +157,17 @@ class Stream:
             parts += [(done + places, batch) for places, batch in opened.take(position + done, taken)]
             done += taken
         return scatter(parts, count)
+
+    def work(self, position: int, count: int) -> NDArray[np.float64]:
+        """Return the attention work of each of these samples, as `Rows.work`."""
+        parts: list[NDArray[np.float64]] = []
+        done = 0
+        while done < count:
+            opened = self._at(position + done)
+            taken = min(count - done, opened.window.start + opened.window.samples - position - done)
+            parts.append(opened.work(position + done, taken))
+            done += taken
+        return np.concatenate(parts) if parts else np.zeros(0)
 
     def names(self, position: int, count: int) -> list[int | str]:
         """Return each sample's number in its shard, and the shard's."""

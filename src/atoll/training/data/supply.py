@@ -78,6 +78,10 @@ class Feed(Protocol):
         """Return the samples at positions position .. position+count-1."""
         ...
 
+    def work(self, position: int, count: int) -> NDArray[np.float64]:
+        """Return the attention work of each of these samples, as `Rows.work`."""
+        ...
+
     def names(self, position: int, count: int) -> list[Name]:
         """Return the names of these samples."""
         ...
@@ -103,6 +107,10 @@ class _Whole:
     def take(self, position: int, count: int) -> TokenBatch:
         """Return the samples at positions position .. position+count-1."""
         return self._rows.take(self._order.take(position, count))
+
+    def work(self, position: int, count: int) -> NDArray[np.float64]:
+        """Return the attention work of each of these samples, as `Rows.work`."""
+        return self._rows.work(self._order.take(position, count))
 
     def names(self, position: int, count: int) -> list[Name]:
         """Return the numbers of these samples."""
@@ -161,6 +169,19 @@ class Supply:
         if len(parts) == 1:
             return parts[0][1]
         return scatter(parts, count)
+
+    def at(self, positions: Sequence[int]) -> TokenBatch:
+        """Return the samples at positions in any order."""
+        each = [self.take(position, 1) for position in positions]
+        return {name: np.concatenate([own[name] for own in each]) for name in each[0]}
+
+    def work(self, position: int, count: int) -> NDArray[np.float64]:
+        """Return the attention work of each of the samples at positions position .. position+count-1: the squares of
+        its documents' lengths, added up."""
+        found = np.zeros(count)
+        for at, places, begin in self._of(position, count):
+            found[places] = self.feeds[at].work(begin, len(places))
+        return found
 
     def names(self, position: int, count: int) -> list[Name]:
         """Return the names of the samples at these positions."""

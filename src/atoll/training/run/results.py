@@ -165,10 +165,20 @@ class Results:
         self._run.display.step(result, memory_bytes=memory, epoch=epoch)
         if self.recorder is not None:
             load = self._load if any(busy) else {}
-            odd = self._odd(result, busy) | load | ({} if distance is None else {"island_distance": distance})
+            odd = (
+                self._odd(result, busy)
+                | load
+                | self._imbalance(result.step)
+                | ({} if distance is None else {"island_distance": distance})
+            )
             self.recorder.step(result, rate=rate, epoch=epoch, memory_bytes=memory, odd=odd, utilised=self._utilised)
         if result.fault is not None:
             self._on_fault(result)
+
+    def _imbalance(self, step: int) -> dict[str, float]:
+        """Return the metrics of rows of documents."""
+        found = self._run.progress.samples.imbalance(self._run.progress.positions[step])
+        return {} if found is None else {"attention_imbalance": found.ranks, "microbatch_imbalance": found.microbatches}
 
     # ---- islands
 

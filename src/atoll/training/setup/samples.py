@@ -11,6 +11,7 @@ from atoll.plans.plan import Place
 from atoll.runtime.places import cache_folder
 from atoll.training.config import Config
 from atoll.training.data import Name, Supply, TokenBatch, hide, prepare_supply, preview_supply
+from atoll.training.data.balance import Imbalance, balanced_order, imbalance
 from atoll.training.setup.chat import chat_template
 
 
@@ -98,6 +99,8 @@ class Samples:
         self._next: TokenBatch | None = None
         self._train = config.train
         self._mask = mask_of(corpus)
+        self._is_balanced, self._shares = config.data.balance, place.mesh.shares
+        self._has_documents = config.data.how == "documents"
 
     def take(self) -> TokenBatch:
         """Return the share of the next step: consecutive microbatches."""
@@ -112,7 +115,10 @@ class Samples:
 
     def sequences(self, position: int, samples: range) -> list[Name]:
         """Return the names of `samples` in the corpus, in a step that starts at `position`."""
-        return self._corpus.names(position + samples.start, len(samples))
+        if not self._is_balanced:
+            return self._corpus.names(position + samples.start, len(samples))
+        order = self._order(position)
+        return [name for at in samples for name in self._corpus.names(order[at], 1)]
 
     def epoch(self, position: int) -> float:
         """Return the number of passes over the corpus before `position`."""
@@ -122,9 +128,26 @@ class Samples:
         """Return the next result of `take`."""
         if self._next is None:
             begin = self.position + self._share.start
-            taken = self._corpus.take(begin, self._share.stop - self._share.start)
+            if self._is_balanced:
+                taken = self._corpus.at(self._order(self.position)[self._share])
+            else:
+                taken = self._corpus.take(begin, self._share.stop - self._share.start)
             self._next = self._objective(taken, begin)
         return self._next
+
+    def _order(self, position: int) -> list[int]:
+        """Return the positions of a step's samples, in the order in which ranks take them."""
+        work = self._corpus.work(position, self._batch)
+        return [position + at for at in balanced_order(work.tolist(), self._train.microbatch)]
+
+    def imbalance(self, position: int) -> Imbalance | None:
+        """Return the imbalance of the step that starts at `position`; None if all samples have the same work."""
+        if not self._has_documents:
+            return None
+        work = self._corpus.work(position, self._batch).tolist()
+        if self._is_balanced:
+            work = [work[at] for at in balanced_order(work, self._train.microbatch)]
+        return imbalance(work, self._train.microbatch, self._shares)
 
     def _objective(self, taken: TokenBatch, position: int) -> TokenBatch:
         """Return the batch with the labels of the objective, for samples from `position` on."""
