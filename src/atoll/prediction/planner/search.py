@@ -268,7 +268,7 @@ class PlanSearch:
                 for part in self._by_order(node):
                     push(part, is_late=is_late)
                 made = list(self._skeletons.values())[known:]
-                work += sum(max(each.cells, A_PLAN // 4) for each in made if each is not None)
+                work += sum(each.cells for each in made if each is not None)
             elif not node.travels:
                 skeleton = self._skeleton(node.frame, node.order)
                 assert skeleton is not None, "it was there when the node was made"
