@@ -1,4 +1,5 @@
-"""Attention where ranks divide sequences: the heads that a rank computes, and the exchange of heads for positions.
+"""Attention of parts of sequences: the heads that a rank computes, the exchange of heads for positions, and what is kept
+of slices.
 
 over: ranks of a tensor-parallel group that divide the heads, too.
 """
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from atoll.prediction.cost.kernels import Exchange, Kernel, Pass
-from atoll.prediction.cost.work import Use
+from atoll.prediction.cost.work import Saved, Use
 
 if TYPE_CHECKING:
     from atoll.prediction.cost.transformer import Transformer
@@ -40,3 +41,21 @@ def exchanged(sizes: Transformer, use: Use, over: int, *, is_back: bool = False)
     yield Pass(2.0 * nbytes, tensors)
     yield Exchange("all-to-all", nbytes, "sequence")
     yield Pass(2.0 * nbytes, use.divide * tensors)
+
+
+def kept_width(sizes: Transformer, use: Use, over: int) -> int:
+    """Return the elements of keys and values of a position that a rank keeps for later slices: of its heads, as often
+    as they are repeated."""
+    keys = sizes.keys if sizes.latent is None else sizes.queries
+    return (keys + sizes.values) * repeats(sizes, use, over) // (over * use.divide)
+
+
+def saved_of_slice(sizes: Transformer, use: Use, over: int) -> Iterator[Saved]:
+    """Return what attention of a slice saves of queries, keys and values. Keys and values are views of those that are
+    kept, but where eager attention repeats them for groups of queries."""
+    how, is_eager = sizes.implementation, sizes.is_eager(use)
+    yield Saved("queries and keys", use.item * use.tokens * sizes.queries // over, "I")
+    if not is_eager and how.copies == "all" and use.earlier:
+        yield Saved("mask", use.item * use.queries * use.keys, "I")  # which CUDA's kernels do not need
+    if is_eager and how.repeats_keys and sizes.queries != sizes.keys:
+        yield Saved("values", 2 * use.item * use.samples * use.keys * sizes.queries // (over * use.divide), "I")

@@ -14,7 +14,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from atoll.base.errors import ConfigError
-from atoll.prediction.cost.divided import HEAD_EXCHANGES, exchanged, own_heads, repeats
+from atoll.prediction.cost.divided import (
+    HEAD_EXCHANGES,
+    exchanged,
+    kept_width,
+    own_heads,
+    repeats,
+    saved_of_slice,
+)
 from atoll.prediction.cost.ends import without
 from atoll.prediction.cost.experts import MixtureWork
 from atoll.prediction.cost.kernels import Exchange, FusedAttention, Kernel, Pass, Product
@@ -119,7 +126,9 @@ class TransformerLayer:
             pending=self._gradients(use) if how.waits else (),
             again=tuple(again),
             wire=use.tokens * sizes.hidden * use.item // use.parts,
-            keys=0 if use.slice is None else use.item * use.samples * use.sequence * self._kept_width(use),
+            keys=0
+            if use.slice is None
+            else use.item * use.samples * use.sequence * kept_width(sizes, use, self._heads_over(use)),
             linear=(*self._weights, *(() if mixture is None else mixture.linear)),
         )
 
@@ -146,14 +155,6 @@ class TransformerLayer:
         latent attention, which is not split."""
         whole = sum(inputs * outputs for inputs, outputs in self.sizes.attention.values()) if self.sizes.latent else 0
         return whole - (whole - self.matrices - rest) // tensor
-
-    def _kept_width(self, use: Use) -> int:
-        """Return the elements of keys and values of a position that a rank keeps for later slices: of its heads, and
-        as often as they are repeated for the ranks that divide sequences."""
-        s, over = self.sizes, self._heads_over(use)
-        values = s.values if s.latent is None else s.heads * s.latent.values
-        keys = s.keys if s.latent is None else s.queries
-        return (keys + values) * repeats(s, use, over) // (over * use.divide)
 
     @property
     def cost(self) -> float:
@@ -388,7 +389,7 @@ class TransformerLayer:
             yield Saved("rotary angles", 2 * i * -(-use.queries // use.divide) * s.head_width, "I")
         keys = s.queries if is_eager and how.repeats_keys else s.keys * repeats(self.sizes, use, self._heads_over(use))
         if use.slice is not None:
-            yield from self._saved_of_slice(use)
+            yield from saved_of_slice(s, use, t)
         else:
             yield Saved("queries and keys", i * tokens * (s.queries + keys) // t, "I")
         values = s.queries + 2 * s.keys if _is_slice(self.sizes, use) and use.divide == 1 else keys
@@ -410,16 +411,6 @@ class TransformerLayer:
         if s.dropout:
             yield Saved("attention's dropout", scores, "I")
             yield Saved("dropped softmax", i * scores, "I")
-
-    def _saved_of_slice(self, use: Use) -> Iterator[Saved]:
-        """Return what attention of a slice saves of queries, keys and values. Keys and values are views of those that
-        are kept, but where eager attention repeats them for groups of queries."""
-        s, i, t = self.sizes, use.item, self._heads_over(use)
-        yield Saved("queries and keys", i * use.tokens * s.queries // t, "I")
-        if not s.is_eager(use) and s.implementation.copies == "all" and use.earlier:
-            yield Saved("mask", i * use.queries * use.keys, "I")  # which CUDA's kernels do not need
-        if s.is_eager(use) and s.implementation.repeats_keys and s.queries != s.keys:
-            yield Saved("values", 2 * i * use.samples * use.keys * s.queries // (t * use.divide), "I")
 
     def _outputs(self, use: Use) -> tuple[Saved, ...]:
         """Return the outputs of the products of linear layers; another saved tensor of the same name is the same

@@ -196,7 +196,12 @@ def _attend_to_earlier(
     """Call an attention function with the queries of a slice, and the keys and values up to its end."""
     _check_rows(kw)
     key, value = keeping.extended(key, value)
-    mask, *others = rest if rest else (kw.pop("attention_mask", None),)
+    if not rest and "attention_mask" not in kw:
+        raise RunError(
+            f"attention of {type(module).__name__} is given no mask, which slices of a sequence need: pass it to attend "
+            "behind the values, or None"
+        )
+    mask, *others = rest if rest else (kw.pop("attention_mask"),)
     if function in _ALIGNED_RIGHT:
         kw.pop("position_ids", None)  # which say where documents begin, of which there is one
     elif mask is None and keeping.begin:

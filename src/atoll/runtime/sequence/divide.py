@@ -40,7 +40,7 @@ class DividedSequences:
         cannot."""
         if plan.mesh.sequence == plan.schedule.slices == 1:
             return None
-        part = SequencePart(place.sequence, plan.mesh.sequence, plan.schedule.slices, plan.slice_lengths)
+        part = SequencePart(place.sequence, plan.mesh.sequence, slices=plan.schedule.slices, lengths=plan.slice_lengths)
         divide: Callable[..., Mapping[int, int]] | None = getattr(adapter, "divide_sequences", None)
         if divide is None:
             raise PlanError(
