@@ -13,7 +13,7 @@ from atoll.plans import schedules
 from atoll.plans.layouts import Layout, Precision
 from atoll.plans.plan import MeshShape, Plan
 from atoll.prediction.cost import Prediction, Use
-from atoll.prediction.cost.sliced import slice_work_of
+from atoll.prediction.cost.sliced import slice_spans, slice_work_of
 from atoll.prediction.explain import Explanation
 from atoll.prediction.explain.phrases import plan_line
 from atoll.prediction.planner import Answer, Goal, PlanSearch, Space, choices, settings
@@ -94,7 +94,7 @@ def test_slices_of_equal_work_take_equally_long() -> None:
     # By operations of F it is 1 / (6 hidden); I has five products for two, and a device reaches less in attention.
     assert 1 < work * 6 * 4096 < 6
     even = predicted(8, slice_work=work)
-    spans = [end - begin for begin, end in even.ranks.spans]
+    spans = [end - begin for begin, end in slice_spans(even.plan, TOKENS)]
     assert sum(spans) == TOKENS
     assert spans == sorted(spans, reverse=True)
     took = [sum(even.durations.parts(own.works[4])[:2]) for own in even.ranks.of_slices]
@@ -118,7 +118,7 @@ def test_everything_that_slices_hold_is_freed(name: str, recompute: str) -> None
 
 def test_sequences_that_do_not_divide_are_padded() -> None:
     padded = predicted(8, tokens=TOKENS - 5)
-    assert padded.ranks.spans == predicted(8).ranks.spans
+    assert [own.use.slice for own in padded.ranks.of_slices] == [*slice_spans(padded.plan, TOKENS)]
     assert padded.tokens_a_second * padded.seconds == 4 * (TOKENS - 5)
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from atoll.plans.plan import View
+from atoll.prediction.cost.sliced import slice_spans
 from atoll.program import BlockShape, RankShape, StageShape
 from atoll.program.kept import travel_of
 from atoll.program.shape import WeightShape
@@ -52,7 +53,7 @@ def _stage(stage: StageShape, ranks: Ranks) -> StageShape:
     weights: dict[int, WeightShape] = {}
     for at in run:
         for unit in ranks.weighed_with.get(at, ()):
-            before, own = weights.get(unit, WeightShape()), ranks.kept_for(unit, at)
+            before, own = weights.get(unit, WeightShape()), _kept_for(ranks, unit, at)
             is_last = at == run.stop - 1 and ranks.shape.units[unit].view is View.DENSE
             answered = received.get("B", 0) if is_last else 0
             # The buffer of a message stays.
@@ -100,11 +101,18 @@ def _keys(ranks: Ranks, work: Work) -> tuple[int, int, int]:
     use = ranks.use
     if use.slice is None or not work.keys:
         return 0, 0, 0
-    last = ranks.spans[-1]
+    last = slice_spans(ranks.plan, use.sequence)[-1]
     gradients = work.keys * max(4, use.item) // use.item * last[0] // use.sequence
     since = work.keys if use.earlier == 0 else 0
     until = (since + gradients if use.earlier == 0 else 0) - (gradients if use.slice == last else 0)
     return since, until, work.keys * use.earlier // use.sequence
+
+
+def _kept_for(ranks: Ranks, unit: int, block: int) -> int:
+    """Return the bytes that a block keeps from I to the W of a unit."""
+    work = ranks.works[block]
+    apart = work.kept_for_experts if ranks.plan.divides_experts else 0
+    return apart if ranks.shape.units[unit].view is View.EXPERTS else work.kept_for_weights - apart
 
 
 def _leaving(ranks: Ranks, run: range, at: int) -> int:

@@ -1,5 +1,5 @@
-"""Attention of parts of sequences: the heads that a rank computes, the exchange of heads for positions, and what is kept
-of slices.
+"""Attention of parts of sequences: the heads that a rank computes, the exchange of heads for positions, and what slices
+keep.
 
 over: ranks of a tensor-parallel group that divide the heads, too.
 """

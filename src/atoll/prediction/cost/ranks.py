@@ -6,18 +6,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
-from itertools import accumulate, pairwise
+from functools import cached_property, lru_cache
 
 from atoll.base.errors import PlanError
 from atoll.plans.ir import Placement, Schedule, lower
 from atoll.plans.layouts import ITEM_BYTES
 from atoll.plans.plan import Place, Plan, View
-from atoll.plans.slices import even_slices
 from atoll.plans.stages import BlockWeight, split_blocks
 from atoll.prediction.cost.activations import with_activations
 from atoll.prediction.cost.kernels import Exchange, Kernel, Product
 from atoll.prediction.cost.segments import Segments, model_shape, segments_of
+from atoll.prediction.cost.sliced import slice_spans
 from atoll.prediction.cost.slices import Slices, VocabularySlices
 from atoll.prediction.cost.work import BlockOf, Use, Work, Workload
 from atoll.program import Do, ModelShape, Program, Programs, RankShape, lower_row
@@ -76,24 +75,13 @@ class Ranks:
         return *frozen, *whole[first:]
 
     @cached_property
-    def spans(self) -> tuple[tuple[int, int], ...]:
-        """First position of each slice of a sequence, and the position behind its last one. Sequences are padded to a
-        length that can be cut."""
-        plan, count = self.plan, self.plan.schedule.slices
-        each = plan.mesh.sequence * (plan.mesh.tensor if plan.sequence_parallel else 1)
-        multiple = each if plan.slice_lengths else each * count
-        lengths = plan.slice_lengths or partial(even_slices, slices=count, multiple=each)
-        return tuple(pairwise(accumulate(lengths(-(-self.use.sequence // multiple) * multiple), initial=0)))
-
-    @cached_property
     def of_slices(self) -> tuple[Ranks, ...]:
         """The same for each slice of its sequences, whose works are those of a slice; of whole ones, this alone."""
         if self.plan.schedule.slices == 1 or self.use.slice is not None:
             return (self,)
-        use = replace(self.use, sequence=self.spans[-1][1])
-        return tuple(
-            Ranks(self.workload, self.plan, replace(use, slice=span), self.reads_in_place) for span in self.spans
-        )
+        spans = slice_spans(self.plan, self.use.sequence)
+        use = replace(self.use, sequence=spans[-1][1])
+        return tuple(Ranks(self.workload, self.plan, replace(use, slice=span), self.reads_in_place) for span in spans)
 
     @cached_property
     def _whole_works(self) -> tuple[Work, ...]:
@@ -198,12 +186,6 @@ class Ranks:
             view = units[unit].view
             if units[unit].is_shared == is_shared and share[view]:
                 yield unit, share[view]
-
-    def kept_for(self, unit: int, block: int) -> int:
-        """Return the bytes that a block keeps from I to the W of a unit."""
-        work = self.works[block]
-        apart = work.kept_for_experts if self.plan.divides_experts else 0
-        return apart if self.shape.units[unit].view is View.EXPERTS else work.kept_for_weights - apart
 
     @property
     def message_bytes(self) -> int:

@@ -1,15 +1,29 @@
-"""Slices of sequences: how much of their work attends to other positions."""
+"""Slices of sequences: their positions, and how much of their work attends to other ones."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate, pairwise
 
+from atoll.plans.plan import Plan
+from atoll.plans.slices import even_slices
 from atoll.prediction.cost.cluster import Device
 from atoll.prediction.cost.kernels import KernelClock
 from atoll.prediction.cost.work import Use, Workload
 
 _PARTS = 16
 """Parts of a sequence of which the first and the last are compared."""
+
+
+def slice_spans(plan: Plan, length: int) -> tuple[tuple[int, int], ...]:
+    """Return the first position of each slice of a sequence, and the position behind its last one. Sequences are padded
+    to a length that can be cut."""
+    count = plan.schedule.slices
+    each = plan.mesh.sequence * (plan.mesh.tensor if plan.sequence_parallel else 1)
+    multiple = each if plan.slice_lengths else each * count
+    lengths = plan.slice_lengths or partial(even_slices, slices=count, multiple=each)
+    return tuple(pairwise(accumulate(lengths(-(-length // multiple) * multiple), initial=0)))
 
 
 def slice_work_of(workload: Workload, use: Use, device: Device) -> float:

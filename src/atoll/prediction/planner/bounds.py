@@ -151,15 +151,6 @@ class Skeleton:
             found.append(tuple(takes))
         return tuple(found)
 
-    @property
-    def _slices(self) -> int:
-        """Number of slices of each sequence."""
-        return self._schedule.slices
-
-    def _row(self, action: Action) -> int:
-        """Return the row of an action in `_takes`."""
-        return action.stage * self._slices + (action.microbatch or 0) % self._slices
-
     @cached_property
     def _gives(self) -> list[list[float]]:
         """Like `_takes`, up to the time when the result can be sent: a full backward continues with the weights'
@@ -180,7 +171,7 @@ class Skeleton:
             now = idle = 0.0
             begun: dict[tuple[int, int | None], float] = {}
             for action, code in zip(table.cells[first:last], table.code[first:last], strict=True):
-                own = takes[self._row(action)]
+                own = takes[_row(self._schedule, action)]
                 key = action.stage, action.microbatch
                 if code == F:
                     begun[key] = now
@@ -193,7 +184,7 @@ class Skeleton:
     @cached_property
     def _round_trips(self) -> tuple[float, ...]:
         """Return the seconds of each stage from the start of a forward to its input's gradient, without messages."""
-        found, total, slices = [], 0.0, self._slices
+        found, total, slices = [], 0.0, self._schedule.slices
         for stage in reversed(range(len(self.base.ranks.runs))):
             total += min(takes[F] + takes[I] for takes in self._takes[stage * slices :][:slices])
             found.append(total)
@@ -306,13 +297,13 @@ class Skeleton:
         ]
         pending = [sum(own.works[at].kept_for_weights for at in run if at in ranks.weighed_with) for run, own in runs]
         # The first slice of a microbatch is the first to have keys and values of all, and the last to need them.
-        for first in range(0, len(after), self._slices):
+        for first in range(0, len(after), self._schedule.slices):
             after[first] += sum(work.keys for work in works[first])
         found = []
         for row in schedule.actions:
             held = 0
             most: dict[tuple[int, int], int] = {}
-            for op, at in ((action.op, self._row(action)) for action in row):
+            for op, at in ((action.op, _row(schedule, action)) for action in row):
                 if op is Op.F:
                     held += after[at]
                     passing, gathered = last[at]
@@ -349,7 +340,7 @@ class Skeleton:
                         gathered[axis] += link.seconds(sent.parameters * item * share)
                         item = _item(axis, codecs.gradient, precision.reduce) * _along(axis, reduce)
                         reduced[axis] += link.seconds(sent.trained * item * share)
-                begin += max(0.0, max(gathered.values(), default=0.0) - self._takes[stage * self._slices][F])
+                begin += max(0.0, max(gathered.values(), default=0.0) - self._takes[stage * self._schedule.slices][F])
                 end = max([end, *(reduced[axis] + once[rank, axis] - window for axis in reduced)])
         return begin + end
 
@@ -480,6 +471,11 @@ def sent_share(axis: str, mesh: MeshShape, view: View = View.DENSE) -> float:
     """Return the share of a buffer that a rank sends in one transfer along an axis."""
     intra = mesh.intra // mesh.expert if view is View.EXPERTS else mesh.intra
     return 1.0 - 1.0 / intra if axis == "intra" else (1.0 - 1.0 / mesh.inter) / intra
+
+
+def _row(schedule: Schedule, action: Action) -> int:
+    """Return the row of an action in `Skeleton._takes`."""
+    return action.stage * schedule.slices + (action.microbatch or 0) % schedule.slices
 
 
 def _apart(every: int, experts: int) -> tuple[int, int]:

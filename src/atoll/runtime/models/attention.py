@@ -198,8 +198,8 @@ def _attend_to_earlier(
     key, value = keeping.extended(key, value)
     if not rest and "attention_mask" not in kw:
         raise RunError(
-            f"attention of {type(module).__name__} is given no mask, which slices of a sequence need: pass it to attend "
-            "behind the values, or None"
+            f"attention of {type(module).__name__} is given no mask, which slices of a sequence need: pass one to "
+            "attend behind the values, or None"
         )
     mask, *others = rest if rest else (kw.pop("attention_mask"),)
     if function in _ALIGNED_RIGHT:

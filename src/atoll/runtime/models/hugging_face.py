@@ -110,7 +110,7 @@ class HuggingFaceAdapter:
         given = inputs[self._input]
         if self._divided is not None:
             self._divided.length = given.shape[1]
-            if self._is_flash and "position_ids" in inputs:
+            if _is_flash(self.model) and "position_ids" in inputs:
                 check_flash(self._divided.part)
         for module in self._between:
             module.training = training
@@ -290,7 +290,7 @@ class HuggingFaceAdapter:
             )
         if "position_ids" not in self._accepted:
             raise PlanError(f"{kind} takes no position_ids, which separate the documents of a row")
-        is_flash = self._is_flash
+        is_flash = _is_flash(self.model)
         if is_flash and rows > 1:
             raise PlanError(f"flash attention separates the documents of a single row, and a microbatch has {rows}")
         positions = torch.tensor([[*range(5), *range(6)]] if is_flash else [[*range(5), *range(6)], [*range(11)]])
@@ -298,11 +298,6 @@ class HuggingFaceAdapter:
             kept = sees(given, positions) if is_flash else separates(given, positions)
             if not kept:
                 raise PlanError(f"layer {at} of {kind} is given nothing that keeps the documents of a row apart")
-
-    @property
-    def _is_flash(self) -> bool:
-        """True if attention is told where documents begin by positions, and not by masks."""
-        return str(self.model.config.get_text_config()._attn_implementation).startswith("flash")
 
     def _given_to_layers(self, positions: Tensor) -> list[list[Tensor]]:
         """Return the tensors, apart from the hidden state, that each layer gets for rows with these positions."""
@@ -461,6 +456,11 @@ class HuggingFaceAdapter:
         with torch.device("cpu"), written(unset, why=self.unset_because, made={}):
             for _, module in unset:
                 self.model._init_weights(module)
+
+
+def _is_flash(model: Any) -> bool:
+    """Return True if attention is told where documents begin by positions, and not by masks."""
+    return str(model.config.get_text_config()._attn_implementation).startswith("flash")
 
 
 def _place(module: nn.Module, device: torch.device) -> None:
