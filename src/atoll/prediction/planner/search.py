@@ -27,17 +27,16 @@ from typing import NamedTuple
 
 from atoll.base.errors import UserError
 from atoll.plans import schedules
-from atoll.plans.host import TRAINED_TOO
 from atoll.plans.ir import Schedule
 from atoll.plans.layouts import ITEM_BYTES, Layout, Precision, Whole
 from atoll.plans.outer import Outer
 from atoll.plans.plan import AXES, MeshShape, Plan, View
 from atoll.prediction.cost import Cluster, Prediction, Use, Workload
 from atoll.prediction.cost.sliced import slice_work_of
-from atoll.prediction.cost.work import Elements
 from atoll.prediction.planner.bounds import Least, Skeleton, data_links, sent_share
 from atoll.prediction.planner.candidate import Candidate
 from atoll.prediction.planner.space import Frame, Goal, Order, Space, Travel
+from atoll.prediction.planner.totals import Total, total_of
 
 BUDGET = 1_600_000
 """Budget of a search, in simulated instructions."""
@@ -86,21 +85,6 @@ class Found(NamedTuple):
 
 PLAIN = Travel(Layout("NNN"), "action", "microbatch", 1, None, False)
 """The travel choices of a plan without data parallelism."""
-
-
-class _Total(NamedTuple):
-    """Seconds of a microbatch through all blocks, and through each layer, the shortest first; of the layers also their
-    kept bytes, their state and the number of trained elements: without experts, and of experts."""
-
-    seconds: float
-    layers: tuple[float, ...]
-    kept: int
-    state: tuple[float, float]
-    trained: tuple[int, int]
-
-    def state_on(self, mesh: MeshShape) -> float:
-        """Bytes of a rank's share of the state, sharded as far as possible, if it had all layers."""
-        return (self.state[0] + self.state[1] * mesh.expert) / mesh.data
 
 
 def _alone(mesh: MeshShape) -> MeshShape:
@@ -444,7 +428,7 @@ class PlanSearch:
         kept = total.kept * min(frame.microbatches, pipeline)
         return (kept + total.state_on(frame.mesh)) / pipeline + self.cluster.device.context
 
-    def _total(self, frame: Frame) -> _Total | None:
+    def _total(self, frame: Frame) -> Total | None:
         """Return the seconds of one microbatch through all blocks."""
         use = frame.use(self.goal)
         if use not in self._totals:
@@ -452,31 +436,13 @@ class PlanSearch:
             mesh = MeshShape(1, 1, divided, use.tensor, expert=use.expert, sequence=use.divide)
             alone = frame._replace(mesh=mesh, microbatches=1, vocabulary_parallel=False)
             prediction = self._prediction(alone, Order("1f1b"), PLAIN)
-            workload, precision = self.workload, Precision.preset(frame.precision)
+            most = max(order.slices for order in self.space.orders(frame, self.goal))
+            sliced = self._prediction(alone, Order("1f1b", slices=most), PLAIN) if most > 1 else None
             try:
-                works = prediction.ranks.works
+                self._totals[use] = total_of(prediction, sliced, self.space.host)
             except UserError as error:
                 self._refusals[str(error)] = None
                 self._totals[use] = None
-                return None
-            layers = [works[at] for at in workload.layers]
-            every = Elements(sum(work.parameters for work in layers), 0, sum(work.frozen for work in layers))
-            experts = Elements(*map(sum, zip(*(work.experts for work in layers), strict=True)))
-            dense = Elements(every.parameters - experts.parameters, 0, every.frozen - experts.frozen)
-            trained = dense.parameters - dense.frozen, experts.parameters - experts.frozen
-            # The master and the optimizer's states; frozen parameters alone.
-            each = (1 + prediction.plan.least_states) * ITEM_BYTES[precision.master]
-            item = ITEM_BYTES[precision.compute]
-            host = self.space.host
-            if host is not None and host.optimizer and host.fraction == 1:
-                each = 0 if host.parameters == TRAINED_TOO else item
-            frozen = 0 if host is not None and host.parameters else item
-            state = each * trained[0] + frozen * dense.frozen, each * trained[1] + frozen * experts.frozen
-            seconds = sum(sum(prediction.durations.parts(work)) for work in works)
-            own = sorted(sum(prediction.durations.parts(work)) for work in layers)
-            # Of what leaves for host memory a bound knows nothing.
-            kept = 0 if host is not None and host.activations else sum(work.kept for work in layers)
-            self._totals[use] = _Total(seconds, tuple(own), kept, state, trained)
         return self._totals[use]
 
     @property
@@ -496,5 +462,5 @@ class PlanSearch:
         return {}
 
     @cached_property
-    def _totals(self) -> dict[Use, _Total | None]:
+    def _totals(self) -> dict[Use, Total | None]:
         return {}
