@@ -1,15 +1,16 @@
 """Mesh coordinates, and plans that do not fit."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.base.errors import PlanError
+from atoll.base.errors import ConfigError, PlanError
 from atoll.plans import schedules
-from atoll.plans.ir.text import to_text
+from atoll.plans.ir.text import to_csv, to_text
 from atoll.plans.layouts import Layout, Nest, NewtonSchulz, Whole
 from atoll.plans.outer import Outer
 from atoll.plans.plan import ORDERS, MeshShape, Place, Plan
@@ -83,8 +84,8 @@ def test_a_plan_knows_its_global_batch() -> None:
             "8192 microbatches a rank .* at most 8191",
         ),
         (
-            {"schedule": schedules.build("1f1b", ranks=2, microbatches=4, slices=2)},
-            "schedule '1f1b' has 2 slices of each sequence, and engines run whole sequences: .* drawn and simulated",
+            {"schedule": schedules.build("gpipe", ranks=2, microbatches=1024, slices=8 + 1)},
+            "9216 slices of microbatches a rank .* at most 8191",
         ),
         ({"recompute": "all"}, "recompute = 'all'; known: none, block, selective"),
         ({"residency": "block"}, "residency = 'block'; known: action, run, step"),
@@ -103,6 +104,8 @@ def test_a_plan_knows_its_global_batch() -> None:
             },
             "two or more pipeline ranks, and the mesh has one",
         ),
+        ({"slice_work": -0.5}, r"slice_work = -0\.5"),
+        ({"slice_work": float("nan")}, "slice_work = nan"),
         ({"resident": 5}, "resident = 5 bytes with residency = 'step'"),
     ],
 )
@@ -117,14 +120,33 @@ def test_plans_that_do_not_fit(change: dict[str, object], message: str) -> None:
         Plan(**{**fitting, **change})  # type: ignore[arg-type]
 
 
-def test_an_order_of_slices_in_a_config_is_refused() -> None:
+def test_an_order_of_slices_in_a_config() -> None:
     order = replace(schedules.build("1f1b", ranks=2, microbatches=2, slices=2), name="mine")
-    train = {"global_batch": 4, "microbatch": 1}
-    parallel = {"ranks": 2, "pipeline": 2, "layout": "NNN"}
-    with pytest.raises(PlanError, match="schedule 'mine' has 2 slices of each sequence"):
-        from_dict({"train": train, "parallel": {**parallel, "schedule": to_text(order)}}).to_plan()
+    values = {"ranks": 2, "pipeline": 2, "layout": "NNN", "schedule": to_text(order)}
+
+    def plan(batch: int, **parallel: object) -> Plan:
+        train = {"global_batch": batch, "microbatch": 1}
+        return from_dict({"train": train, "parallel": {**values, **parallel}}).to_plan()
+
+    with pytest.raises(ConfigError, match=r"is for 2 slices of each sequence, parallel\.slices makes 1"):
+        plan(2)
+    assert plan(2, slices=2, slice_work=1e-3).schedule == order
     whole = replace(order, slices=1)
-    assert from_dict({"train": train, "parallel": {**parallel, "schedule": to_text(whole)}}).to_plan().schedule == whole
+    assert plan(4, schedule=to_text(whole)).schedule == whole
+
+
+def test_slices_in_a_config(tmp_path: Path) -> None:
+    parallel = {"ranks": 2, "pipeline": 2, "slices": 4, "slice_work": 0.01}
+    values = {"train": {"global_batch": 4, "microbatch": 2}, "parallel": parallel}
+    plan = from_dict(values).to_plan()
+    assert (plan.schedule.slices, plan.schedule.whole_microbatches, plan.slice_work) == (4, 2, 0.01)
+    path = tmp_path / "order.csv"
+    path.write_text(to_csv(plan.schedule))
+    assert from_dict(values, overrides=[f'parallel.schedule="{path}"']).to_plan().schedule.slices == 4
+    with pytest.raises(ConfigError, match=r"parallel\.slice_work = 0\.01 makes later slices .* parallel\.slices = 1"):
+        from_dict(values, overrides=["parallel.slices=1"]).to_plan()
+    with pytest.raises(ConfigError, match="'zb-h2' runs whole sequences, not slices of them"):
+        from_dict(values, overrides=['parallel.schedule="zb-h2"']).to_plan()
 
 
 def test_a_pipeline_inside_the_nodes() -> None:
