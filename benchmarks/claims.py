@@ -195,6 +195,23 @@ def integrity(raw: Raw) -> Figures:
     }
 
 
+def slices(raw: Raw) -> Figures:
+    rows = raw["rows"]
+    whole = next(row for row in rows if (row["schedule"], row["slices"]) == ("1f1b", 1))
+    cut = [row for row in rows if row["slices"] > 1]
+    best = min((row for row in cut if row["activations"] <= whole["activations"] / 2), key=lambda row: row["seconds"])
+    return {
+        "ranks": raw["ranks"],
+        "microbatches": raw["microbatches"],
+        "best": best["schedule"],
+        "slices": best["slices"],
+        "times": whole["seconds"] / best["seconds"],
+        "kept": best["activations"] / whole["activations"],
+        "over": max(row["seconds"] / row["predicted_seconds"] - 1 for row in rows),
+        "bytes": max(abs(row["activations"] / row["predicted_activations"] - 1) for row in rows),
+    }
+
+
 def host(raw: Raw) -> Figures:
     return {
         "cases": len(raw["rows"]),
@@ -812,6 +829,15 @@ ALL_CLAIMS = (
         "hide",
         raw="host",
         figures=host,
+    ),
+    Claim(
+        what="slices of sequences in a pipeline (**emulated device**)",
+        how="{ranks} ranks, {microbatches} microbatches a step, beside 1F1B with whole sequences: "
+        "[page](benchmarks/slices/README.md)",
+        result="{best} with {slices} slices: {times:.2f} times the throughput in {kept:.2f} of the activations; steps "
+        "at most {over:.1%} longer than simulated, activations within {bytes:.1%} of the prediction",
+        raw="slices",
+        figures=slices,
     ),
     Claim(
         what="codecs between two islands (**emulated network**)",
