@@ -159,15 +159,16 @@ class Batches:
 
     def _padded(self, batch: dict[str, Any], part: SequencePart) -> dict[str, Any]:
         """Return a batch whose sequences can be divided."""
-        multiple = part.multiple * (self._plan.mesh.tensor if self._plan.sequence_parallel else 1)
+        each = self._plan.mesh.tensor if self._plan.sequence_parallel else 1
+        multiple, least = part.multiple * each, part.slices * part.ranks * each
         length = length_of(batch)
-        if length % multiple and self._is_exact:
+        if (length % multiple or length < least) and self._is_exact:
             raise PlanError(
                 f"sequences of {length} positions cannot be divided into {multiple} equal parts: padding would be "
                 "routed to experts, and count in their balance. Pad them to a multiple with labels of -100, or use "
                 "another length"
             )
-        return part.padded(batch, multiple, attends_both_ways=self._attends_both_ways)
+        return part.padded(batch, multiple, attends_both_ways=self._attends_both_ways, least=least)
 
     def _microbatches(self, tensors: Batch, *, exactly: int | None) -> int:
         """Return the number of microbatches of a batch. Raises PlanError for other numbers of samples."""

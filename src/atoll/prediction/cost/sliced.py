@@ -23,7 +23,8 @@ def slice_spans(plan: Plan, length: int) -> tuple[tuple[int, int], ...]:
     each = plan.mesh.sequence * (plan.mesh.tensor if plan.sequence_parallel else 1)
     multiple = each if plan.slice_lengths else each * count
     lengths = plan.slice_lengths or partial(even_slices, slices=count, multiple=each)
-    return tuple(pairwise(accumulate(lengths(-(-length // multiple) * multiple), initial=0)))
+    padded = max(-(-length // multiple) * multiple, each * count)
+    return tuple(pairwise(accumulate(lengths(padded), initial=0)))
 
 
 def slice_work_of(workload: Workload, use: Use, device: Device) -> float:

@@ -109,14 +109,15 @@ class SequencePart:
 
         return map_tensors(batch, own)
 
-    def padded(self, batch: Batch, multiple: int, *, attends_both_ways: bool) -> dict[str, Any]:
-        """Return the batch with sequences padded on the right to a multiple of positions, which do not count.
+    def padded(self, batch: Batch, multiple: int, *, attends_both_ways: bool, least: int = 0) -> dict[str, Any]:
+        """Return the batch with sequences padded on the right to a multiple of positions, `least` or more, which do not
+        count.
 
         attends_both_ways: whether earlier positions see later ones; then these are masked.
         Raises PlanError for a tensor of which it is not known how it is padded.
         """
         length = length_of(batch)
-        more = -length % multiple
+        more = -(-max(length, least) // multiple) * multiple - length
         if not more:
             return dict(batch)
         found = dict(batch)
