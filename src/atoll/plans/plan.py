@@ -375,8 +375,14 @@ class Plan:
         """The lengths of the slices of a sequence, given its length; None for equal ones."""
         if self.schedule.slices == 1 or not self.slice_work:
             return None
-        each = self.mesh.sequence * (self.mesh.tensor if self.sequence_parallel else 1)
-        return partial(even_slices, slices=self.schedule.slices, quadratic=self.slice_work, multiple=each)
+        return partial(
+            even_slices, slices=self.schedule.slices, quadratic=self.slice_work, multiple=self.slice_multiple
+        )
+
+    @property
+    def slice_multiple(self) -> int:
+        """The length of each slice is a multiple of this: of the ranks that divide its positions."""
+        return self.mesh.sequence * (self.mesh.tensor if self.sequence_parallel else 1)
 
     @property
     def end(self) -> Ending:

@@ -56,7 +56,7 @@ class Batches:
     """Cuts batches, and agrees on them before any communication for them.
 
     may_copy: whether labels may equal `input_ids`, as a user's loss may require.
-    part: of each sequence that this rank has, if ranks divide them; sequences are padded for it.
+    part: of each sequence that this rank computes at a time, if sequences are divided; they are padded for it.
     is_exact: whether padding would change the result, and is refused.
     attends_both_ways: whether earlier positions see later ones, as padding.
     """

@@ -110,7 +110,10 @@ def test_a_step_has_the_same_rows_in_an_order_that_no_ranks_change(folder: Path,
         assert now.microbatches <= was.microbatches + 1e-9
         ratios.append(now.ranks / was.ranks)
     assert sum(ratios) < 0.99 * len(ratios)
-    names = Samples(config, corpus, MeshShape().place(0)).sequences(16, range(16))
+    whole = Samples(config, corpus, MeshShape().place(0))
+    assert [corpus.names(whole.position_of(16, at), 1)[0] for at in range(16)] == whole.sequences(16, range(16))
+    assert Samples(plain, corpus, MeshShape().place(0)).position_of(16, 3) == 19
+    names = whole.sequences(16, range(16))
     assert sorted(names, key=str) == sorted(corpus.names(16, 16), key=str)
     assert names != corpus.names(16, 16)
     corpus.close()

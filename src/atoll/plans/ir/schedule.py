@@ -91,7 +91,7 @@ class Schedule:
 
     @property
     def counted(self) -> str:
-        """What its actions count, in words: "8 microbatches", or "32 slices of 8 microbatches"."""
+        """Number of microbatches and slices in words, as in "8 microbatches" and "32 slices of 8 microbatches"."""
         whole = f"{self.whole_microbatches} microbatches"
         return whole if self.slices == 1 else f"{self.microbatches} slices of {whole}"
 

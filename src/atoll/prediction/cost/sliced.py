@@ -19,8 +19,7 @@ _PARTS = 16
 def slice_spans(plan: Plan, length: int) -> tuple[tuple[int, int], ...]:
     """Return the first position of each slice of a sequence, and the position behind its last one. Sequences are padded
     to a length that can be cut."""
-    count = plan.schedule.slices
-    each = plan.mesh.sequence * (plan.mesh.tensor if plan.sequence_parallel else 1)
+    count, each = plan.schedule.slices, plan.slice_multiple
     multiple = each if plan.slice_lengths else each * count
     lengths = plan.slice_lengths or partial(even_slices, slices=count, multiple=each)
     padded = max(-(-length // multiple) * multiple, each * count)

@@ -1,4 +1,4 @@
-"""The layers of a Hugging Face model where ranks divide sequences, and a probe of what they do with positions.
+"""The layers of a Hugging Face model where sequences are divided, and a probe of what they do with positions.
 
 Before its layers a model sees whole sequences, so masks and rotary angles are its own; behind them, a rank's positions.
 A layer is given a part of what has one position in each row, and what relates positions with each other, as masks do,

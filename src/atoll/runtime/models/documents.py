@@ -1,4 +1,4 @@
-"""What a layer of a Hugging Face model is told of the positions that may attend to each other."""
+"""Checks of the masks and position ids that the layers of a Hugging Face model receive."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class PlacedStack:
 @dataclass(slots=True)
 class StageRun:
     """Blocks first..last-1 during one forward. hidden: input of the first one, None for block 0.  divided: what layers
-    are given of each sequence, if ranks divide them."""
+    are given of each sequence, if sequences are divided."""
 
     first: int
     last: int

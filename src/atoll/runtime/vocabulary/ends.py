@@ -32,7 +32,7 @@ class EmbeddingEntry(End):
     """Returns the looked-up rows of the running microbatch, also for a recomputed forward.
 
     rows: the looked-up rows; set before the block runs, and cleared after it.
-    part: of each sequence whose rows are looked up, if ranks divide them; the others are zero.
+    part: of each sequence whose rows are looked up, if sequences are divided; the others are zero.
     """
 
     def __init__(self, module: nn.Module, part: SequencePart | None = None) -> None:

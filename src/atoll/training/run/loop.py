@@ -159,7 +159,7 @@ class Loop:
         begin = self._progress.positions[fault.step]
         found = self._samples.sequences(begin, fault.samples)
         several = "s" if len(found) > 1 else ""
-        at = begin + fault.samples.start
+        at = self._samples.position_of(begin, fault.samples.start)
         return found, f"\n  position {at} of the run's samples: sequence{several} {', '.join(map(str, found))}"
 
     def _go_on(self, result: StepResult) -> None:

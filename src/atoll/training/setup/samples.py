@@ -117,8 +117,11 @@ class Samples:
         """Return the names of `samples` in the corpus, in a step that starts at `position`."""
         if not self._is_balanced:
             return self._corpus.names(position + samples.start, len(samples))
-        order = self._order(position)
-        return [name for at in samples for name in self._corpus.names(order[at], 1)]
+        return [name for at in samples for name in self._corpus.names(self.position_of(position, at), 1)]
+
+    def position_of(self, position: int, at: int) -> int:
+        """Return the position of sample `at` of a step that starts at `position`."""
+        return self._order(position)[at] if self._is_balanced else position + at
 
     def epoch(self, position: int) -> float:
         """Return the number of passes over the corpus before `position`."""
