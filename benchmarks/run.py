@@ -60,6 +60,7 @@ SLOW = (
     "experts",
     "sequence",
     "slices",
+    "chunked_loss",
     *RACES,
 )
 """Those that run when they are named; the ones with a slow link need root."""

@@ -226,6 +226,29 @@ def _sliced() -> Iterator[Row]:
     yield Row("wide", 2, (longer, "train.global_batch=4", "parallel.intra=2", "parallel.sequence=2", four))
 
 
+def _chunked() -> Iterator[Row]:
+    """One or two ranks whose loss is computed in chunks."""
+    four, many = "parallel.loss_chunks=4", "parallel.loss_chunks=32"
+    given = "data.sequence=512", "train.global_batch=8", "train.microbatch=2"
+    yield Row("small", 1, (*given, four))
+    yield Row("wide", 1, (*given, many, "parallel.recompute=block"))
+    yield Row("llama", 1, (*given, four, "train.precision=bf16"))
+
+
+def _chunked_of_two() -> Iterator[Row]:
+    four = "parallel.loss_chunks=4"
+    given = "data.sequence=512", "train.global_batch=8", "train.microbatch=2", four
+    yield Row("small", 2, (*given, "parallel.pipeline=2", "parallel.schedule=zb-h1"))
+    yield Row("deep", 2, (*given, "parallel.pipeline=2", "parallel.schedule=zb-v", "train.precision=bf16"))
+    yield Row("wide", 2, (*given, "parallel.layout=GGG", "parallel.recompute=selective"))
+    yield Row("wide", 2, (*given, "parallel.layout=GGG", "parallel.recompute=block", "train.precision=bf16"))
+    yield Row("small", 2, (*given, "parallel.tensor=2"))
+    yield Row("llama", 2, (*given, "parallel.pipeline=2", "parallel.slices=2"))
+
+
+CHUNKED = tuple(_chunked()), tuple(_chunked_of_two())
+"""Those with a loss in chunks, of one rank and of two, whose bytes are counted."""
+
 SLICED = tuple(_sliced())
 """Those with slices of sequences, whose bytes are counted."""
 

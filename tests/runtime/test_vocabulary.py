@@ -380,7 +380,7 @@ def build_only(case: Case) -> None:
     ("model", "words"),
     [
         (Cause(Silent), "it is not defined which modules of this nn.Sequential are embedding and head"),
-        (Cause(Strange, has_loss=True), "vocabulary_parallel computes token cross-entropy"),
+        (Cause(Strange, has_loss=True), "vocabulary_parallel: it computes token cross-entropy"),
         (Cause(Strange, ends=Vocabulary("1", "2")), "1 is a Linear, not an nn.Embedding"),
         (Cause(Strange, ends=Vocabulary("0", "1")), r"embedding \(8, 4\) and head \(4, 4\) differ"),
         (Cause(Strange, rows=1), "1 rows leave one of 2 ranks without any"),

@@ -1,4 +1,5 @@
-"""Divided sequences on one device: ranks that exchange heads for positions through the host."""
+"""Divided sequences on one device: ranks that exchange heads for positions through the host, slices of sequences, and
+the loss in chunks."""
 
 from __future__ import annotations
 
@@ -10,6 +11,9 @@ CASES = (
     Case("GGG", intra=2, sequence=2),
     Case("NNG", pipeline=2, intra=2, sequence=2, schedule="zb-h1"),
     Case("IIG", inter=2, intra=2, sequence=2, expert=2, recompute="block"),
+    Case("NNG", pipeline=2, slices=4, schedule="zb-v"),
+    Case("IIG", pipeline=2, intra=2, sequence=2, slices=2, recompute="selective", loss_chunks=3),
+    Case("GGG", tensor=2, loss_chunks=4, schedule="1f1b"),
 )
 
 

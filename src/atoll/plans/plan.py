@@ -228,6 +228,8 @@ class Plan:
     sequence_parallel: with tensor parallelism, modules between the split ones compute a part of the sequence.
     vocabulary_parallel: each pipeline rank has a slice of embedding and head, looks up and scores every microbatch.
     With tensor parallelism, each rank of its group has a part of that slice.
+    loss_chunks: the number of chunks of a microbatch's tokens in which logits and loss are computed, one after the
+    other, so that no more than the logits of one exist.
     prefetch: bytes of parameters that may be prefetched; the size of a block for each link that a gather crosses if not
     given. 0 uses the least memory: nothing is prefetched, and a block's gradients are reduced before those of the next
     block are computed.
@@ -270,6 +272,7 @@ class Plan:
     imbalance: float = 1.0
     host: HostState | None = None
     slice_work: float = 0.0
+    loss_chunks: int = 1
 
     def __post_init__(self) -> None:
         if not self.imbalance >= 1.0:
@@ -324,6 +327,13 @@ class Plan:
             raise PlanError(
                 "vocabulary_parallel splits embedding and head over two or more pipeline ranks, and the mesh has one; "
                 "turn it off, or use pipeline = 2 or more"
+            )
+        if self.loss_chunks < 1:
+            raise PlanError(f"loss_chunks = {self.loss_chunks}: 1 to compute the loss of all tokens at once, or more")
+        if self.loss_chunks > 1 and self.vocabulary_parallel:
+            raise PlanError(
+                f"loss_chunks = {self.loss_chunks} with vocabulary_parallel, whose ranks score their slices of the "
+                "vocabulary for all tokens of a microbatch; leave one of them out"
             )
         if self.residency is not None:
             object.__setattr__(self, "residency", current(self.residency))

@@ -23,7 +23,7 @@ from itertools import accumulate, pairwise, permutations
 
 from atoll.base.errors import AtollError, ConfigError, PlanError
 from atoll.plans.ir import Placement, Schedule
-from atoll.plans.schedules import CATALOGUE, Links, Memory, Problem, build, lower_bound
+from atoll.plans.schedules import CATALOGUE, Links, Memory, Problem, build, lower_bound, takes
 from atoll.plans.schedules.automatic import find_order
 from atoll.plans.schedules.jit import IS_COMPILED, Integers, integers
 from atoll.plans.schedules.search import Board
@@ -230,7 +230,7 @@ class _Split:
         for name, entry in CATALOGUE.items():
             if entry.placement != self.placement.kind or "placement" in entry.options:
                 continue
-            options = {"chunks": self.placement.chunks} if "chunks" in entry.options else {}
+            options = {"chunks": self.placement.chunks} if takes(entry.name, "chunks") else {}
             for known in (None, costs) if "costs" in entry.options and name != "zb-v" else (None,):
                 try:
                     yield build(

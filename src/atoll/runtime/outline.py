@@ -18,6 +18,7 @@ from atoll.plans.stages import split_blocks
 from atoll.prediction.advice import StageSize
 from atoll.program import BACKWARD, Ending, Program, RankShape, lower_row
 from atoll.runtime.models import Adapter, Vocabulary, relative_score, weigh_blocks
+from atoll.runtime.vocabulary.chunked import chunkable_head
 from atoll.runtime.vocabulary.slice import splittable_vocabulary
 
 
@@ -28,6 +29,7 @@ class Outline:
     runs: the blocks of each stage.  parameters: those of each stage, except those of a split vocabulary.
     stacked: ids of those of experts, which the expert ranks divide.
     schedule: with its sharding actions and messages.  vocabulary: the ends that are split over the pipeline, if any.
+    chunked: the ends of a model whose loss is computed in chunks, if it is.
     frees: for each pipeline rank, the look-ups and scores after which their slice of the vocabulary is freed.
     """
 
@@ -39,6 +41,7 @@ class Outline:
     schedule: Schedule
     vocabulary: Vocabulary | None
     frees: tuple[frozenset[Action], ...] = ()
+    chunked: Vocabulary | None = None
 
     @classmethod
     def of(cls, adapter: Adapter, plan: Plan, *, stacked: Iterable[nn.Parameter] = ()) -> Self:
@@ -79,6 +82,7 @@ class Outline:
             schedule=schedule,
             vocabulary=vocabulary,
             frees=tuple(frees),
+            chunked=chunkable_head(adapter) if plan.loss_chunks > 1 else None,
         )
 
     @property

@@ -27,8 +27,11 @@ Play = Callable[["Executor", Instruction], Callable[[], None]]
 PLAYS: dict[Operation, Play] = {}
 """The call of each instruction."""
 
-INSTEAD: dict[Operation, Callable[[Executor, Instruction], Callable[[], None] | None]] = {}
-"""Asked before PLAYS: the call with which an extension executes an instruction of the core, or None."""
+Instead = Callable[["Executor", Instruction], Callable[[], None] | None]
+"""Returns the call with which an extension executes an instruction of the core; None if it does not."""
+
+INSTEAD: dict[Operation, list[Instead]] = {}
+"""Asked before PLAYS, in turn, until one has a call."""
 
 
 class Extension(Protocol):
@@ -56,9 +59,11 @@ def check_complete() -> None:
 
 def call_of(on: Executor, step: Instruction) -> Callable[[], None]:
     """Return the call that executes an instruction of a program."""
-    instead = INSTEAD.get(step.do)
-    call = None if instead is None else instead(on, step)
-    return PLAYS[step.do](on, step) if call is None else call
+    for instead in INSTEAD.get(step.do, ()):
+        call = instead(on, step)
+        if call is not None:
+            return call
+    return PLAYS[step.do](on, step)
 
 
 def of_microbatch(act: Callable[[Microbatches, int, int], None]) -> Play:

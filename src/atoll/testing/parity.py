@@ -110,6 +110,7 @@ class Case:
     sequence: int = 1
     slices: int = 1
     slice_work: float = 0.0
+    loss_chunks: int = 1
     expert_layout: str | None = None
     host: HostState | None = None
     balance: Balance | None = None
@@ -150,6 +151,7 @@ class Case:
             expert_layout=None if self.expert_layout is None else Layout(self.expert_layout),
             host=self.host,
             slice_work=self.slice_work,
+            loss_chunks=self.loss_chunks,
         )
 
     @property
@@ -444,4 +446,5 @@ def _neutral(case: Case) -> Case:
         expert=1,
         expert_layout=None,
         host=None,
+        loss_chunks=1,
     )

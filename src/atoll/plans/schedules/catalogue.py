@@ -268,6 +268,11 @@ _WHOLE = ("slices", 1)
 """The option that every schedule takes, without effect: a whole sequence is one slice."""
 
 
+def takes(name: str, option: str) -> bool:
+    """Return True if a schedule takes an option; False for one that is not in the catalogue, whose order is given."""
+    return name in CATALOGUE and option in CATALOGUE[name].options
+
+
 def build(name: str, *, ranks: int, microbatches: int, costs: StageCosts | None = None, **options: object) -> Schedule:
     """Build the schedule `name`. An option of None counts as not given.
 

@@ -47,7 +47,7 @@ def _stage(stage: StageShape, ranks: Ranks) -> StageShape:
     loss, in_loss = 0, 0
     if stage.index == last:
         head = ranks.works[-1]
-        loss, in_loss = head.kept_for_loss, head.kept_for_loss + head.loss
+        loss, in_loss = head.kept_for_loss, 0 if ranks.use.chunks > 1 else head.kept_for_loss + head.loss
     run = ranks.runs[stage.index]
     blocks = tuple(_block(block, ranks, run, received) for block in stage.blocks)
     weights: dict[int, WeightShape] = {}
@@ -79,13 +79,14 @@ def _block(block: BlockShape, ranks: Ranks, run: range, received: Mapping[str, i
         pending, passing = 0, own + again + sum(each.nbytes for each in work.pending) + _stacked(ranks, work)
     leaves = _leaving(ranks, run, at) if ranks.plan.offloads else 0
     since, until, inside = _keys(ranks, work) if block.needs_backward else (0, 0, 0)
+    in_chunks = own + work.loss if ranks.use.chunks > 1 and work.loss else 0  # before anything is freed
     return replace(
         block,
         kept=work.kept + sent - there + since,
         freed=own + sent - there + answer + until,
         pending=pending,
         in_forward=work.peak,
-        in_backward=passing + inside + (_outside(ranks, work) if block.needs_backward else 0),
+        in_backward=max(in_chunks, passing + inside + (_outside(ranks, work) if block.needs_backward else 0)),
         leaves=leaves,
         travel=travel_of(leaves),
     )
@@ -127,7 +128,7 @@ def _outside(ranks: Ranks, work: Work) -> int:
     """Return the bytes of gradients that autograd makes in I, until they are added to the unit's: those of embeddings,
     norms and biases."""
     apart = work.experts.parameters - work.experts.matrices - work.experts.frozen
-    return (work.parameters - work.matrices - work.frozen - apart) * ranks.use.item
+    return (work.parameters - work.matrices - work.added - work.frozen - apart) * ranks.use.item
 
 
 def _stacked(ranks: Ranks, work: Work) -> int:

@@ -124,6 +124,8 @@ class HeadBlock:
             precise = max(4, i) * logits
             peak, loss = precise if precise > i * logits else 0, 2 * precise
         forward: list[Kernel] = [*products, Pass(moved, 2 * use.chunks)]
+        if is_chunked and s.implementation.runtime == "atoll":
+            return self._in_chunks(use, (*forward, *backward, *weights))
         if is_chunked:
             # Each part of the logits is computed, and its gradient applied to the hidden state and the weight, in F
             # already.
@@ -145,6 +147,18 @@ class HeadBlock:
             peak=peak,
             loss=loss,
         )
+
+    def _in_chunks(self, use: Use, kernels: tuple[Kernel, ...]) -> Work:
+        s, before = self.sizes, self.without_logits(use)
+        rows = -(-s.vocabulary // use.tensor)
+        (given,) = (each for each in self._saved(use) if each.name == "head's input")
+        before = replace(
+            before,
+            parameters=before.parameters + (rows if s.transform else 0),
+            saved=tuple(each for each in before.saved if each != given),
+            again=tuple(each for each in before.again if each != given),
+        )
+        return in_chunks(before, use, kernels, rows=rows, hidden=s.hidden)
 
     def without_logits(self, use: Use) -> Work:
         """Return the head's work before the logits."""
@@ -199,6 +213,30 @@ class HeadBlock:
             kept.add("head's input")
         again = [each for each in saved if each.name not in kept]
         return again, [each for each in saved if each.name in kept]
+
+
+def in_chunks(
+    before: Work, use: Use, kernels: Iterable[Kernel], *, rows: int, hidden: int, frozen: bool = False
+) -> Work:
+    """Return the work of a head with `Plan.loss_chunks`: I executes the kernels of logits, loss and all gradients,
+    chunk by chunk. F keeps the input of the logits.
+
+    before: the work of what the block computes before its head.  rows, hidden: of the head's weight on a rank.
+    """
+    i, elements = use.item, rows * hidden
+    gradient = Saved("gradient of the head's input", i * use.tokens * hidden, "I")
+    # Beside it the log-softmax of a chunk, its gradient and that of the loss.
+    chunk = 3 * max(4, i) * -(-use.tokens // use.chunks) * rows
+    return replace(
+        before,
+        parameters=before.parameters + elements,
+        added=0 if frozen else elements,
+        frozen=before.frozen + (elements if frozen else 0),
+        backward=(*kernels, *before.backward),
+        saved=(*before.saved, Saved("head's input", i * use.tokens * hidden // use.parts, "I")),
+        again=(*before.again, gradient),
+        loss=gradient.nbytes + chunk,
+    )
 
 
 def without(kernels: Iterable[Kernel], products: Iterable[Product]) -> tuple[Kernel, ...]:

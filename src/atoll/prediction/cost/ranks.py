@@ -108,7 +108,7 @@ class Ranks:
     @property
     def costs(self) -> tuple[float, ...]:
         """The cost of each block, as in `Workload`."""
-        return self.model.costs or tuple(3.0 * work.matrices for work in self.works)
+        return self.model.costs or tuple(3.0 * (work.matrices + work.added) for work in self.works)
 
     @cached_property
     def runs(self) -> tuple[range, ...]:

@@ -73,7 +73,7 @@ def _phases(ranks: Ranks, end: int) -> tuple[Phase, ...]:
     """Return the phase in which an end computes the gradient of what it shares with the other end."""
     if not ranks.model.trains_shared:
         return ()
-    return ("W",) if end and ranks.is_split else ("I",)
+    return ("W",) if end and ranks.is_split and not ranks.works[end].added else ("I",)
 
 
 def _shared(ranks: Ranks, here: Iterable[int]) -> tuple[SegmentShape, ...]:

@@ -146,7 +146,8 @@ class Weight(NamedTuple):
 class Work:
     """Work of one block for one microbatch on one rank.
 
-    parameters: elements on a rank.  matrices: those whose gradients W computes in a split backward.
+    parameters: elements on a rank.  matrices: those whose gradients W computes in a split backward.  added: those of
+    which I adds them where they are stored.
     frozen: those that are not trained.  experts: the share of all three that is in the experts of a mixture.
     forward, backward, weights: kernels of F, of I and of W. Recomputing is part of `backward`.
     expert_weights: the kernels of W that are of experts.
@@ -154,7 +155,7 @@ class Work:
     those that divide sequences.
     saved: from F on.  pending: computed by I for W, the gradients of outputs of linear layers.
     again: saved by a recomputed forward within the block's I.  peak: temporary bytes within an operation.
-    loss: temporary bytes in the loss's backward, before the block's I.
+    loss: temporary bytes in the loss's backward, before the block's I; in it, if the loss is computed in chunks.
     wire: bytes of the output, sent if the next block is on another stage.
     keys: of a slice, bytes of keys and values of the whole sequences, from the F of their first slice to its I.
     linear: the trained weights that consist of matrices, in order; known of blocks between the first and the last.
@@ -162,6 +163,7 @@ class Work:
 
     parameters: int
     matrices: int
+    added: int = 0
     frozen: int = 0
     experts: Elements = NO_ELEMENTS
     forward: tuple[Kernel, ...]

@@ -41,6 +41,7 @@ def use_of(plan: Plan, use: Use) -> Use:
         sequence_parallel=plan.sequence_parallel,
         compute=plan.precision.compute,
         recompute=plan.recompute,
+        chunks=plan.loss_chunks if use.loss == "eager" else use.chunks,
     )
 
 

@@ -16,7 +16,7 @@ from atoll.plans import schedules
 from atoll.plans.host import FROZEN, TRAINED_TOO, UPDATES, HostState
 from atoll.plans.layouts import EFFECTIVE, GATHER_PARAMETER, SYNC_PARAMETER, Axis, Codec, Layout, Level, Precision
 from atoll.plans.plan import AXES, ORDERS, RECOMPUTE, MeshShape, Plan
-from atoll.plans.schedules import CATALOGUE
+from atoll.plans.schedules import CATALOGUE, takes
 
 if TYPE_CHECKING:
     from atoll.prediction.cost import Prediction
@@ -107,10 +107,10 @@ def rebuilt(
         raise PlanError(
             f"a global batch of {batch} is not a multiple of {microbatch} samples x {mesh.shares} data-parallel ranks"
         )
-    if chunks is None and name == plan.schedule.name and _takes_chunks(name):
+    if chunks is None and name == plan.schedule.name and takes(name, "chunks"):
         chunks = plan.schedule.chunks
     if slices is None:
-        slices = plan.schedule.slices if name == plan.schedule.name or _takes_slices(name) else 1
+        slices = plan.schedule.slices if name == plan.schedule.name or takes(name, "slices") else 1
     same = name, mesh.pipeline, microbatches, chunks or plan.schedule.chunks, slices
     built = plan.schedule
     if same != (built.name, built.ranks, built.whole_microbatches, built.chunks, built.slices):
@@ -281,21 +281,14 @@ def _expert_layouts(plan: Plan) -> Iterator[str]:
     return _if(plan.mesh.data > plan.mesh.expert, SAME_LAYOUT, *others)
 
 
-def _takes_chunks(name: str) -> bool:
-    return name in FIXED and "chunks" in CATALOGUE[name].options
-
-
-def _takes_slices(name: str) -> bool:
-    return name in FIXED and "slices" in CATALOGUE[name].options
-
-
 def _slices(plan: Plan) -> Iterator[str]:
-    is_possible = _has_pipeline(plan) and _takes_slices(plan.schedule.name)
+    is_possible = _has_pipeline(plan) and takes(plan.schedule.name, "slices")
     return iter(("1", *_around(plan.schedule.slices)) if is_possible else ())
 
 
 def _chunks(plan: Plan) -> Iterator[str]:
-    return _around(plan.schedule.chunks) if _takes_chunks(plan.schedule.name) else iter(())
+    is_possible = plan.schedule.name in FIXED and takes(plan.schedule.name, "chunks")
+    return _around(plan.schedule.chunks) if is_possible else iter(())
 
 
 _CHOICES = (
@@ -348,6 +341,14 @@ _CHOICES = (
         now=lambda plan: str(plan.schedule.slices),
         others=_slices,
         make=lambda plan, value: rebuilt(plan, slices=int(value)),
+        plain="1",
+    ),
+    Choice(
+        "loss chunks",
+        "parallel.loss_chunks",
+        now=lambda plan: str(plan.loss_chunks),
+        others=lambda plan: _if(not plan.vocabulary_parallel, "1", "4", "16", "64"),
+        make=_field("loss_chunks", int),
         plain="1",
     ),
     Choice(

@@ -340,6 +340,7 @@ class PlanSearch:
             prefetch=travel.prefetch,
             sequence_parallel=frame.sequence_parallel,
             vocabulary_parallel=frame.vocabulary_parallel,
+            loss_chunks=frame.loss_chunks,
             states=self.states,
             codecs=self.space.codecs,
             expert_layout=travel.expert_layout,

@@ -25,8 +25,8 @@ def specials(candidate: Candidate, space: Space) -> int:
     """Return the number of special choices of a plan.
 
     One for each of: a pipeline, tensor parallelism, several groups of data-parallel ranks, divided experts or
-    sequences, each sharded state, a layout of experts alone, host memory, a searched order, slices of sequences, and
-    each choice that is not the first of its values in the space.
+    sequences, a loss in chunks, each sharded state, a layout of experts alone, host memory, a searched order, slices
+    of sequences, and each choice that is not the first of its values in the space.
     """
     frame, order, travel = candidate.frame, candidate.order, candidate.travel
     mesh, layout = frame.mesh, travel.layout
@@ -37,9 +37,9 @@ def specials(candidate: Candidate, space: Space) -> int:
     of_a_travel = [getattr(travel, name) != getattr(space, name)[0] for name in OF_A_TRAVEL]
     whole = order._replace(slices=1)
     of_an_order = (whole != space.plain_orders(frame)[0], order.made is not None, order.slices > 1)
-    is_elsewhere = travel.host is not None
+    is_elsewhere, is_chunked = travel.host is not None, frame.loss_chunks > 1
     is_apart = travel.expert_layout not in (None, layout)
-    return sum((*axes, is_apart, is_elsewhere, *of_an_order, *sharded, *of_a_frame, *of_a_travel))
+    return sum((*axes, is_apart, is_elsewhere, is_chunked, *of_an_order, *sharded, *of_a_frame, *of_a_travel))
 
 
 def simplest_first(found: Sequence[Candidate], space: Space) -> list[Candidate]:

@@ -14,7 +14,7 @@ from atoll.plans.ir import Schedule
 from atoll.plans.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, current
 from atoll.plans.layouts import EFFECTIVE, NO_CODECS, Codecs, Layout, Level, Precision
 from atoll.plans.plan import AXES, ORDERS, RECOMPUTE, MeshShape, View
-from atoll.plans.schedules import CATALOGUE
+from atoll.plans.schedules import takes
 from atoll.prediction.cost import Cluster, Use
 
 Word = TypeVar("Word", bound=str)
@@ -69,6 +69,9 @@ LONG = 32_768
 SLICES = (1, 2, 4, 8, 16)
 """Slices of such a sequence."""
 
+LOSS_TOKENS = 8_192
+"""Tokens of which the logits are computed at a time, if the loss of such sequences is computed in chunks."""
+
 SLICED = ("1f1b", "zb-v", "interleaved")
 """Schedules that are tried with them, if it is not said which."""
 
@@ -101,6 +104,7 @@ class Frame(NamedTuple):
     precision: str
     sequence_parallel: bool
     vocabulary_parallel: bool
+    loss_chunks: int = 1
 
     def use(self, goal: Goal) -> Use:
         """Return how a rank executes the model."""
@@ -114,6 +118,7 @@ class Frame(NamedTuple):
             sequence_parallel=self.sequence_parallel,
             compute=Precision.preset(self.precision).compute,
             recompute=self.recompute,
+            chunks=self.loss_chunks,
         )
 
 
@@ -143,6 +148,8 @@ class Space:
     divide: ranks of a group that divide sequences; by default all divisors if these have `LONG` tokens or more, and
     none if they are shorter.  slices: of each sequence, with schedules that take them; by default `SLICES` with those
     of `SLICED`, of a pipeline with such sequences.
+    loss_chunks: of a microbatch's tokens; by default one, and for such sequences also as many as make chunks of at most
+    `LOSS_TOKENS` tokens.
     expert_layout: of experts; if None that of all else, unless another one saves time for the fastest plans.
     order: of the mesh's axes over the ranks.  schedules: of a pipeline, those of
     `atoll.prediction.planner.space.ORDERS_OF_A_PIPELINE` if not given, and orders searched for the fastest plans.
@@ -172,6 +179,7 @@ class Space:
     post_validation: tuple[bool, ...] = (False, True)
     sequence_parallel: tuple[bool, ...] = (False, True)
     vocabulary_parallel: tuple[bool, ...] = (False, True)
+    loss_chunks: tuple[int, ...] | None = None
     codecs: Codecs = NO_CODECS
     host: HostState | None = None
 
@@ -199,8 +207,17 @@ class Space:
             for size, recompute, precision, is_spread, is_sliced in product(
                 sizes, self.recompute, precisions, spread, sliced
             ):
-                if not is_spread or goal.sequence % (mesh.tensor * mesh.sequence) == 0:
-                    yield Frame(mesh, size, share // size, recompute, precision, is_spread, is_sliced)
+                if is_spread and goal.sequence % (mesh.tensor * mesh.sequence):
+                    continue
+                for chunks in self._chunks(size * goal.sequence // mesh.sequence, goal):
+                    if chunks == 1 or not is_sliced:
+                        yield Frame(mesh, size, share // size, recompute, precision, is_spread, is_sliced, chunks)
+
+    def _chunks(self, tokens: int, goal: Goal) -> tuple[int, ...]:
+        """Return the numbers of chunks of a rank's tokens of a microbatch."""
+        if self.loss_chunks is not None:
+            return self.loss_chunks
+        return (1,) if goal.sequence < LONG else tuple(sorted({1, -(-tokens // LOSS_TOKENS)}))
 
     def meshes(self, goal: Goal, cluster: Cluster, *, blocks: int, experts: int = 0) -> Iterator[MeshShape]:
         """Yield every mesh of a goal's ranks."""
@@ -287,7 +304,7 @@ class Space:
             order._replace(slices=count)
             for count in slices
             for order in every
-            if count == 1 or (_takes_slices(order.name) and (among is None or order.name in among))
+            if count == 1 or (takes(order.name, "slices") and (among is None or order.name in among))
         )
         if not found:
             raise ConfigError(
@@ -337,10 +354,6 @@ class Space:
             if placed not in seen:
                 seen.add(placed)
                 yield placed
-
-
-def _takes_slices(name: str) -> bool:
-    return name in CATALOGUE and "slices" in CATALOGUE[name].options
 
 
 def world_of(goal: Goal, cluster: Cluster) -> int:

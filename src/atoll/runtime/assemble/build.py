@@ -12,12 +12,12 @@ from torch import nn
 from atoll.base.errors import PlanError
 from atoll.plans.plan import Plan, View
 from atoll.program import EMBEDDING, HEAD, ModelShape, Phase, Using, groups_of
+from atoll.runtime.assemble.ends import StageEnds
 from atoll.runtime.assemble.sharded import Sharded
 from atoll.runtime.experts.division import DividedExperts
 from atoll.runtime.experts.kinds import deferred_in, stacked_in
 from atoll.runtime.models import Adapter, Block, Vocabulary, initialise_block, name_seed, shared_parameters
 from atoll.runtime.models.buffers import buffers_of, buffers_outside, modules_outside, on_meta, written
-from atoll.runtime.models.part import SequencePart
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.block import LocalBlock
 from atoll.runtime.pipeline.deferred import Collector, defer
@@ -28,7 +28,7 @@ from atoll.runtime.sharding.surroundings import Surroundings
 from atoll.runtime.sharding.tensor_parallel import TensorParallel
 from atoll.runtime.sharding.tensors import Spread, dtype_of
 from atoll.runtime.sharding.unit import Unit, UnitSpec, unit_specs
-from atoll.runtime.vocabulary.ends import EmbeddingEntry, HeadExit
+from atoll.runtime.vocabulary.chunked import ChunkedLoss
 from atoll.runtime.vocabulary.slice import VocabularySlice, VocabularyTable, as_slice, block_of, names_of
 
 
@@ -71,6 +71,7 @@ def build_rank(
         trainable=_trainable(model.blocks, model.specs),
         vocabulary=sliced,
         matrices=model.matrices,
+        chunked=next((stage.exit for stage in stages if isinstance(stage.exit, ChunkedLoss)), None),
     )
 
 
@@ -166,7 +167,8 @@ def _units(
     """Build the units of this rank by index, freed: at most one block of the model is unsharded here at a time."""
     outline, shared, local = model.outline, model.shared, model.local
     ranks = around.transport.place.peers("pp")
-    phases = _phases([model.blocks[at] for at in local], shared, is_split=len(outline.runs) > 1)
+    in_i = "" if outline.chunked is None else outline.chunked.head
+    phases = _phases([model.blocks[at] for at in local], shared, is_split=len(outline.runs) > 1, in_i=in_i)
     elsewhere = {name for names in model.apart for name in names}
     units = {} if sliced is None else {table.unit.spec.index: table.unit for table in sliced.tables}
     replaced: dict[int, nn.Parameter] = {}
@@ -222,14 +224,14 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
     last = len(runs) - 1
     users = tuple(units[at] for at in sorted(units, reverse=True) if set(units[at].spec.blocks) & set(runs[stage]))
     part = None if model.sequences is None else model.sequences.part
-    entry, exit_ = _ends_of(model.outline.adapter, model.outline.vocabulary, stage, last=last, part=part)
+    ends = StageEnds.of(model.outline, stage, users, collector=collector, part=part)
     waits = last > 0
     keeps = plan.recompute == "selective" and plan.compile == "none"
     own_blocks: list[LocalBlock] = []
     for at in runs[stage]:
         block = model.blocks[at]
         own = [unit for unit in users if at in unit.spec.blocks]
-        has_end = any(end is not None and end.lies_in(block) for end in (entry, exit_))
+        has_end = any(end is not None and end.lies_in(block) for end in ends)
         # An embedding keeps its ids, which exist anyway, and has nothing to fuse. Split by rows, it could be neither
         # run again nor traced: a hook around the block makes its output whole, and keeps a mask.
         is_table = isinstance(block.module, nn.Embedding)
@@ -239,7 +241,7 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
             own,
             needs_backward=at >= model.shape.first_trained,
             recompute="none" if is_table else plan.recompute,
-            end=exit_ if exit_ is not None and exit_.lies_in(block) else None,
+            end=ends.exit if ends.exit is not None and ends.exit.lies_in(block) else None,
             keeping=Selective(collector, by_layers=plan.offloads > 0 or model.experts.replaces(at, waits=waits))
             if keeps and not is_table
             else None,
@@ -248,7 +250,7 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
         # Replace the layers' forwards first and then the block's: replaced modules are compiled with the block.
         replaced = False
         if waits or (plan.compile == "none" and around.device.type != "meta"):
-            replaced = bool(defer(block.module, own, collector, waits=waits, every=keeps))
+            replaced = bool(defer(block.module, own, collector, waits=waits, every=keeps, apart=ends.head))
         if around.device.type != "meta":
             replaced |= model.experts.install(at, own, collector, waits=waits)
         local.take_place("none" if has_end or is_table else plan.compile, has_waiting=waits and replaced)
@@ -259,8 +261,8 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
         adapter=model.outline.adapter,
         units=users,
         blocks=tuple(own_blocks),
-        entry=entry,
-        exit=exit_,
+        entry=ends.entry,
+        exit=ends.exit,
     )
 
 
@@ -316,30 +318,19 @@ def _slice_vocabulary(
     )
 
 
-def _ends_of(
-    adapter: Adapter, vocabulary: Vocabulary | None, stage: int, last: int, part: SequencePart | None
-) -> tuple[EmbeddingEntry | None, HeadExit | None]:
-    """Return the replacements of embedding and head on a stage."""
-    if vocabulary is None:
-        return None, None
-    modules = {name: module for block in adapter.blocks() for name, module in block.named_modules()}
-    return (
-        EmbeddingEntry(modules[vocabulary.embedding], part) if stage == 0 else None,
-        HeadExit(modules[vocabulary.head]) if stage == last else None,
-    )
-
-
-def _phases(blocks: Sequence[Block], shared: Mapping[str, str], *, is_split: bool) -> dict[str, frozenset[Phase]]:
+def _phases(
+    blocks: Sequence[Block], shared: Mapping[str, str], *, is_split: bool, in_i: str
+) -> dict[str, frozenset[Phase]]:
     """Return the phases that compute the gradient of each parameter, by first name: [Note: phases] in segment.py.
 
-    Without a pipeline no rank waits for the input's gradient, so nothing is deferred.
+    Without a pipeline no rank waits for the input's gradient, so nothing is deferred. in_i: a module that never is.
     """
     found: dict[str, set[Phase]] = {}
     for block in blocks:
         for prefix, module in block.named_modules():
             for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
                 qualified = f"{prefix}.{name}"
-                is_deferred = is_split and name in deferred_in(module)
+                is_deferred = is_split and prefix != in_i and name in deferred_in(module)
                 found.setdefault(shared.get(qualified, qualified), set()).add("W" if is_deferred else "I")
     return {name: frozenset(phases) for name, phases in found.items()}
 

@@ -78,10 +78,12 @@ class EngineOptions:
             )
         if len(self.away) not in (0, plan.mesh.pipeline):
             raise PlanError(f"away = {self.away}; a number of bytes for each of {plan.mesh.pipeline} pipeline ranks")
-        if self.loss is not None and plan.vocabulary_parallel:
+        options = {"vocabulary_parallel": plan.vocabulary_parallel, "loss_chunks": plan.loss_chunks > 1}
+        named = [name for name, is_on in options.items() if is_on]
+        if self.loss is not None and named:
             raise PlanError(
-                "vocabulary_parallel computes token cross-entropy on slices of the logits, and the engine was given "
-                "another loss; leave one of them out"
+                f"{named[0]} computes token cross-entropy on parts of the logits, and the engine was given another "
+                "loss; leave one of them out"
             )
         if plan.outer is not None and self.bad_steps.answer is BadStepAnswer.ROLLBACK:
             raise PlanError(
@@ -344,6 +346,7 @@ def _executor(
     ranks, placement = transport.place.peers("pp"), outline.schedule.placement
     mail = Mail(transport, lambda stage: ranks[placement.rank_of(stage)])
     slices, part = sharded.vocabulary, None if sequences is None else sequences.part
+    split = None if slices is None else SplitVocabulary(slices, mail, placement, ranks=ranks, part=part)
     return Executor(
         outline,
         sharded.stages,
@@ -351,7 +354,7 @@ def _executor(
         end=end,
         transport=transport,
         mail=mail,
-        extensions=() if slices is None else (SplitVocabulary(slices, mail, placement, ranks=ranks, part=part),),
+        extensions=[each for each in (split, sharded.chunked) if each is not None],
         sequences=sequences,
         **options,
     )

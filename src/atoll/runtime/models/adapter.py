@@ -368,10 +368,10 @@ class SequentialAdapter:
     def vocabulary(self) -> Vocabulary:
         """Return the vocabulary given at construction."""
         if self._loss is not token_cross_entropy:
-            raise PlanError("vocabulary_parallel computes token cross-entropy, and this nn.Sequential has another loss")
+            raise PlanError("it computes token cross-entropy, and this nn.Sequential has another loss; turn it off")
         if self._vocabulary is None:
             raise PlanError(
-                "vocabulary_parallel: it is not defined which modules of this nn.Sequential are embedding and head; "
+                "it is not defined which modules of this nn.Sequential are embedding and head; "
                 "give it a method atoll_adapter() that returns a SequentialAdapter(self, vocabulary=Vocabulary(...))"
             )
         return self._vocabulary

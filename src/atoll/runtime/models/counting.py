@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from atoll.base._torch import parameter_replaced
 from atoll.base.errors import AtollError, ConfigError
 from atoll.prediction.cost import Use, Work, Workload
+from atoll.prediction.cost.ends import in_chunks
 from atoll.runtime.models.adapter import Block, adapter_for, sum_and_count
 from atoll.runtime.models.attention import divide_attention
 from atoll.runtime.models.fused import DeviceType
@@ -134,6 +135,9 @@ class _Counts:
 
     def works(self, use: Use) -> tuple[Work, ...]:
         """Return the work of all blocks."""
+        if use.chunks > 1 and use not in self._works:
+            *before, head = self.works(replace(use, chunks=1))
+            self._works[use] = *before, self._in_chunks(head, use)
         if use not in self._works:
             _check(use)
             works: list[Work] = []
@@ -146,6 +150,21 @@ class _Counts:
                 works += found
             self._works[use] = tuple(works)
         return self._works[use]
+
+    def _in_chunks(self, work: Work, use: Use) -> Work:
+        """Return the work of the head with a loss in chunks, from that of the whole. Raises ConfigError if the head is
+        not the model's last block alone."""
+        head = self._blocks[-1]
+        named = getattr(self._adapter, "vocabulary", None)
+        if not isinstance(head.module, nn.Linear) or named is None or named().head != head.name:
+            raise ConfigError(
+                f"loss_chunks = {use.chunks}: a model is counted with a loss in chunks if its head is its last block; "
+                "use the formulas, atoll.runtime.models.transformer_of(config).workload"
+            )
+        rows, hidden = head.module.weight.shape
+        kernels = (*work.forward, *work.backward, *work.weights)
+        bare = Work(parameters=0, matrices=0, forward=(), backward=(), weights=(), saved=())
+        return in_chunks(bare, use, kernels, rows=rows, hidden=hidden, frozen=not head.module.weight.requires_grad)
 
     @property
     def counted(self) -> int:
@@ -233,10 +252,10 @@ def _check(use: Use) -> None:
             f"tensor = {use.tensor}: a model is counted as it is, without tensor parallelism; use the formulas, "
             "atoll.runtime.models.transformer_of(config).workload"
         )
-    if use.loss != "eager" or use.chunks > 1:
+    if use.loss != "eager":
         raise ConfigError(
-            f"loss = {use.loss!r} with chunks = {use.chunks}: a model is counted with its adapter's own loss, which is "
-            "'eager' and whole; use the formulas, atoll.runtime.models.transformer_of(config).workload"
+            f"loss = {use.loss!r}: a model is counted with its adapter's own loss, which is 'eager'; use the formulas, "
+            "atoll.runtime.models.transformer_of(config).workload"
         )
 
 

@@ -251,16 +251,15 @@ class HuggingFaceAdapter:
         """Return the model's own input and output embeddings, and its forward's operations on logits."""
         if not self.is_language_model:
             raise PlanError(
-                f"vocabulary_parallel: {type(self.model).__name__} is not a language model with one list of layers, "
-                "whose "
-                "embedding and head could be split over the pipeline; turn it off"
+                f"{type(self.model).__name__} is not a language model with one list of layers, whose embedding and "
+                "head are known; turn it off"
             )
         names = {id(module): name for name, module in self.model.named_modules()}
         ends = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
         embedding, head = (names.get(id(end), "") for end in ends)
         if head not in {block.name for block in self._blocks[self._end :]}:
             raise PlanError(
-                f"vocabulary_parallel: the head of {type(self.model).__name__} ({head or 'none'}) is part of a larger "
+                f"the head of {type(self.model).__name__} ({head or 'none'}) is part of a larger "
                 "block; turn it off, or give the model an adapter with a vocabulary()"
             )
         self._check_rows(ends[0])
@@ -272,7 +271,7 @@ class HuggingFaceAdapter:
         wanted = given * scale if cap is None else torch.tanh(given / cap) * cap
         if logits.shape != given.shape or not torch.allclose(logits.double(), wanted, rtol=1e-6, atol=1e-6):
             raise PlanError(
-                f"vocabulary_parallel: {type(self.model).__name__} does more to its head's output than scaling it or "
+                f"{type(self.model).__name__} does more to its head's output than scaling it or "
                 "capping it by config.final_logit_softcapping; turn it off"
             )
         return Vocabulary(embedding, head, scale=1.0 if abs(scale - 1.0) < 1e-6 else scale, cap=cap)
@@ -340,9 +339,7 @@ class HuggingFaceAdapter:
             small.weight = nn.Parameter(weight[ids[0]])
             is_same = torch.equal(small(torch.arange(4)[None]), found)
         if not is_same:
-            raise PlanError(
-                f"vocabulary_parallel: a {type(embedding).__name__} does more than look up rows; turn it off"
-            )
+            raise PlanError(f"a {type(embedding).__name__} does more than look up rows; turn it off")
 
     def _logits_of(self, given: Tensor, head: str) -> Tensor:
         """Return the model's logits if its head returns `given`, and the head's input."""

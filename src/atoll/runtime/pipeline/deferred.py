@@ -266,11 +266,13 @@ def defer(
     *,
     waits: bool = True,
     every: bool = False,
+    apart: nn.Module | None = None,
 ) -> list[LinearLayer]:
     """Defer every trained `nn.Linear` weight of a block that is in `units`; or, without `waits`, accumulate the
     gradients of large ones in I, in one operation.
 
     every: replace the forward of small and of frozen ones too, so that all ask the collector how to multiply.
+    apart: a layer to leave as it is.
     """
     # A weight of no unit here belongs to a module that is computed elsewhere, whose forward is replaced already.
     owners = {id(p): (unit, name) for unit in units for name, p in unit.parameters.items()}
@@ -280,7 +282,7 @@ def defer(
 
     made: list[LinearLayer] = []
     for child in module.modules():
-        if type(child) is not nn.Linear or id(child.weight) not in owners:
+        if type(child) is not nn.Linear or id(child.weight) not in owners or child is apart:
             continue
         if is_deferrable(child) and is_worth(child.weight):
             made.append(DeferredWeight(child, *owners[id(child.weight)], collector, waits=waits))

@@ -24,8 +24,8 @@ class StageEntry(Protocol):
 class StageExit(Protocol):
     """A module of the last stage that is computed elsewhere: its input is the output of the stage."""
 
-    def taken(self) -> torch.Tensor:
-        """Return its input for the running microbatch, and release it."""
+    def taken(self, output: torch.Tensor) -> torch.Tensor:
+        """Return its input for the running microbatch, and release it. output: of the model's forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Stage:
             self.entry.rows = hidden
             output = self.adapter.forward(self.run.start, self.run.stop, None, batch)
             self.entry.rows = None
-        return output if self.exit is None else self.exit.taken()
+        return output if self.exit is None else self.exit.taken(output)
 
     @property
     def has_loss(self) -> bool:

@@ -1,22 +1,41 @@
-"""Replacements of embedding and head for a split vocabulary."""
+"""Embedding and head of a model, and what replaces them where they are computed in another way."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from atoll.base._torch import parameter_replaced
-from atoll.runtime.models import Block
+from atoll.base.errors import PlanError
+from atoll.runtime.models import Adapter, Block, Vocabulary
 from atoll.runtime.models.part import SequencePart
 
 
+def ends_of(adapter: Adapter, option: str) -> Vocabulary:
+    """Return embedding and head of a model. Raises PlanError if its adapter does not name them.
+
+    option: of the plan that needs them.
+    """
+    asked: Callable[[], Vocabulary] | None = getattr(adapter, "vocabulary", None)
+    if asked is None:
+        raise PlanError(
+            f"{option}: a {type(adapter).__name__} has no vocabulary(), which says which modules are embedding and "
+            "head; turn it off, or give the model an adapter that has one"
+        )
+    try:
+        return asked()
+    except PlanError as error:
+        raise PlanError(f"{option}: {error}") from None
+
+
 class End(ABC):
-    """Replaces embedding or head if the vocabulary is split over the ranks."""
+    """Replaces embedding or head if the vocabulary is split over the ranks, or the loss is computed in chunks."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self.module = module
         module.forward = self.forward
 
     @abstractmethod
@@ -25,7 +44,7 @@ class End(ABC):
 
     def lies_in(self, block: Block) -> bool:
         """Return True if a block has the module."""
-        return any(module is self._module for module in block.module.modules())
+        return any(module is self.module for module in block.module.modules())
 
 
 class EmbeddingEntry(End):
@@ -51,7 +70,7 @@ class EmbeddingEntry(End):
         return self.rows
 
     def _embedded(self, given: torch.Tensor) -> torch.Tensor:
-        rows, module = self._rows, self._module
+        rows, module = self._rows, self.module
         if type(module) is nn.Embedding:
             return rows
         # The embedding's class may transform its rows: apply it with these rows as its table.
@@ -75,8 +94,8 @@ class HeadExit(End):
         self.given = given
         return given.detach()
 
-    def taken(self) -> torch.Tensor:
-        """Return the input of the head."""
+    def taken(self, output: torch.Tensor) -> torch.Tensor:
+        """Return the input of the head. output: what the model's forward makes of it, which nobody needs."""
         assert self.given is not None, "the last stage runs the head"
         given, self.given = self.given, None
         return given

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from atoll.base.faults import NonFinite
 from atoll.program import Do, Instruction, Sliced
-from atoll.runtime.plays import INSTEAD, PLAYS, Play
+from atoll.runtime.plays import INSTEAD, PLAYS, Instead, Play
 from atoll.runtime.vocabulary.split import SplitVocabulary
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ AtEnd = Callable[[SplitVocabulary, "Microbatches", int], None]
 """What an end does instead: (vocabulary, microbatches of the rank, microbatch)."""
 
 
-def _at_end(act: AtEnd, *, first: bool) -> Callable[[Executor, Instruction], Callable[[], None] | None]:
+def _at_end(act: AtEnd, *, first: bool) -> Instead:
     """Return what to do instead of the core, on the first stage or on the last one."""
 
     def instead(on: Executor, step: Instruction) -> Callable[[], None] | None:
@@ -109,12 +109,11 @@ def _receive_scores(split: SplitVocabulary, on: Microbatches, microbatch: int) -
         state.gradients[key] = gradient.mul_(state.scale).to(state.outputs[key].dtype)
 
 
-INSTEAD.update(
-    {
-        Do.RECV_F: _at_end(_receive_looked_up, first=True),
-        Do.SEND_B: _at_end(_send_look_ups_gradient, first=True),
-        Do.FINISH_F: _at_end(_keep_scored, first=False),
-        Do.SEND_F: _at_end(_send_scored, first=False),
-        Do.RECV_B: _at_end(_receive_scores, first=False),
-    }
-)
+for _do, _instead in {
+    Do.RECV_F: _at_end(_receive_looked_up, first=True),
+    Do.SEND_B: _at_end(_send_look_ups_gradient, first=True),
+    Do.FINISH_F: _at_end(_keep_scored, first=False),
+    Do.SEND_F: _at_end(_send_scored, first=False),
+    Do.RECV_B: _at_end(_receive_scores, first=False),
+}.items():
+    INSTEAD.setdefault(_do, []).append(_instead)

@@ -40,6 +40,7 @@ from atoll.runtime.models import Adapter, Batch, Block, Vocabulary
 from atoll.runtime.sharding.gradient_buffer import GradientBuffer
 from atoll.runtime.sharding.tensors import added_up, part_of
 from atoll.runtime.sharding.unit import Unit
+from atoll.runtime.vocabulary.ends import ends_of
 
 
 def splittable_vocabulary(adapter: Adapter, ranks: int) -> Vocabulary:
@@ -47,13 +48,7 @@ def splittable_vocabulary(adapter: Adapter, ranks: int) -> Vocabulary:
 
     Raises PlanError if the adapter does not name them, or if they cannot be split.
     """
-    asked = getattr(adapter, "vocabulary", None)
-    if asked is None:
-        raise PlanError(
-            f"vocabulary_parallel: a {type(adapter).__name__} has no vocabulary(), which says which modules are "
-            "embedding and head; turn it off, or give the model an adapter that has one"
-        )
-    found: Vocabulary = asked()
+    found = ends_of(adapter, "vocabulary_parallel")
     modules = {name: module for block in adapter.blocks() for name, module in block.named_modules()}
     problems = []
     for name, kind in ((found.embedding, nn.Embedding), (found.head, nn.Linear)):

@@ -197,6 +197,9 @@ class Parallel(Section):
     slice_work: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """work of a token for each token that it attends to, relative to its own: later slices become shorter, so that all
     take equally long. 0: equal lengths"""
+    loss_chunks: Positive = 1
+    """chunks of a microbatch's tokens in which the loss is computed, so that only the logits of one exist:
+    docs/models.md#the-loss-in-chunks"""
     sequence_parallel: bool = False
     """shard activations along the sequence between the tensor-parallel parts of a layer"""
     vocabulary: bool = False

@@ -96,6 +96,7 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
         imbalance=parallel.imbalance,
         host=None if parallel.host is None else parallel.host.value,
         slice_work=parallel.slice_work,
+        loss_chunks=parallel.loss_chunks,
     )
 
 

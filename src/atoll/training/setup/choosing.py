@@ -31,6 +31,7 @@ CHOSEN = {
     "expert": "expert",
     "sequence": "divide",
     "slices": "slices",
+    "loss_chunks": "loss_chunks",
     "order": "order",
     "residency": "residency",
     "reduction": "reduction",

@@ -53,6 +53,7 @@ def predict_plan(
         sequence_parallel=plan.sequence_parallel,
         compute=plan.precision.compute,
         recompute=plan.recompute,
+        chunks=plan.loss_chunks,
     )
     kind = config.parallel.device if device is None else device
     return Prediction(workload_of(config, known, on_cpu=kind == "cpu"), plan, cluster, use, reads_in_place)
