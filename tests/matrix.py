@@ -91,6 +91,7 @@ SAMPLED: Mapping[str, Sequence[Any]] = MappingProxyType(
         "optimizer": ("AdamW", "Muon"),
         "host": (None, *HOSTS),
         "slices": (1, 3),
+        "loss_chunks": (1, 3),
     }
 )
 """Factors of the sample, in the order in which values are chosen for a row. data: also the ranks of a group that divide
@@ -133,6 +134,10 @@ REFUSALS = (
     Refusal(
         *("slices", lambda slices: slices > 1),
         *("schedule", lambda name: name not in SLICED, "runs whole sequences, not slices"),
+    ),
+    Refusal(
+        *("loss_chunks", lambda chunks: chunks > 1),
+        *("vocabulary_parallel", lambda is_split: is_split, "leave one of them out"),
     ),
     Refusal("expert_layout", lambda layout: layout is not None, "model", lambda model: model != EXPERTS, "has none"),
     Refusal(
