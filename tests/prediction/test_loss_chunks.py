@@ -60,8 +60,8 @@ def test_the_last_rank_keeps_no_logits(recompute: str) -> None:
     saved = whole.peak(3).total - chunks.peak(3).total
     assert saved > 6 * LOGITS
     assert whole.peak(0).total == chunks.peak(0).total
-    # A chunk has three tensors of the logits' size in fp32, beside the gradient of the head's input.
-    assert chunks.ranks.works[-1].loss == 12 * LOGITS // 16 + 2 * TOKENS * HIDDEN
+    # A chunk has logits in bf16 and in fp32, beside the gradient of the head's input.
+    assert chunks.ranks.works[-1].loss == 6 * LOGITS // 16 + 2 * TOKENS * HIDDEN
 
 
 @pytest.mark.parametrize(("tensor", "sequence_parallel"), [(1, False), (2, False), (2, True)])
@@ -129,7 +129,7 @@ def test_a_counted_model_agrees_with_itself(lora: bool) -> None:
     assert (head.added, head.matrices) == (0 if lora else whole.matrices, 0)
     hidden = whole.parameters // 48
     assert head.kept == 4 * 16 * hidden
-    assert head.loss == 3 * 4 * 4 * 48 + 4 * 16 * hidden
+    assert head.loss == 4 * 4 * 48 + 4 * 16 * hidden
 
 
 def test_a_counted_head_with_more_in_its_block_is_refused() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,14 +16,14 @@ from atoll.base.errors import PlanError, RankError
 from atoll.plans import schedules
 from atoll.runtime.engine import Engine
 from atoll.runtime.models import Batch
-from atoll.runtime.vocabulary import chunked
+from atoll.runtime.vocabulary.chunked import ChunkedLoss
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_parity, difference, train_case
 from atoll.testing.tiny import TinyConfig
 from tests.drawn import drawn
 from tests.families import Family
 from tests.mixtures import MIXTURES
-from tests.runtime.test_sequence import Rows, Texts, assert_all
+from tests.runtime.test_sequence import IDS, Rows, Texts, assert_all
 from tests.runtime.test_vocabulary import Small, evaluate
 
 EVERYTHING = TinyConfig(layers=6, vocabulary=17, tied=True, frozen=True, odd=True, small=True, unused=True, dropout=0.2)
@@ -126,13 +126,13 @@ def test_evaluation_and_logits(tensor: int) -> None:
 @contextmanager
 def seeing(seen: list[int]) -> Iterator[None]:
     """Context that notes the tokens of each call of the loss."""
-    computed = chunked.token_cross_entropy
+    computed = ChunkedLoss._chunk
 
-    def loss(logits: Tensor, batch: Batch) -> Tensor:
-        seen.append(len(logits))
-        return computed(logits, batch)
+    def loss(self: ChunkedLoss, hidden: Tensor, labels: Tensor, **options: Any) -> Tensor:
+        seen.append(len(hidden))
+        return computed(self, hidden, labels, **options)
 
-    with patch.object(chunked, "token_cross_entropy", loss):
+    with patch.object(ChunkedLoss, "_chunk", loss):
         yield
 
 
@@ -168,6 +168,21 @@ def test_what_has_no_chunks_is_refused() -> None:
         run_ranks(built, 2, plan, blocks)
     with pytest.raises(RankError, match="loss_chunks computes token cross-entropy on parts of the logits"):
         run_ranks(built, 2, plan, blocks, loss=mean_square)
+
+
+@dataclass(frozen=True)
+class Outside(Rows):
+    """Rows whose labels are not all in the vocabulary."""
+
+    def batch(self, step: int, samples: int) -> dict[str, Any]:
+        found = Rows.batch(self, step, samples)
+        found["labels"][0, 1] = IDS
+        return found
+
+
+def test_labels_outside_the_vocabulary_are_refused() -> None:
+    with pytest.raises(RankError, match=f"labels from 3 to {IDS}: the vocabulary has {IDS} rows"):
+        run_ranks(train_case, 2, replace(CHUNKED, model=Outside()))
 
 
 def test_heads_that_are_no_linear_layer_are_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -22,7 +22,6 @@ from atoll.runtime.models.batch import (
     tensors_in,
 )
 from atoll.runtime.models.part import SequencePart, length_of
-from atoll.runtime.vocabulary.slice import VocabularySlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +51,14 @@ TELLING = 8
 chance."""
 
 
+class ChecksIds(Protocol):
+    """A part of the runtime that computes with ids and labels itself."""
+
+    def check(self, batch: Batch) -> None:
+        """Raise PlanError for ids or labels outside the vocabulary."""
+        ...
+
+
 class Batches:
     """Cuts batches, and agrees on them before any communication for them.
 
@@ -68,7 +75,7 @@ class Batches:
         device: torch.device,
         *,
         agreement: Agreement,
-        vocabulary: VocabularySlice | None,
+        vocabulary: ChecksIds | None,
         labels: Labels,
         may_copy: bool = False,
         part: SequencePart | None = None,

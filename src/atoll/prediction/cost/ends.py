@@ -225,8 +225,8 @@ def in_chunks(
     """
     i, elements = use.item, rows * hidden
     gradient = Saved("gradient of the head's input", i * use.tokens * hidden, "I")
-    # Beside it the log-softmax of a chunk, its gradient and that of the loss.
-    chunk = 3 * max(4, i) * -(-use.tokens // use.chunks) * rows
+    # Beside it the logits of a chunk, which become their gradient in place, in fp32 at least and in the compute dtype.
+    chunk = (max(4, i) + (i if i < 4 else 0)) * -(-use.tokens // use.chunks) * rows
     return replace(
         before,
         parameters=before.parameters + elements,

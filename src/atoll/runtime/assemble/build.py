@@ -224,7 +224,7 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
     last = len(runs) - 1
     users = tuple(units[at] for at in sorted(units, reverse=True) if set(units[at].spec.blocks) & set(runs[stage]))
     part = None if model.sequences is None else model.sequences.part
-    ends = StageEnds.of(model.outline, stage, users, collector=collector, part=part)
+    ends = StageEnds.of(model.outline, stage, users, part=part)
     waits = last > 0
     keeps = plan.recompute == "selective" and plan.compile == "none"
     own_blocks: list[LocalBlock] = []

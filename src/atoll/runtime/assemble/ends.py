@@ -6,14 +6,15 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from atoll.runtime.models.part import SequencePart
 from atoll.runtime.outline import Outline
-from atoll.runtime.pipeline.deferred import Collector, defer
+from atoll.runtime.sharding.tensors import is_split
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.vocabulary.chunked import ChunkedLoss
 from atoll.runtime.vocabulary.ends import EmbeddingEntry, HeadExit
-from atoll.runtime.vocabulary.slice import block_of
+from atoll.runtime.vocabulary.slice import VocabularyTable, block_of
 
 
 class StageEnds(NamedTuple):
@@ -28,9 +29,7 @@ class StageEnds(NamedTuple):
         return self.exit.module if isinstance(self.exit, ChunkedLoss) else None
 
     @staticmethod
-    def of(
-        outline: Outline, stage: int, units: Iterable[Unit], *, collector: Collector, part: SequencePart | None
-    ) -> StageEnds:
+    def of(outline: Outline, stage: int, units: Iterable[Unit], *, part: SequencePart | None) -> StageEnds:
         """Replace embedding and head on a stage, which has `units`. part: of each sequence that the rank computes at a
         time, if not all of it."""
         blocks = outline.adapter.blocks()
@@ -44,8 +43,18 @@ class StageEnds(NamedTuple):
         if outline.chunked is None or not is_last:
             return StageEnds()
         head, block = modules[outline.chunked.head], block_of(blocks, outline.chunked.head)
-        if not next(head.parameters()).is_meta:
-            # Its weight's gradient is computed in I, chunk by chunk, and added to the unit's buffer where it is.
-            defer(head, [unit for unit in units if block in unit.spec.blocks], collector, waits=False)
-        chunks = outline.plan.loss_chunks
-        return StageEnds(exit=ChunkedLoss(head, outline.chunked, block=block, chunks=chunks, part=part))
+        owners = {id(each): (unit, name) for unit in units for name, each in unit.parameters.items()}
+        assert isinstance(head, nn.Linear), "it has been looked at"
+        (unit, weight), (_, bias) = owners[id(head.weight)], owners.get(id(head.bias), (None, None))
+        mesh = head.weight.device_mesh if isinstance(head.weight, DTensor) and is_split(head.weight) else None
+        return StageEnds(
+            exit=ChunkedLoss(
+                head,
+                outline.chunked,
+                VocabularyTable(unit, weight, bias),
+                block=block,
+                chunks=outline.plan.loss_chunks,
+                tensor=mesh,
+                part=part,
+            )
+        )

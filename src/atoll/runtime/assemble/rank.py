@@ -230,7 +230,7 @@ def _batches(
         transport.place,
         transport.device,
         agreement=agreement,
-        vocabulary=sharded.vocabulary,
+        vocabulary=sharded.vocabulary or sharded.chunked,
         labels=options.labels,
         may_copy=options.loss is not None or not _predicts_next(adapter),
         part=None if parts is None else parts.part,

@@ -262,24 +262,20 @@ class Microbatches:
             pending.setdefault(unit, []).append((name, kept))
         # Behind each block, so that what I computes is outside of the flat buffers for one block at a time, and is
         # added there in the gradient's dtype: autograd adds to `grad` in that of the parameter.
-        self.take_gradients(block.index, key)
+        with torch.no_grad():
+            for unit, name, parameter, is_of_input, is_split in self._trained[block.index]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                parameter.grad = None
+                own = local_part(like_parameter(parameter, gradient)) if is_split else gradient
+                if is_of_input:
+                    unit.touched.add(name)
+                    unit.gradient_buffer(name, "I").add(own)
+                else:  # not into the buffer of W, which is opened in W: a pending W holds no gradient buffer
+                    pending.setdefault(unit, []).append((name, own))
         if self.probe is not None:
             self._look_at_gradients(block.units, "I", block.index, microbatch=key[1])
-
-    @torch.no_grad()
-    def take_gradients(self, block: int, key: StageMicrobatch) -> None:
-        """Add what autograd has computed for the parameters of a block to their buffers, or to what is pending."""
-        for unit, name, parameter, is_of_input, is_split in self._trained[block]:
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            parameter.grad = None
-            own = local_part(like_parameter(parameter, gradient)) if is_split else gradient
-            if is_of_input:
-                unit.touched.add(name)
-                unit.gradient_buffer(name, "I").add(own)
-            else:  # not into the buffer of W, which is opened in W: a pending W holds no gradient buffer
-                self.state.pending[key].setdefault(unit, []).append((name, own))
 
     def finish_input_backward(self, stage: int, microbatch: int) -> None:
         """Keep the input's gradient for the previous stage, zero if the output does not depend on the input."""

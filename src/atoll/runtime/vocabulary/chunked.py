@@ -12,25 +12,29 @@ gradient of all logits, so I computes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from atoll.base._torch import run_backward
 from atoll.base.errors import PlanError
 from atoll.base.faults import NonFinite
+from atoll.base.labels import IGNORED_LABEL
 from atoll.plans.ir import Action
+from atoll.plans.layouts import Box
 from atoll.program import Do, Instruction
 from atoll.runtime.mail import Parcel
-from atoll.runtime.models import Adapter, Batch, Vocabulary, token_cross_entropy
+from atoll.runtime.models import Adapter, Batch, Vocabulary
 from atoll.runtime.models.part import SequencePart
 from atoll.runtime.plays import INSTEAD, PLAYS
-from atoll.runtime.sharding.tensors import whole_output
-from atoll.runtime.vocabulary.ends import End, ends_of
+from atoll.runtime.sharding.tensors import added_up
+from atoll.runtime.vocabulary.ends import End, check_ids, ends_of, finished_logits
+from atoll.runtime.vocabulary.slice import VocabularyTable
 
 if TYPE_CHECKING:
     from atoll.runtime.pipeline.executor import Executor
@@ -54,25 +58,38 @@ def chunkable_head(adapter: Adapter) -> Vocabulary:
 class ChunkedLoss(End):
     """The head of a model on its last stage, and the loss of its outputs.
 
-    score: the head's own forward.  block: of the head.  chunks: number of parts of a microbatch's tokens.
+    block: of the head.  table: its unit and parameters.  chunks: number of parts of a microbatch's tokens.
+    tensor: the ranks of the tensor-parallel group, if these split the head.
     part: of each sequence that the rank computes at a time, if not all of it.
     given: the input of the head in the forward in progress.
     """
 
-    def __init__(
-        self, module: nn.Module, vocabulary: Vocabulary, *, block: int, chunks: int, part: SequencePart | None
-    ) -> None:
-        self._score: Callable[[Tensor], Tensor] = module.forward
+    def __init__(self, module: nn.Module, vocabulary: Vocabulary, table: VocabularyTable, *, block: int, chunks: int,
+                 tensor: DeviceMesh | None, part: SequencePart | None) -> None:  # fmt: skip
+        self._score: Callable[[Tensor], Tensor] = module.forward  # the head's own, for the logits
         super().__init__(module)
         self.given: Tensor | None = None
         self.block = block
-        self._vocabulary, self._chunks, self._part = vocabulary, chunks, part
+        self._vocabulary, self._table, self._chunks = vocabulary, table, chunks
+        self._tensor, self._part = tensor, part
+        unit, names = table.unit, (table.weight_name, table.bias_name)
+        self._learns = [name for name in names if name is not None and unit.parameters[name].requires_grad]
+        self.size = unit.parameters[table.weight_name].shape[0]
+        self._first = 0
+        if tensor is not None:
+            self._first = Box.part((self.size,), 0, tensor.get_local_rank(), count=tensor.size()).offsets[0]
         # Of the running program. Outside of one, the head is the module's own.
         self._batches: Sequence[Batch] = ()
         self._is_training = self._keeps_logits = False
         self.microbatch = -1  # of the forward in progress
         self._loss: Tensor | None = None  # of that forward, without training
         self._scored: dict[int, Tensor] = {}  # in training the head's input, from FINISH_F to I
+
+    def check(self, batch: Batch) -> None:
+        """Raise PlanError for labels outside the vocabulary, whose loss would have no term of the label."""
+        labels = batch.get("labels")
+        if labels is not None:
+            check_ids("labels", labels[labels != IGNORED_LABEL], self.size)
 
     # ---- a program
 
@@ -99,7 +116,7 @@ class ChunkedLoss(End):
         self.given = given
         if not self._is_training:
             # Here and not in FINISH_F, before which the program may free the head's unit.
-            self._loss = sum_of(self._losses(given.detach(), self.microbatch))
+            self._loss = self._losses(given, self.microbatch)
         return given.detach()
 
     def taken(self, output: Tensor) -> Tensor:
@@ -128,75 +145,87 @@ class ChunkedLoss(End):
 
     # ---- backward
 
-    def backward(self, on: Microbatches, stage: int, microbatch: int) -> None:
+    def backward(self, on: Microbatches, microbatch: int) -> None:
         """Compute the loss and its gradients, before the I of the head's block."""
         given = self._scored.pop(microbatch)
         own = _local(given.detach())
-        flat = own.reshape(-1, own.shape[-1])
-        gradient = torch.empty_like(flat) if given.requires_grad else None
-        losses, found = list[Tensor](), given
-        for at, (hidden, loss) in enumerate(self._parts(given, microbatch)):
-            if loss.requires_grad:
-                run_backward((loss,), (torch.full_like(loss, on.state.scale),))
-            if gradient is not None:
-                rows = self._rows(len(flat))[at]
-                assert hidden.grad is not None, "the loss depends on the head's input"
-                found = hidden.grad
-                gradient[rows.start : rows.stop] = _local(found)
-            # Chunk by chunk into the unit's buffer, in its dtype: autograd would add them in that of the parameter.
-            on.take_gradients(self.block, (stage, microbatch))
-            losses.append(loss.detach())
+        gradient = torch.empty_like(own) if given.requires_grad else None
+        loss = self._losses(given, microbatch, scale=on.state.scale, gradient=gradient)
         if gradient is not None:
-            # Of a head that a tensor-parallel group splits, a part of the sum, which the backward before it adds up.
-            given.grad = _as(found, gradient.view_as(own))
-        self._found(on, microbatch, sum_of(losses))
+            # From a part of the vocabulary, it is a part of a sum, which the backward before it adds up.
+            given.grad = gradient if not isinstance(given, DTensor) else DTensor.from_local(
+                gradient, given.device_mesh, [Replicate() if self._tensor is None else Partial()], run_check=False
+            )  # fmt: skip
+        self._found(on, microbatch, loss)
 
     # ---- chunks
 
-    def _rows(self, tokens: int) -> list[range]:
-        each = max(1, -(-tokens // self._chunks))
-        return [range(begin, min(begin + each, tokens)) for begin in range(0, tokens, each)]
+    @torch.no_grad()
+    def _losses(
+        self, given: Tensor, microbatch: int, *, scale: float | None = None, gradient: Tensor | None = None
+    ) -> Tensor:
+        """Return the sum of the losses of a microbatch, chunk by chunk.
 
-    def _losses(self, given: Tensor, microbatch: int) -> Iterator[Tensor]:
-        return (loss for _, loss in self._parts(given, microbatch))
-
-    def _parts(self, given: Tensor, microbatch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield for each chunk its rows of the head's input, a leaf, and the sum of their losses."""
+        given: the head's input, [B, S, hidden].  scale: of the loss whose gradients are computed; None for none.
+        gradient: filled with that of the input, if given; the ranks of a tensor-parallel group have parts of it.
+        """
         labels = torch.as_tensor(self._batches[microbatch]["labels"], device=given.device)
         if self._part is not None:
             labels = self._part.of(labels, 1)
-        own, flat_labels = _local(given.detach()), labels.reshape(-1)
-        flat = own.reshape(-1, own.shape[-1])
-        for rows in self._rows(len(flat)):
-            hidden = _as(given.detach(), flat[rows.start : rows.stop]).detach().requires_grad_(given.requires_grad)
-            logits = self._finished(self._score(hidden))
-            loss = token_cross_entropy(logits, {"labels": flat_labels[rows.start : rows.stop]})
-            del logits
-            yield hidden, whole_output(loss)
+        hidden = _local(given.detach()).flatten(0, -2)
+        flat, found = labels.reshape(-1), None if gradient is None else gradient.view(hidden.shape)
+        each = max(1, -(-len(hidden) // self._chunks))
+        losses = []
+        for begin in range(0, len(hidden), each):
+            rows = slice(begin, begin + each)
+            into = None if found is None else found[rows]
+            losses.append(self._chunk(hidden[rows], flat[rows], scale=scale, gradient=into))
+        return torch.stack(losses).sum()
 
-    def _finished(self, logits: Tensor) -> Tensor:
-        """Apply the model's scale and cap."""
-        of = self._vocabulary
-        if of.scale != 1.0:
-            logits = logits * of.scale
-        return logits if of.cap is None else torch.tanh(logits / of.cap) * of.cap
+    def _chunk(self, hidden: Tensor, labels: Tensor, *, scale: float | None, gradient: Tensor | None) -> Tensor:
+        """Return the sum of the losses of some tokens. hidden: [N, hidden]."""
+        weight, bias = self._table.rows()
+        scored, slope = finished_logits(F.linear(hidden, weight, bias), self._vocabulary)
+        precise = torch.promote_types(scored.dtype, torch.float32)
+        # From here on in place: logits, their exponentials and the gradient are one tensor.
+        values, dtype = scored.to(precise), scored.dtype
+        del scored
+        is_counted = labels != IGNORED_LABEL
+        at = labels - self._first
+        tokens = (is_counted & (at >= 0) & (at < len(weight))).nonzero().squeeze(1)
+        own = values.new_zeros(len(labels))
+        own[tokens] = values[tokens, at[tokens]]
+        largest = self._all(values.amax(1), "max")
+        values.sub_(largest[:, None]).exp_()
+        total, own = self._all(torch.stack([values.sum(1), own]))
+        loss = torch.where(is_counted, total.log() + largest - own, 0.0).sum()
+        if scale is None or not (self._learns or gradient is not None):
+            return loss
+        values.mul_(torch.where(is_counted, scale / total, 0.0)[:, None])
+        values[tokens, at[tokens]] -= scale
+        if slope is not None:
+            values.mul_(slope)
+        made = values.to(dtype)
+        del values
+        if gradient is not None:
+            torch.mm(made, weight, out=gradient)
+        for name in self._learns:
+            self._table.unit.touched.add(name)
+            buffer = self._table.unit.gradient_buffer(name, "I")
+            if name == self._table.weight_name:
+                buffer.add_product(hidden, made)
+            else:
+                buffer.add(made.sum(0))
+        return loss
 
-
-def sum_of(losses: Any) -> Tensor:
-    """Return the sum of the chunks' losses."""
-    return torch.stack([*losses]).sum()
+    def _all(self, part: Tensor, by: str = "sum") -> Tensor:
+        """Reduce over the ranks of the tensor-parallel group, if these split the head."""
+        return part if self._tensor is None else added_up(part, self._tensor, by)
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's values of the head's input, which its whole tensor-parallel group has, or of its gradient."""
+    """Return this rank's values of the head's input, which its whole tensor-parallel group has."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _as(like: Tensor, tensor: Tensor) -> Tensor:
-    """Return a tensor as another one is: plain, or of a tensor-parallel group."""
-    if not isinstance(like, DTensor):
-        return tensor
-    return DTensor.from_local(tensor, like.device_mesh, like.placements, run_check=False)
 
 
 # ---- instructions of the core on the last stage
@@ -235,7 +264,7 @@ def _backward(on: Executor, step: Instruction) -> Callable[[], None] | None:
     run = PLAYS[Do.I](on, step)
 
     def play() -> None:
-        loss.backward(on.microbatches, action.stage, action.microbatch or 0)
+        loss.backward(on.microbatches, action.microbatch or 0)
         run()
 
     return play

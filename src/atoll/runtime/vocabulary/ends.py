@@ -31,6 +31,23 @@ def ends_of(adapter: Adapter, option: str) -> Vocabulary:
         raise PlanError(f"{option}: {error}") from None
 
 
+def check_ids(name: str, ids: torch.Tensor, size: int) -> None:
+    """Raise PlanError for ids outside a vocabulary of `size` rows. name: of the batch's tensor."""
+    if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < size):
+        raise PlanError(f"{name} from {int(ids.min())} to {int(ids.max())}: the vocabulary has {size} rows")
+
+
+def finished_logits(scored: torch.Tensor, vocabulary: Vocabulary) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Apply a model's scale and cap to its head's output; also return the derivative if it is not 1."""
+    scale, cap = vocabulary.scale, vocabulary.cap
+    if scale != 1.0:
+        scored = scored * scale
+    if cap is not None:
+        scored = torch.tanh(scored / cap)
+        return scored * cap, (1.0 - scored.square()) * scale
+    return scored, None if scale == 1.0 else torch.full_like(scored[:1, :1], scale).expand_as(scored)
+
+
 class End(ABC):
     """Replaces embedding or head if the vocabulary is split over the ranks, or the loss is computed in chunks."""
 

@@ -40,7 +40,7 @@ from atoll.runtime.models import Adapter, Batch, Block, Vocabulary
 from atoll.runtime.sharding.gradient_buffer import GradientBuffer
 from atoll.runtime.sharding.tensors import added_up, part_of
 from atoll.runtime.sharding.unit import Unit
-from atoll.runtime.vocabulary.ends import ends_of
+from atoll.runtime.vocabulary.ends import check_ids, ends_of, finished_logits
 
 
 def splittable_vocabulary(adapter: Adapter, ranks: int) -> Vocabulary:
@@ -158,7 +158,7 @@ class VocabularySlice:
         self.embedding, self.head = embedding, head
         self.index, self.ranks, self.size = index, ranks, size
         self._tensor = tensor
-        self._scale, self._cap, self._padding = vocabulary.scale, vocabulary.cap, padding
+        self._vocabulary, self._padding = vocabulary, padding
         self.rows = self.rows_of(index)
         self._kept: dict[int, _Kept] = {}
 
@@ -202,11 +202,7 @@ class VocabularySlice:
                 f"vocabulary_parallel takes input_ids and labels of one shape [B, S]; the batch has {shapes}"
             )
         for name in batch.keys() & {"input_ids", "labels"}:
-            values = batch[name][batch[name] != IGNORED_LABEL] if name == "labels" else batch[name]
-            if values.numel() and not (int(values.min()) >= 0 and int(values.max()) < self.size):
-                raise PlanError(
-                    f"{name} from {int(values.min())} to {int(values.max())}: the vocabulary has {self.size} rows"
-                )
+            check_ids(name, batch[name][batch[name] != IGNORED_LABEL] if name == "labels" else batch[name], self.size)
 
     def begin(self) -> None:
         """Begin a step: discard the state of an earlier one."""
@@ -241,7 +237,7 @@ class VocabularySlice:
         """Return this slice's scores; in training, keep the inputs of `learn`."""
         weight, bias = self.head.rows()
         flat = hidden.detach().reshape(-1, hidden.shape[-1])
-        scored, slope = self._finish(F.linear(flat, weight, bias))
+        scored, slope = finished_logits(F.linear(flat, weight, bias), self._vocabulary)
         if logits:
             return Scores(scored.new_zeros(3, 1), scored)
         precise = scored.to(self.precise)
@@ -336,15 +332,6 @@ class VocabularySlice:
     def _room(self, table: VocabularyTable, name: str) -> GradientBuffer:
         table.unit.touched.add(name)
         return table.unit.gradient_buffer(name, "W")
-
-    def _finish(self, scored: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Apply the model's scale and cap to the head's output; also return the derivative if it is not 1."""
-        if self._scale != 1.0:
-            scored = scored * self._scale
-        if self._cap is not None:
-            scored = torch.tanh(scored / self._cap)
-            return scored * self._cap, (1.0 - scored.square()) * self._scale
-        return scored, None if self._scale == 1.0 else torch.full_like(scored[:1, :1], self._scale).expand_as(scored)
 
 
 def block_of(blocks: Sequence[Block], module: str) -> int:
