@@ -212,6 +212,45 @@ def slices(raw: Raw) -> Figures:
     }
 
 
+def sequence(raw: Raw) -> Figures:
+    """Beside the fastest peer of as many ranks."""
+    found: dict[int, tuple[float, float]] = {}
+    for ranks in (2, 4):
+        own = [row for row in raw["rows"] if row["ranks"] == ranks]
+        ours, peer = (
+            min((row for row in own if row["is_ours"] is is_ours), key=lambda row: row["median_seconds"])
+            for is_ours in (True, False)
+        )
+        times = median(b / a for a, b in zip(ours["seconds"], peer["seconds"], strict=True))
+        found[ranks] = times, ours["peak_bytes"] / peer["peak_bytes"]
+    return {
+        "tokens": raw["work"]["tokens"],
+        "two": found[2][0],
+        "four": found[4][0],
+        "peak": max(share for _, share in found.values()),
+    }
+
+
+def chunked_loss(raw: Raw) -> Figures:
+    ours, torchs = (
+        {row["chunks"]: row for row in raw["rows"] if row["is_ours"] is is_ours} for is_ours in (True, False)
+    )
+    best = min((count for count in ours if count > 1), key=lambda count: median(ours[count]["seconds"]))
+
+    def over(row: Any, other: Any) -> float:
+        return median(a / b for a, b in zip(row["seconds"], other["seconds"], strict=True))
+
+    return {
+        "vocabulary": raw["work"]["vocabulary"],
+        "tokens": raw["work"]["tokens"],
+        "chunks": best,
+        "time": over(ours[best], ours[1]),
+        "peak": ours[best]["peak_bytes"] / ours[1]["peak_bytes"],
+        "torchs_time": over(ours[best], torchs[best]),
+        "torchs_peak": ours[best]["peak_bytes"] / torchs[best]["peak_bytes"],
+    }
+
+
 def host(raw: Raw) -> Figures:
     return {
         "cases": len(raw["rows"]),
@@ -838,6 +877,24 @@ ALL_CLAIMS = (
         "at most {over:.1%} longer than simulated, activations within {bytes:.1%} of the prediction",
         raw="slices",
         figures=slices,
+    ),
+    Claim(
+        what="a row of 16,384 tokens divided among ranks, beside torch's ring and DeepSpeed's exchange of heads",
+        how="a decoder on CPUs, {tokens:,} tokens, as many ranks, same attention kernel: "
+        "[page](benchmarks/sequence/README.md)",
+        result="{two:.2f} times as fast as the fastest peer on 2 ranks, {four:.2f} times on 4, in {peak:.2f} of its "
+        "peak memory",
+        raw="sequence",
+        figures=sequence,
+    ),
+    Claim(
+        what="the loss in chunks",
+        how="a decoder on a CPU, {tokens:,} tokens of {vocabulary:,} ids: [page](benchmarks/chunked_loss/README.md)",
+        result="{chunks} chunks take {time:.2f} of the step time and {peak:.2f} of the peak memory of all logits; "
+        "beside torch's `linear_cross_entropy` with as many, {torchs_time:.2f} of the time and {torchs_peak:.2f} of "
+        "the peak",
+        raw="chunked_loss",
+        figures=chunked_loss,
     ),
     Claim(
         what="codecs between two islands (**emulated network**)",

@@ -25,7 +25,7 @@ from benchmarks.islands import tables
 from benchmarks.islands.allocations import library
 from benchmarks.islands.ranks import Ranks, Where
 from benchmarks.predictions import runs
-from benchmarks.predictions.rows import EMULATED, HOSTED, LAYOUTS, MIXTURES, REAL, SLICED, Row
+from benchmarks.predictions.rows import CHUNKED, EMULATED, HOSTED, LAYOUTS, MIXTURES, REAL, SLICED, Row
 from benchmarks.predictions.runs import Bytes
 
 LEAST_SECONDS, STEPS = 1.5, (5, 25)
@@ -80,6 +80,11 @@ def run(arguments: argparse.Namespace) -> Found:
         "mixtures": [described(row, found, predicted(row, None, found)) for row, found in run_all(mixtures)],
         "hosted": [described(row, found, predicted(row, None, found)) for row, found in run_all(hosted)],
         "sliced": [described(row, found, predicted(row, None, found)) for row, found in run_all(sliced)],
+        "chunked": [
+            described(row, found, predicted(row, None, found))
+            for rows in CHUNKED
+            for row, found in run_all(rows[::14] if quick else rows)
+        ],
     }  # fmt: skip
 
 
@@ -210,7 +215,7 @@ def _spread(found: Sequence[float]) -> str:
 def report(result: Mapping[str, Any]) -> str:
     """The page."""
     real, emulated, layouts = result["real"], result["emulated"], result["layouts"]
-    mixtures, hosted, sliced = (result.get(name, []) for name in ("mixtures", "hosted", "sliced"))
+    mixtures, hosted, sliced, chunked = (result.get(name, []) for name in ("mixtures", "hosted", "sliced", "chunked"))
     lines = [
         ("seconds, constants as measured", errors(judged(real), "before_seconds")),
         ("seconds, calibrated on other steps", errors(judged(real))),
@@ -221,6 +226,7 @@ def report(result: Mapping[str, Any]) -> str:
         ("peak bytes of mixtures", byte_errors(mixtures)),
         ("peak bytes with host memory", byte_errors(hosted)),
         ("peak bytes of slices of sequences", byte_errors(sliced)),
+        ("peak bytes with a loss in chunks", byte_errors(chunked)),
     ]
     parts = [
         "# Predictions beside our own runs",
@@ -267,6 +273,7 @@ def report(result: Mapping[str, Any]) -> str:
         *(_peaks("Mixtures", _MIXTURES, mixtures) if mixtures else ()),
         *(_peaks("Host memory", _HOSTED, hosted) if hosted else ()),
         *(_peaks("Slices of sequences", _SLICED, sliced) if sliced else ()),
+        *(_peaks("The loss in chunks", _CHUNKED, chunked) if chunked else ()),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -297,6 +304,10 @@ _MIXTURES = (
 _SLICED = (
     "Bytes at the peak of pipelines that compute sequences slice by slice, with the keys and values of all slices, and "
     "the gradients that later slices add."
+)
+_CHUNKED = (
+    "Bytes at the peak where the loss is computed in chunks of tokens, of one rank and of two. Logits of a chunk are "
+    "transient."
 )
 
 _HOSTED = (
