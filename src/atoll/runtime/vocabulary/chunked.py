@@ -192,9 +192,10 @@ class ChunkedLoss(End):
         del scored
         is_counted = labels != IGNORED_LABEL
         at = labels - self._first
-        tokens = (is_counted & (at >= 0) & (at < len(weight))).nonzero().squeeze(1)
-        own = values.new_zeros(len(labels))
-        own[tokens] = values[tokens, at[tokens]]
+        # Whether this rank has the label's row: a mask and not a list of tokens, whose length the host would wait for.
+        is_here = (is_counted & (at >= 0) & (at < len(weight))).to(precise)
+        at = at.clamp(0, len(weight) - 1)[:, None]
+        own = values.gather(1, at).squeeze(1) * is_here
         largest = self._all(values.amax(1), "max")
         values.sub_(largest[:, None]).exp_()
         total, own = self._all(torch.stack([values.sum(1), own]))
@@ -202,7 +203,7 @@ class ChunkedLoss(End):
         if scale is None or not (self._learns or gradient is not None):
             return loss
         values.mul_(torch.where(is_counted, scale / total, 0.0)[:, None])
-        values[tokens, at[tokens]] -= scale
+        values.scatter_add_(1, at, is_here[:, None] * -scale)
         if slope is not None:
             values.mul_(slope)
         made = values.to(dtype)
