@@ -81,10 +81,14 @@ def test_an_extension_takes_the_place_of_the_core_where_it_applies() -> None:
     on: Any = SimpleNamespace(extensions=())
     one, other = (Instruction(Do.FINISH_F, Action(stage, Op.F, 0)) for stage in (0, 1))
     core, instead = object(), object()
+
+    def nobody(on: Any, step: Instruction) -> None:
+        return None
+
     with (
         patch.dict(PLAYS, {Do.FINISH_F: lambda on, step: core}),
-        patch.dict(INSTEAD, {Do.FINISH_F: lambda on, step: instead if step.action.stage == 1 else None}),
+        patch.dict(INSTEAD, {Do.FINISH_F: [nobody, lambda on, step: instead if step.action.stage == 1 else None]}),
     ):
         assert (call_of(on, one), call_of(on, other)) == (core, instead)
     assert {Do.RECV_F, Do.SEND_B, Do.FINISH_F, Do.SEND_F, Do.RECV_B} <= set(INSTEAD)
-    assert all(instead(on, one) is None for instead in INSTEAD.values()), "there is no split vocabulary"
+    assert all(each(on, one) is None for several in INSTEAD.values() for each in several), "there are no extensions"

@@ -23,8 +23,9 @@ from itertools import accumulate, pairwise, permutations
 
 from atoll.base.errors import AtollError, ConfigError, PlanError
 from atoll.plans.ir import Placement, Schedule
-from atoll.plans.schedules import CATALOGUE, Links, Memory, Problem, build, lower_bound, takes
+from atoll.plans.schedules import CATALOGUE, Links, Memory, Problem, build, lower_bound
 from atoll.plans.schedules.automatic import find_order
+from atoll.plans.schedules.catalogue import takes
 from atoll.plans.schedules.jit import IS_COMPILED, Integers, integers
 from atoll.plans.schedules.search import Board
 from atoll.plans.stages import BlockWeight, split_blocks

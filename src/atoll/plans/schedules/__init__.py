@@ -1,7 +1,7 @@
 """Schedules as pure functions, their catalogue, and lower bounds."""
 
 from atoll.plans.schedules.bounds import lower_bound
-from atoll.plans.schedules.catalogue import CATALOGUE, Entry, build, takes
+from atoll.plans.schedules.catalogue import CATALOGUE, Entry, build
 from atoll.plans.schedules.closed_form import ClosedForm, RankForm, Sizes
 from atoll.plans.schedules.links import Links, PipelineLink
 from atoll.plans.schedules.memory import Memory
@@ -19,5 +19,4 @@ __all__ = [
     "Sizes",
     "build",
     "lower_bound",
-    "takes",
 ]

@@ -16,7 +16,8 @@ from atoll.plans import schedules
 from atoll.plans.host import FROZEN, TRAINED_TOO, UPDATES, HostState
 from atoll.plans.layouts import EFFECTIVE, GATHER_PARAMETER, SYNC_PARAMETER, Axis, Codec, Layout, Level, Precision
 from atoll.plans.plan import AXES, ORDERS, RECOMPUTE, MeshShape, Plan
-from atoll.plans.schedules import CATALOGUE, takes
+from atoll.plans.schedules import CATALOGUE
+from atoll.plans.schedules.catalogue import takes
 
 if TYPE_CHECKING:
     from atoll.prediction.cost import Prediction

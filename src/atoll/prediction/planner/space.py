@@ -14,7 +14,7 @@ from atoll.plans.ir import Schedule
 from atoll.plans.ir.residency import REDUCTIONS, RESIDENCIES, Reduction, Residency, current
 from atoll.plans.layouts import EFFECTIVE, NO_CODECS, Codecs, Layout, Level, Precision
 from atoll.plans.plan import AXES, ORDERS, RECOMPUTE, MeshShape, View
-from atoll.plans.schedules import takes
+from atoll.plans.schedules.catalogue import takes
 from atoll.prediction.cost import Cluster, Use
 
 Word = TypeVar("Word", bound=str)

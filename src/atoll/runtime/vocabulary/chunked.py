@@ -233,9 +233,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _chunked_of(on: Executor, stage: int) -> ChunkedLoss | None:
-    if not on.microbatches.stages[stage].is_last:
-        return None
-    return next((each for each in on.extensions if isinstance(each, ChunkedLoss)), None)
+    loss = next((each for each in on.extensions if isinstance(each, ChunkedLoss)), None)
+    return loss if loss is not None and on.microbatches.stages[stage].is_last else None
 
 
 def _forward(on: Executor, step: Instruction) -> Callable[[], None] | None:
