@@ -32,15 +32,15 @@ def repeats(sizes: Transformer, use: Use, over: int) -> int:
 
 
 def exchanged(sizes: Transformer, use: Use, over: int, *, is_back: bool = False) -> Iterator[Kernel]:
-    """Return the exchanges before attention or behind it (`is_back`), with copies into messages and out of them."""
+    """Return an exchange before attention or behind it (`is_back`), with copies into messages and out of them."""
     if use.divide == 1:
         return
-    often = repeats(sizes, use, over)
-    for width in (sizes.attended,) if is_back else (sizes.queries, sizes.keys * often, sizes.values * often):
-        nbytes = use.item * use.tokens * width / over
-        yield Pass(2.0 * nbytes)
-        yield Exchange("all-to-all", nbytes, "sequence")
-        yield Pass(2.0 * nbytes, use.divide)
+    tensors = 1 if is_back else 3
+    width = sizes.attended if is_back else sizes.queries + (sizes.keys + sizes.values) * repeats(sizes, use, over)
+    nbytes = use.item * use.tokens * width / over
+    yield Pass(2.0 * nbytes, tensors)
+    yield Exchange("all-to-all", nbytes, "sequence")
+    yield Pass(2.0 * nbytes, use.divide * tensors)
 
 
 def kept_width(sizes: Transformer, use: Use, over: int) -> int:

@@ -1,7 +1,7 @@
 """Heads and positions on their way between the ranks of a group.
 
-Queries, keys and values travel one after the other, each in one message to each of the others, and the output travels
-back: together they would take three times the memory of messages. Ranks of one host read each other's in place.
+Queries, keys and values travel together, in one message to each of the others; the output travels back in another one.
+Ranks of one host read each other's in place.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class RankExchange(HeadExchange):
 
     def move(self, tensors: Sequence[Tensor], *, gathers_heads: bool) -> list[Tensor]:
         """See `HeadExchange.move`; all of the ranks call it."""
-        return [self._move(tensor, gathers_heads=gathers_heads) for tensor in tensors]
-
-    def _move(self, tensor: Tensor, *, gathers_heads: bool) -> Tensor:
         ranks, along = self.ranks, 2 if gathers_heads else 1
-        sent = self._sending(tensor, tensor.numel() // ranks)
-        parts = tensor.unflatten(along, (ranks, -1)).movedim(along, 0)
-        sent.unflatten(1, parts.shape[1:]).copy_(parts)
-        made = self.room(tensor, gathers_heads=gathers_heads)
-        targets = made.unflatten(3 - along, (ranks, -1)).unbind(3 - along)
+        sizes = [each.numel() // ranks for each in tensors]
+        sent = self._sending(tensors[0], sum(sizes))
+        for part, tensor in zip(sent.split(sizes, 1), tensors, strict=True):
+            parts = tensor.unflatten(along, (ranks, -1)).movedim(along, 0)
+            part.unflatten(1, parts.shape[1:]).copy_(parts)
+        made = [self.room(each, gathers_heads=gathers_heads) for each in tensors]
+        targets = [each.unflatten(3 - along, (ranks, -1)).unbind(3 - along) for each in made]
         each = [1] * ranks
         with self._transport.exchange_rows(sent, (each, each), self.peers, tag=self._tag) as rows:
-            for row, target in zip(rows, targets, strict=True):
-                target.copy_(row.view(target.shape))
+            for row, into in zip(rows, zip(*targets, strict=True), strict=True):
+                for source, target in zip(row.view(-1).split(sizes), into, strict=True):
+                    target.copy_(source.view(target.shape))
         self._transport.memory.give_back(sent)
         return made
 
