@@ -105,7 +105,8 @@ thresholds, and call the same attention kernel. The first rows are plain torch i
 
 - **Atoll**: `MeshShape(sequence=ranks)`, layout NNN. Ranks exchange heads for positions around attention, and read \
 them in place where the memory that they share, which is sized for parameters and gradients, has room; otherwise, and \
-always with *messages only*, they send them. The loopback's bytes tell which.
+always with *messages only*, they send them. The loopback's bytes tell which. With the *loss in chunks* its logits \
+are not all there at once; the peers compute all of theirs.
 - **torch context_parallel**: the ring that torchtitan, Accelerate and trl use, here under DDP. Positions are \
 divided head-tail, which balances causal attention. *allgather* is its default, and sends all keys and values at once \
 behind the first block; *alltoall* sends them from rank to rank.

@@ -74,18 +74,22 @@ class Alone:
 
 @dataclass(frozen=True, slots=True)
 class Atoll:
-    """Atoll with whole parameters on each rank. transport: `shared` reads heads in place, `direct` sends messages."""
+    """Atoll with whole parameters on each rank. transport: `shared` reads heads in place, `direct` sends messages.
+    chunks: of the loss."""
 
     transport: Literal["shared", "direct"] = "shared"
+    chunks: int = 1
 
     @property
     def name(self) -> str:
-        return "Atoll" + ", messages only" * (self.transport == "direct")
+        loss = f", loss in {self.chunks} chunks" if self.chunks > 1 else ""
+        return "Atoll" + ", messages only" * (self.transport == "direct") + loss
 
     def build(self, work: Rows, *, inter: int, intra: int) -> Contender:
         mesh = MeshShape(1, inter, intra, sequence=intra)
         schedule = schedules.build("1f1b", ranks=1, microbatches=work.samples)
-        plan = Plan(mesh, Layout("NNN"), schedule, 1, precision=Precision.preset("fp32"))
+        precision = Precision.preset("fp32")
+        plan = Plan(mesh, Layout("NNN"), schedule, 1, precision=precision, loss_chunks=self.chunks)
         messages = patch.object(GlooTransport, "shares_memory", False)
         with messages if self.transport == "direct" else nullcontext():
             engine = Engine(work.model(), plan, optimizer=work.optimizer, seed=work.seed, device="cpu")

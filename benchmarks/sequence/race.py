@@ -19,7 +19,7 @@ from benchmarks.sequence.contenders import Alone, Atoll, Ring, Ulysses
 from benchmarks.sequence.work import Rows
 
 ALONE = (Alone(1), Alone(2))
-DIVIDED = (Atoll(), Atoll("direct"), Ring("allgather"), Ring("alltoall"), Ulysses())
+DIVIDED = (Atoll(), Atoll("direct"), Atoll(chunks=4), Ring("allgather"), Ring("alltoall"), Ulysses())
 TIMEOUT = 1200.0
 
 Contestant = Any
