@@ -1,4 +1,4 @@
-"""What replaces embedding and head on a stage."""
+"""Modules that replace the embedding and the head of a stage."""
 
 from __future__ import annotations
 

@@ -162,9 +162,12 @@ class _Counts:
                 "use the formulas, atoll.runtime.models.transformer_of(config).workload"
             )
         rows, hidden = head.module.weight.shape
+        is_frozen = not head.module.weight.requires_grad
         kernels = (*work.forward, *work.backward, *work.weights)
-        bare = Work(parameters=0, matrices=0, forward=(), backward=(), weights=(), saved=())
-        return in_chunks(bare, use, kernels, rows=rows, hidden=hidden, frozen=not head.module.weight.requires_grad)
+        # What is left of the head is its bias.
+        bias, frozen = work.parameters - rows * hidden, work.frozen - (rows * hidden if is_frozen else 0)
+        bare = Work(parameters=bias, frozen=frozen, matrices=0, forward=(), backward=(), weights=(), saved=())
+        return in_chunks(bare, use, kernels, rows=rows, hidden=hidden, frozen=is_frozen)
 
     @property
     def counted(self) -> int:
