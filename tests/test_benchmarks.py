@@ -232,7 +232,7 @@ def test_the_page_of_experts() -> None:
     assert told["exchanged"].startswith("one machine: 1.50 times as fast in 0.80 of the peak memory")
 
 
-@pytest.mark.slow
+@pytest.mark.wide(0)
 def test_exchanging_and_gathering_experts_trains_alike() -> None:
     """Ranks that differ in a loss raise."""
     shard = {"microbatches": 2, "apart": True, "scatter": "direct"}
@@ -426,6 +426,7 @@ def test_atoll_is_beside_each_peer_of_as_many_ranks() -> None:
     assert sequence.times_as_fast(*pair) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_deepspeed(), reason="DeepSpeed is not installed")
 def test_deepspeed_refuses_zero_2_in_a_pipeline() -> None:
     with RankPool() as pool:
@@ -608,7 +609,7 @@ def test_a_question_is_planned_twice() -> None:
     assert f"| {row['name']} | {max(row['search_seconds']):.1f} | 30 | yes |" in planner.report({"rows": [row]})
 
 
-@pytest.mark.slow
+@pytest.mark.wide(0)
 def test_an_uneven_model_is_compared_with_its_rivals() -> None:
     row = uneven.compared(uneven.MODELS[4], 4, 8)
     assert row["work"] <= row["joint"] <= min(row["best"], row["even"], row["equal"]) * (1 + 1e-9)

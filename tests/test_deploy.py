@@ -134,6 +134,7 @@ def test_a_batch_script_is_bash_for_the_configs_ranks(script: Path) -> None:
     assert "#SBATCH --gpus-per-task" not in script.read_text()
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SLURM, ids=lambda path: path.stem)
 def test_a_batch_script_trains(script: Path, tmp_path: Path, losses: list[float]) -> None:

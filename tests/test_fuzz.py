@@ -17,7 +17,7 @@ PARSERS = pytest.importorskip(
 ).PARSERS
 
 
-@pytest.mark.wide(27)
+@pytest.mark.wide(13)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARSERS)
 def test_a_changed_document_is_read_or_refused(name: str, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def counts(line: str) -> dict[str, int]:
     return {word: int(number) for number, word in re.findall(r"(\d+) (\w+)", line)}
 
 
-@pytest.mark.slow
+@pytest.mark.wide(0)
 def test_one_case_of_each_test() -> None:
     found = counts(rehearse(str(FOLDER), "--quick"))
     tests = sum(path.read_text(encoding="utf-8").count("\ndef test_") for path in FOLDER.glob("test_*.py"))
@@ -41,6 +41,7 @@ def test_one_case_of_each_test() -> None:
     assert not {"failed", "skipped", "error", "errors", "xfailed"} & found.keys()
 
 
+@pytest.mark.slow
 def test_the_folder_is_loud_without_a_gpu() -> None:
     """Named without a device, it says so and fails: no tests must not look green."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER)]

@@ -15,11 +15,11 @@ from benchmarks.integrity.mutations import MUTATIONS, Cache, Checkpoints, damage
 @pytest.mark.slow
 @pytest.mark.parametrize("subject", [Checkpoints, Cache])
 def test_no_damage_is_read_without_an_error(tmp_path: Path, subject: type[Checkpoints] | type[Cache]) -> None:
-    found = damage(subject(tmp_path / "s"), 60, seed=7)
+    found = damage(subject(tmp_path / "s"), 30, seed=7)
     bad = [each for each in found if each.end in ("wrong", "crashed")]
     assert bad == []
     assert {each.kind for each in found} == set(MUTATIONS)
-    assert Counter(each.end for each in found)["refused"] > 40
+    assert Counter(each.end for each in found)["refused"] > 20
 
 
 @pytest.mark.slow

@@ -68,6 +68,7 @@ def truth(rate: float = 100.0, worst: float = 1e-15) -> dict[str, Any]:
 # ---- without what a lent machine lacks
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["atoll.runtime.models", "atoll.runtime.engine", "atoll.testing.parity"])
 def test_training_needs_no_pydantic(module: str) -> None:
@@ -211,6 +212,7 @@ def run_stage(stage: Stage, out: Path, limit: float) -> dict[str, Any]:
     return one_gpu._line(stage, {"device": lines.CPU, "driver": ""}, arguments, out, limit)
 
 
+@pytest.mark.slow
 def test_a_stage_that_takes_too_long_leaves_what_it_found(stage: Any, tmp_path: Path) -> None:
     def run(run: Any) -> None:
         run.keep("first", 1)

@@ -45,7 +45,7 @@ def _skip_without_compiler() -> None:
 
 @pytest.mark.wide(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, 1])
 def test_peaks_of_real_runs_are_predicted(ranks: int) -> None:
     _skip_without_compiler()
     for row, found in bench.run_all(SAMPLE[ranks]):

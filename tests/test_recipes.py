@@ -42,6 +42,7 @@ def test_every_recipe_is_on_the_page() -> None:
     assert sorted(PARTS) == RECIPES
 
 
+@pytest.mark.wide(9)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_as_its_page_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +60,7 @@ def test_a_recipe_is_as_its_page_says(name: str, monkeypatch: pytest.MonkeyPatch
     assert f"{format_bytes(peak)} of {format_bytes(found.device.memory)}" in PARTS[name]
 
 
-@pytest.mark.wide(5)
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_would_start(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,7 @@ def world_of(folder: Path) -> int:
     return int(mesh["pp"] * mesh["inter"] * mesh["intra"] * mesh["tp"])
 
 
-@pytest.mark.slow
+@pytest.mark.wide(0)
 def test_a_lost_node_leaves_a_run_of_fewer_ranks(config: Path) -> None:
     overrides = ("parallel.pipeline=2", "parallel.schedule=zb-h1", "parallel.min_ranks=1")
     folder, port = config.parent / "run", free_port()
@@ -291,6 +291,7 @@ main()
 """
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("others", "text", "words"),

@@ -255,6 +255,7 @@ def end_after(lines: int, process: subprocess.Popen[str], run: Path) -> None:
     assert process.returncode == 128 + signal.SIGTERM, said
 
 
+@pytest.mark.wide(0)
 def test_a_neighbour_neither_ends_nor_reads_nor_changes_a_run(folder: Path) -> None:
     config = write_config(folder)
     quiet, busy = folder / "quiet", folder / "busy"

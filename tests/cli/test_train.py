@@ -442,6 +442,7 @@ def ranks_of(process: int) -> list[psutil.Process]:
     return [named[name] for name in sorted(named) if name.startswith(PROCESS)]
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_lost_ranks_are_started_again_and_the_run_is_that_without(config: Path, number: signal.Signals) -> None:

@@ -59,6 +59,7 @@ TITAN = ((32_768, 1, 3890), (65_536, 2, 2540), (131_072, 4, 1071), (262_144, 8, 
 """Tokens, context-parallel ranks, tokens a second of each GPU."""
 
 
+@pytest.mark.slow
 def test_torchtitan() -> None:
     def rate(tokens: int, ranks: int, attention: float) -> float:
         found = predicted(LLAMA, tokens, ranks, cluster(attention=attention, products=FLOAT8), intra=8)
@@ -112,6 +113,7 @@ TRL: dict[str, tuple[Transformer, int, int, float]] = {
 """Model, tokens, nodes, seconds."""
 
 
+@pytest.mark.slow
 def test_trl() -> None:
     def seconds(name: str, attention: float) -> float:
         model, tokens, nodes, _ = TRL[name]

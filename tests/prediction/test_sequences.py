@@ -82,6 +82,7 @@ SPACE = Space(
 )
 
 
+@pytest.mark.slow
 def test_the_planner_divides_sequences_that_are_too_long_for_a_device() -> None:
     cluster = CLUSTER.model_copy(update={"nodes": 1})
     short, long = (

@@ -103,6 +103,7 @@ def test_slices_of_equal_work_take_equally_long() -> None:
     assert sent == [2 * 4096 * span for span in spans]
 
 
+@pytest.mark.wide(8)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
 @pytest.mark.parametrize("recompute", ["none", "block", "selective"])
 def test_everything_that_slices_hold_is_freed(name: str, recompute: str) -> None:
@@ -132,6 +133,7 @@ def test_slices_of_divided_sequences() -> None:
     assert heads.times == 4 * times
 
 
+@pytest.mark.slow
 def test_explanations_count_slices() -> None:
     eight = predicted(8)
     explanation = Explanation(eight)
@@ -174,6 +176,7 @@ SPACE = Space(
 )
 
 
+@pytest.mark.slow
 def test_the_planner_cuts_long_sequences_of_few_microbatches() -> None:
     cluster = CLUSTER.model_copy(update={"nodes": 1})
     short, long = (

@@ -87,6 +87,7 @@ WAYS = list(product(RESIDENCIES, REDUCTIONS))
 LIMITS = (0, 70, 100, 250, 10_000)
 
 
+@pytest.mark.wide(5)
 @pytest.mark.parametrize(("at", "name"), list(enumerate(NAMES)), ids=str)
 def test_every_schedule_keeps_the_laws(at: int, name: str) -> None:
     """Lowering checks them: every residency with every reduction, other models and limits for each schedule."""
@@ -127,6 +128,7 @@ def test_instructions_write_the_gradients_of_every_trained_unit(name: str, optio
         assert written == {(index, phase) for index, unit in program.shape.units.items() for phase in unit.flows}
 
 
+@pytest.mark.wide(3)
 @pytest.mark.parametrize("residency", RESIDENCIES)
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_slices_of_a_vocabulary_are_units_like_others(name: str, residency: Residency) -> None:

@@ -117,6 +117,7 @@ def without_digests(folder: Path) -> Path:
 
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
+@pytest.mark.slow
 def test_any_cut_is_read_by_any_other(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(0, 5), max_size=4)))
     numel = math.prod(shape)
@@ -825,7 +826,7 @@ def _on_four_ranks(rank: int, root: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.wide(0)
 def test_four_ranks(tmp_path: Path) -> None:
     results = run_ranks(_on_four_ranks, 4, tmp_path)
     folder = step_folder(tmp_path, 1)

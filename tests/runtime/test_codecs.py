@@ -49,6 +49,7 @@ def test_layouts(layout: str) -> None:
     assert_parity(replace(CASE, layout=layout))
 
 
+@pytest.mark.wide(4)
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("name", CODES)
 def test_every_codec(name: str, rounding: Any) -> None:
@@ -66,6 +67,7 @@ def test_three_groups(layout: str) -> None:
     assert_parity(Case(layout=layout, inter=3, microbatches=6, codecs=RANDOM, model=ODD))
 
 
+@pytest.mark.wide(3)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "breadth-first"])
 @pytest.mark.parametrize("layout", ["IIG", "GGG"])
 def test_pipelines_with_a_shared_parameter(layout: str, schedule: str) -> None:
@@ -81,6 +83,7 @@ def test_gradients_of_several_microbatches_in_a_message(reduction: Any) -> None:
     )
 
 
+@pytest.mark.wide(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("clip", [0.05, 0.9, None])
 @pytest.mark.parametrize("layout", ["IIG", "NNN"])
@@ -95,6 +98,7 @@ def test_tensor_parallelism() -> None:
     assert_parity(Case(layout="IIG", inter=2, tensor=2, codecs=BOTH, steps=2))
 
 
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["IIG", "GGG"])
 @pytest.mark.parametrize("model", [TIED, TinyConfig()], ids=["tied", "apart"])
@@ -152,6 +156,7 @@ def held_and_sent(case: Case) -> tuple[Footprint, Footprint, int, int]:
     return engine.memory(), engine.footprint().at_rest(case.plan.layout), sent, formula
 
 
+@pytest.mark.wide(4)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", ["NNN", "NNG", "IIG", "GGG"])
 def test_bytes_held_and_sent_are_those_of_the_formula(layout: str, precision: str) -> None:
@@ -353,6 +358,7 @@ def half_steps(case: Case, growth_steps: int) -> tuple[float, dict[str, Tensor],
     return engine._end.scaler.scale, owed, losses
 
 
+@pytest.mark.slow
 def test_residuals_are_gradients_whatever_the_loss_scale() -> None:
     """fp16 doubles its loss scale now and then, between two encodings of the same residual."""
     case = replace(CASE, precision="fp16", steps=2, clip=None, lr=1e-3)
@@ -399,7 +405,7 @@ def owed_by_all(found: list[tuple[History, dict[str, Tensor]]]) -> dict[str, Ten
     return owed
 
 
-@pytest.mark.wide(4)
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("writes", [save, save_as_before])
 @pytest.mark.parametrize(("first", "second"), [("fp16", "fp16"), ("fp16", "bf16"), ("bf16", "fp16"), ("fp16", "fp64")])

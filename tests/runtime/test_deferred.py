@@ -373,7 +373,7 @@ def test_every_layer_of_a_long_stage_is_compiled() -> None:
         assert many * waiting_few == few * waiting_many > 0
 
 
-@pytest.mark.slow
+@pytest.mark.wide(0)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo reads of what is no leaf
 def test_compiled_blocks_beside_tensor_parallelism() -> None:
     """Linear layers that wait for W go through the operator on their part of the weight."""

@@ -166,6 +166,7 @@ def train_corners(case: Case) -> tuple[list[float], dict[str, Tensor]]:
     return losses, parameters
 
 
+@pytest.mark.wide(4)
 @pytest.mark.parametrize("layout", ["NNN", "INI", "IIG", "GGG"])
 @pytest.mark.parametrize("recompute", ["none", "block"])
 def test_users_checkpointing_modules_called_twice_and_merged_weights(layout: str, recompute: str) -> None:

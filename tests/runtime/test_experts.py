@@ -20,22 +20,26 @@ from tests.mixtures import MIXTURE, Mixture
 PAIR = Case(intra=2, expert=2, microbatches=4, steps=2, model=Mixture())
 
 
+@pytest.mark.wide(5)
 @pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
 def test_every_layout(layout: str) -> None:
     assert_parity(replace(PAIR, layout=layout, inter=2))
 
 
+@pytest.mark.wide(4)
 @pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
 def test_every_layout_where_two_ranks_share_experts(layout: str) -> None:
     assert_parity(replace(PAIR, layout=layout, intra=4))
 
 
+@pytest.mark.wide(3)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "breadth-first"])
 @pytest.mark.parametrize("layout", ["NNG", "GGG"])
 def test_schedules(layout: str, schedule: str) -> None:
     assert_parity(replace(PAIR, layout=layout, pipeline=2, schedule=schedule))
 
 
+@pytest.mark.wide(4)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("intra", [1, 2])
 @pytest.mark.parametrize("layout", ["NNG", "IIG", "GGG"])
@@ -49,6 +53,7 @@ def test_weight_gradients_wait_for_w_without_an_expert_axis(layout: str) -> None
     assert_parity(replace(PAIR, layout=layout, intra=1, expert=1, pipeline=2, schedule="zb-h1"))
 
 
+@pytest.mark.wide(3)
 @pytest.mark.parametrize("experts", ["GGG", "NNG", "III"])
 @pytest.mark.parametrize("layout", ["NNG", "GGG"])
 def test_experts_have_a_layout_of_their_own(layout: str, experts: str) -> None:
@@ -61,6 +66,7 @@ def test_a_forward_that_runs_again_exchanges_again(schedule: str, recompute: str
     assert_parity(replace(PAIR, layout="GGG", pipeline=2, schedule=schedule, recompute=recompute))
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_compiled_blocks(pipeline: int) -> None:

@@ -73,6 +73,8 @@ def test_the_tiny_models_have_eight_experts() -> None:
         assert {each.num_experts for each in found} == {8}, name
 
 
+@pytest.mark.slow
+@pytest.mark.wide(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family(name: str) -> None:
     """In three ways, each family in others and with other layouts."""
@@ -129,6 +131,8 @@ STACKED = {
 """Parameters with low-rank adapters of their own; without any, the experts are frozen and linear layers have some."""
 
 
+@pytest.mark.slow
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("name", STACKED)
 def test_adapters_on_experts(name: str) -> None:
     pytest.importorskip("peft")
@@ -152,7 +156,7 @@ def test_experts_that_cannot_be_divided_are_whole() -> None:
         run_ranks(train_each, 2, [replace(case, intra=2, expert=2)])
 
 
-@pytest.mark.slow
+@pytest.mark.wide(0)
 def test_every_layout() -> None:
     assert_all([replace(EXPERTS, model=model("gpt_oss"), layout=layout, pipeline=2) for layout in LAYOUTS])
 

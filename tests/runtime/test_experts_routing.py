@@ -158,6 +158,7 @@ def test_experts_from_a_folder_and_back(tmp_path: Path) -> None:
         assert (tmp_path / "back" / file).read_bytes() == (tmp_path / "given" / file).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("taken", [1, 2])
 def test_experts_without_tokens(taken: int, tmp_path: Path) -> None:
     """All tokens take the same one or two experts: the others' gradients are zero, and AdamW decays them."""

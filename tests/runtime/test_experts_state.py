@@ -52,6 +52,7 @@ DIVIDED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.wide(3)
 @pytest.mark.parametrize("name", DIVIDED)
 def test_each_expert_is_orthogonalized_by_itself(name: str) -> None:
     assert_parity(replace(MUON, **DIVIDED[name]))
@@ -90,6 +91,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize(("optimizer", "name"), drawn(3, ["Shampoo", "Dion"], [*OTHERS]))
 def test_state_of_a_matrix_is_found_under_another_division(optimizer: str, name: str, tmp_path: Path) -> None:
     first = replace(KEPT, optimizer=optimizer)
@@ -103,6 +105,7 @@ def test_state_of_a_matrix_is_found_under_another_division(optimizer: str, name:
 FOUR = replace(PAIR, layout="IIG", intra=4)
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize(
     "other",
     [*OTHERS.values(), {"layout": "GGG", "intra": 2, "pipeline": 2, "schedule": "zb-v"}, {"expert": 1}],
@@ -285,6 +288,7 @@ def counted(case: Case) -> tuple[Any, ...]:
     return (engine.memory(), inside[0], sent), (shape.at_rest, shape.footprint(states=0), said), exchanged
 
 
+@pytest.mark.wide(6)
 @pytest.mark.parametrize(
     ("layout", "spread", "optimizer"),
     [
@@ -311,6 +315,7 @@ SPREADS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.wide(4)
 @pytest.mark.parametrize(("layout", "spread"), drawn(10, ["NNN", "NNG", "NII", "III", "GGG"], SPREADS), ids=str)
 def test_bytes_of_muon_are_predicted(layout: str, spread: dict[str, Any]) -> None:
     """By the formulas, without the model: at rest and sent, to the byte."""

@@ -158,6 +158,7 @@ def start_rank(monitor: Monitor, rank: int, then: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_without_a_word_is_named() -> None:
     monitor = Monitor(2, host="127.0.0.1", limit=60.0, clock=Clock())
     try:

@@ -114,6 +114,7 @@ def test_vocabulary_parallelism_with_a_scale_of_its_logits() -> None:
     assert_parity(replace(case, model=Family("granite", (("logits_scaling", 4.0), ("embedding_multiplier", 3.0)))))
 
 
+@pytest.mark.wide(3)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "bloom", "cohere"])
 def test_vocabulary_parallelism_beside_tensor_parallelism(name: str) -> None:
     assert_parity(replace(BOTH, vocabulary_parallel=True, model=Family(name, padded=True)))
@@ -142,6 +143,7 @@ def test_low_rank_adapters_beside_split_ends(name: str) -> None:
     assert_parity(replace(case, model=Family(name, lora=True)))
 
 
+@pytest.mark.wide(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen2", "phi3", "gpt_neox", "starcoder2"])
 def test_sequence_parallelism(name: str) -> None:
@@ -160,6 +162,7 @@ ENDS = {"llama": ("embed_tokens", "lm_head"), "gpt2": ("wte", "ln_1", "mlp.c_pro
 """Modules that `peft` trains whole beside adapters: embedding, head, norms and layers inside a block."""
 
 
+@pytest.mark.wide(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENDS)
 @pytest.mark.parametrize("case", [replace(PIPELINE, layout="ING"), TENSOR], ids=["pp2-ING", "pp2-tp2"])
@@ -169,6 +172,7 @@ def test_modules_trained_whole_beside_adapters(name: str, case: Case) -> None:
     assert_parity(replace(case, model=Family(name, lora=True, saved=ENDS[name])))
 
 
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["block", "selective"])
 @pytest.mark.parametrize("schedule", ["zb-v", "interleaved"])

@@ -39,12 +39,14 @@ def test_every_layout_equals_one_process(schedule: str) -> None:
         assert_parity(Case(layout=layout.name, host=host, **given))
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("host", EVERY, ids=str)
 def test_without_a_pipeline(host: HostState) -> None:
     for layout, intra in (("NNN", 1), ("IIG", 2), ("GGG", 2)):
         assert_parity(Case(layout=layout, inter=intra, intra=intra, host=host, model=MODEL))
 
 
+@pytest.mark.wide(3)
 @pytest.mark.parametrize("residency", ["action", "run", "step"])
 @pytest.mark.parametrize("layout", ["NNN", "IIG"])
 def test_the_bits_are_the_same(layout: str, residency: str) -> None:
@@ -100,6 +102,7 @@ def held_and_moved(case: Case) -> tuple[Footprint, Footprint, int, int]:
     return found
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("layout", ["NNN", "GGG", "IIG", "NNG"])
 def test_bytes_equal_what_is_said(layout: str) -> None:
     # Of a parameter that is never used the optimizer has no states.

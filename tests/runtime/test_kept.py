@@ -54,6 +54,7 @@ def test_without_a_pipeline(model: TinyConfig, recompute: str) -> None:
     assert_parity(Case("GGG", intra=2, host=ALL, model=model, recompute=recompute))
 
 
+@pytest.mark.wide(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 @pytest.mark.parametrize("given", [{"recompute": each} for each in RECOMPUTE] + [{"compile": "block-eager"}], ids=str)
@@ -294,6 +295,7 @@ def moved(config: Config) -> tuple[int, int, int, int]:
     return *found, place
 
 
+@pytest.mark.wide(5)
 @pytest.mark.parametrize("share", [0.5, 1.0])
 @pytest.mark.parametrize(
     ("recompute", "schedule"),

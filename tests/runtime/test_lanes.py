@@ -156,6 +156,7 @@ def train_and_watch_jobs(case: Case) -> tuple[int, list[str]]:
     return jobs, found
 
 
+@pytest.mark.wide(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",

@@ -112,6 +112,7 @@ print(torch.get_num_threads())
 CORES = len(os.sched_getaffinity(0))
 
 
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "told", "threads"),
@@ -138,6 +139,7 @@ def test_a_rank_takes_its_share_of_the_cores(arguments: list[int], told: dict[st
     assert printed(COUNT_THREADS, *arguments) == wanted
 
 
+@pytest.mark.wide(3)
 @pytest.mark.parametrize(("code", "outcome"), [(0, 0), (1, 1), (2, 2), (7, 1), (143, 143)])
 def test_the_exit_code_is_the_failed_childs(code: int, outcome: int) -> None:
     assert launch_local(by_rank(f"sys.exit({code})", "pass"), 2) == outcome

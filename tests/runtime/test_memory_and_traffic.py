@@ -76,6 +76,7 @@ def test_a_sync_of_gradients_takes_memory_only_where_the_optimizer_keeps_more(la
     assert run_ranks(shared_with_the_sync, 4, case) == [{is_shared}] * 4
 
 
+@pytest.mark.wide(7)
 @pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
 def test_gradients_that_are_sharded_are_held_within_a_step_alone(layout: str) -> None:
     case = Case(layout=layout, inter=2, intra=2, steps=1, microbatches=8, model=TinyConfig(tied=True, odd=True))
@@ -96,6 +97,7 @@ def test_shared_parameters_count_once_per_copy() -> None:
     assert first[0].parameters + last[0].parameters == alone.parameters + tied
 
 
+@pytest.mark.wide(7)
 @pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
 def test_bytes_sent_equal_the_traffic(layout: str) -> None:
     # Padding travels too.

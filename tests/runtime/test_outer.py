@@ -74,7 +74,7 @@ SLOW = {
 }
 
 
-@pytest.mark.wide(8)
+@pytest.mark.wide(4)
 @pytest.mark.parametrize("name", CASES)
 def test_islands_equal_replicas_in_one_process(name: str) -> None:
     assert_parity(CASES[name])
@@ -122,6 +122,7 @@ def test_every_codec_equals_replicas_that_encode_the_same(name: str, rounding: A
     assert_parity(replace(ENCODED, outer=Outer(2, codec=Codec(name, 10, rounding)), steps=5))
 
 
+@pytest.mark.wide(5)
 @pytest.mark.parametrize("name", CODED)
 def test_encoded_outer_gradients_equal_those_of_replicas(name: str) -> None:
     assert_parity(CODED[name])
@@ -200,6 +201,7 @@ def _meta(case: Case) -> torch.nn.Module:
         return case.model.build()
 
 
+@pytest.mark.wide(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", [None, Codec("int4", 16), Codec("bf16")], ids=str)
 @pytest.mark.parametrize("layout", ["NNN", "IIG"])
@@ -274,6 +276,7 @@ def _distances(case: Case) -> tuple[int, dict[str, torch.Tensor], dict[str, torc
     return found
 
 
+@pytest.mark.wide(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
@@ -490,7 +493,7 @@ def _owing_islands(found: list[tuple[int, dict[str, torch.Tensor], History]]) ->
     return owed
 
 
-@pytest.mark.wide(4)
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp64", "bf16", "fp16"])
 @pytest.mark.parametrize("sizes", [{}, {"intra": 2, "layout": "NNG"}, {"pipeline": 2, "schedule": "zb-v"}], ids=str)

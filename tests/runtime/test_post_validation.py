@@ -43,7 +43,7 @@ def assert_same(case: Case) -> list[History]:
     return ahead
 
 
-@pytest.mark.wide(5)
+@pytest.mark.wide(3)
 @pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
 def test_every_layout(layout: str) -> None:
     # Norms lie around 1.1: some steps are clipped and some are not.
@@ -52,7 +52,7 @@ def test_every_layout(layout: str) -> None:
     assert_same(Case(layout=layout, pipeline=2, inter=1, intra=2, model=EVERYTHING, steps=5, clip=clip))
 
 
-@pytest.mark.wide(4)
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("layout", ["NNN", "IIG", "GGG"])
 def test_every_precision(layout: str, precision: str) -> None:

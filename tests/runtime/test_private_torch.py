@@ -79,6 +79,7 @@ def test_a_write_is_seen() -> None:
     assert version(tensor) > before
 
 
+@pytest.mark.slow
 def test_a_mesh_that_is_kept_releases_its_group() -> None:
     with pretended_ranks(0, 2):
         group = dist.new_group([0, 1])

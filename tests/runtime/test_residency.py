@@ -31,6 +31,7 @@ EVERYTHING = TinyConfig(layers=6, tied=True, frozen=True, odd=True, small=True, 
 PAIRS = [(residency, reduction) for residency in RESIDENCIES for reduction in REDUCTIONS][1:]
 
 
+@pytest.mark.wide(5)
 @pytest.mark.parametrize(
     ("pair", "schedule", "layout"), drawn(9, PAIRS, ["1f1b", "breadth-first", "zb-v"], ["NIG", "IIG", "GGG"]), ids=str
 )
@@ -40,6 +41,7 @@ def test_parity_in_a_pipeline(pair: tuple[Residency, Reduction], schedule: str, 
     assert_parity(replace(case, residency=residency, reduction=reduction))
 
 
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "recompute"), drawn(4, ["ING", "IIG", "GNG", "GGG"], ["none", "block"]))
 def test_parity_over_two_groups(layout: str, recompute: str) -> None:
@@ -120,7 +122,7 @@ COUNTED: list[tuple[str, Residency, Reduction]] = [
 ]
 
 
-@pytest.mark.wide(5)
+@pytest.mark.wide(3)
 @pytest.mark.parametrize(("row", "layout", "prefetch"), drawn(14, COUNTED, ["ING", "IIG", "GGG"], [None, 0]), ids=str)
 def test_gathers_and_reductions_are_those_of_the_schedule(
     row: tuple[str, Residency, Reduction], layout: str, prefetch: int | None
@@ -155,6 +157,7 @@ TABLE: list[tuple[str, Residency, Reduction, float, float]] = [
 ]
 
 
+@pytest.mark.wide(5)
 @pytest.mark.parametrize(("row", "pipeline"), drawn(len(TABLE), TABLE, [2, 3, 4]), ids=str)
 def test_a_parameter_is_gathered_and_reduced_as_often_as_the_table_says(
     row: tuple[str, Residency, Reduction, float, float], pipeline: int

@@ -69,7 +69,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.wide(5)
+@pytest.mark.wide(3)
 @pytest.mark.parametrize("pair", PAIRS)
 def test_the_next_ten_steps_equal_the_uninterrupted_run(pair: str, tmp_path: Path) -> None:
     before, after = (replace(CASE, **changes) for changes in PAIRS[pair])

@@ -34,6 +34,7 @@ def case_of(name: str, layout: str, pipeline: int, **options: object) -> Case:
     return replace(chosen, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.wide(8)
 @pytest.mark.parametrize(("name", "layout"), drawn(len(NAMES), NAMES, ["NNN", "NNG", "GGG"]))
 def test_every_schedule(name: str, layout: str) -> None:
     assert_parity(case_of(name, layout, 4))
@@ -42,12 +43,13 @@ def test_every_schedule(name: str, layout: str) -> None:
 RECOMPUTED = ["1f1b", "zb-h2", "zb-v", "dualpipe-v", "unit"]
 
 
+@pytest.mark.wide(3)
 @pytest.mark.parametrize(("name", "recompute"), drawn(len(RECOMPUTED), RECOMPUTED, ["block", "selective"]))
 def test_recompute(name: str, recompute: str) -> None:
     assert_parity(case_of(name, "IIG", 2, recompute=recompute))
 
 
-@pytest.mark.wide(6)
+@pytest.mark.wide(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_post_validation_gives_the_same_bits(name: str) -> None:

@@ -137,6 +137,7 @@ def _filled(case: Case, **changes: Any) -> Case:
     return replace(case, **{"model": Rows(documents=True), **changes})
 
 
+@pytest.mark.slow
 def test_two_ranks_divide_sequences() -> None:
     assert_all([case if case.model != BASE.model else replace(case, model=Rows()) for case in TWO])
 
@@ -188,6 +189,7 @@ OTHERS: dict[str, tuple[tuple[tuple[str, Any], ...], float]] = {
 }
 
 
+@pytest.mark.wide(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_divide_sequences(name: str) -> None:

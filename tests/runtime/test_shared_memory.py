@@ -109,7 +109,7 @@ def trained_with(case: Case, nbytes: int) -> tuple[list[float], bool, int]:
     return losses, *found[0]
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "groups"), drawn(6, ["NNN", "NNG", "III", "IIG", "NIG", "GGG"], [(1, 4), (2, 2)]), ids=str

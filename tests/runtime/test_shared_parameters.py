@@ -178,6 +178,7 @@ class Repeated:
         return TinyConfig().batch(step, samples)
 
 
+@pytest.mark.wide(5)
 @pytest.mark.parametrize("layout", ["NNG", "IIG", "GGG"])
 @pytest.mark.parametrize(("schedule", "pipeline"), [("1f1b", 1), ("1f1b", 2), ("zb-v", 2)])
 def test_a_repeated_module_trains_like_in_one_process(schedule: str, pipeline: int, layout: str) -> None:

@@ -56,6 +56,7 @@ FOUR: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo reads of what is no leaf
 def test_two_ranks_compute_slices() -> None:
     assert_all(TWO)
@@ -78,6 +79,7 @@ def test_every_layout_with_slices(layout: str) -> None:
     assert_all([replace(case, schedule=schedule) for schedule in ("1f1b", "zb-v")])
 
 
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "modernbert"])
 def test_families_compute_slices(name: str) -> None:

@@ -43,6 +43,7 @@ def train_staged(case: Case) -> tuple[History, int]:
         return train_case(case), made
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("layout", ["NNN", "NIG", "IIG", "GGG"])
 def test_copies_on_the_host_change_no_bit(layout: str) -> None:
     case = Case(layout, pipeline=2, inter=2, model=TinyConfig.everything(), schedule="zb-h1", reads_in_place=False)

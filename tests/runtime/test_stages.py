@@ -32,6 +32,7 @@ def test_every_rank_knows_the_blocks_of_every_stage() -> None:
     assert run_ranks(blocks_of_stages, 2, by_hand)[0] == [["0", "1"], ["2", "3", "4", "5", "6"]]
 
 
+@pytest.mark.wide(3)
 @pytest.mark.parametrize(
     "case",
     [

@@ -46,7 +46,7 @@ def label(model: Headed) -> str:
 WAYS = {"sharding": PIPELINE, "tensor parallelism": TENSOR}
 
 
-@pytest.mark.wide(len(MODELS))
+@pytest.mark.wide(24)
 @pytest.mark.parametrize(
     ("model", "way"), by_turns(MODELS, lambda _: list(WAYS)), ids=lambda value: value if value in WAYS else label(value)
 )

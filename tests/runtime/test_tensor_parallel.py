@@ -40,7 +40,7 @@ class Small:
                 parameter.normal_(std=0.02 / 6**0.5 if residual else 0.02)  # three layers, two branches each
 
 
-@pytest.mark.wide(5)
+@pytest.mark.wide(3)
 @pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
 def test_every_layout(layout: str) -> None:
     assert_parity(replace(PAIR, layout=layout, inter=2))
@@ -53,12 +53,14 @@ def test_on_two_levels(layout: str) -> None:
     assert_parity(replace(PAIR, layout=layout, inter=2, intra=2))
 
 
+@pytest.mark.wide(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
 def test_every_kind_of_schedule(schedule: str) -> None:
     assert_parity(replace(PAIR, layout="NNG", pipeline=2, schedule=schedule))
 
 
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["block", "selective"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -78,6 +80,7 @@ def test_the_decoder_recomputed(recompute: str) -> None:
     assert_parity(Case(tensor=2, microbatches=4, steps=2, model=Small(), recompute=recompute))
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tensor", [2, 3])
 def test_the_decoder(tensor: int, sequence_parallel: bool) -> None:

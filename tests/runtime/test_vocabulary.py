@@ -51,7 +51,7 @@ KINDS = ["1f1b", "interleaved", "zb-h2", "zb-v", "dualpipe-v", "auto"]
 """A schedule of each placement, with whole and split backwards, by rule and searched."""
 
 
-@pytest.mark.wide(6)
+@pytest.mark.wide(3)
 @pytest.mark.parametrize(("name", "pipeline"), drawn(len(NAMES), NAMES, [3, 4, 2]))
 def test_every_schedule(name: str, pipeline: int) -> None:
     assert_parity(replace(SPLIT, schedule=name, pipeline=pipeline, microbatches=2 * pipeline))
@@ -64,13 +64,14 @@ def test_schedules_beside_tensor_parallelism(name: str) -> None:
     assert_parity(replace(BOTH, schedule=name))
 
 
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["NNG", "IIG", "GGG"])
 def test_layouts_beside_tensor_parallelism(layout: str) -> None:
     assert_parity(replace(BOTH, layout=layout, intra=2, schedule="zb-v", microbatches=8, recompute="block"))
 
 
-@pytest.mark.slow
+@pytest.mark.wide(0)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo reads of what is no leaf
 def test_compiled_blocks_beside_tensor_parallelism() -> None:
     model = TinyConfig(layers=3, vocabulary=17, tied=True)
@@ -96,6 +97,7 @@ def test_a_compiled_engine_after_one_whose_groups_are_gone() -> None:
 LAYOUTS = ["NNN", "NNG", "IIG", "GGG", "ING", "INI", "IGG"]
 
 
+@pytest.mark.wide(3)
 @pytest.mark.parametrize(("layout", "schedule"), drawn(len(LAYOUTS), LAYOUTS, ["1f1b", "zb-v"]))
 def test_every_kind_of_layout(layout: str, schedule: str) -> None:
     assert_parity(replace(SPLIT, layout=layout, schedule=schedule, intra=2, microbatches=8))
@@ -131,7 +133,7 @@ MODELS = {
 SPLITS = {"pipeline": replace(SPLIT, intra=2), "both": BOTH}
 
 
-@pytest.mark.wide(5)
+@pytest.mark.wide(3)
 @pytest.mark.parametrize(("ends", "schedule"), drawn(10, list(product(MODELS, SPLITS)), ["gpipe", "v-half"]), ids=str)
 def test_which_ends_are_trained(ends: tuple[str, str], schedule: str) -> None:
     model, split = ends
@@ -183,7 +185,7 @@ class Small:
                 parameter.normal_(std=0.02 / 6**0.5 if residual else 0.02)  # three layers, two branches each
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ def test_notation_is_torchs() -> None:
 
 
 @given(ACTIONS)
+@pytest.mark.slow
 def test_round_trip(action: Action) -> None:
     assert Action.parse(str(action)) == action
 

@@ -61,6 +61,7 @@ SIZES = [
 RANKS = [1, 2, 3, 5, 8, 16]
 
 
+@pytest.mark.wide(8)
 @pytest.mark.parametrize(("at", "name"), list(enumerate(CATALOGUE)), ids=str)
 def test_lowered_schedules_are_valid_at_many_sizes(at: int, name: str) -> None:
     """Each number of ranks twice, with sizes that differ from one schedule to the next."""

@@ -39,6 +39,7 @@ def test_picture_with_messages() -> None:
     ]
 
 
+@pytest.mark.wide(8)
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_the_catalogue_stays_as_it_is_and_is_valid(name: str) -> None:
     sizes = [lambda ranks: 2 * ranks - 1, lambda ranks: 2 * ranks + 1, lambda ranks: 1, lambda ranks: ranks]

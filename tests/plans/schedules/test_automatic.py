@@ -35,7 +35,7 @@ def bytes_of(row: dict[str, Any]) -> dict[str, float]:
     return {"activation_bytes": 34 * hidden + 5 * heads * 1024, "weight_grad_bytes": 32 * hidden}
 
 
-@pytest.mark.wide(4)
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("row", GOLDEN["one_chunk"], ids=name_of)
 @pytest.mark.parametrize(("name", "printed"), [("zb-1p", "zb-auto-1p"), ("zb-2p", "zb-auto-2p")])
@@ -51,6 +51,7 @@ def test_at_most_the_published_bubbles(name: str, printed: str, row: dict[str, A
     assert max(trace.peak_bytes) <= kept * bytes_of(row)["activation_bytes"]
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("row", GOLDEN["v_shape_per_chunk"], ids=name_of)
 def test_at_most_the_published_bubbles_of_zb_v(row: dict[str, Any]) -> None:
@@ -63,7 +64,7 @@ def test_at_most_the_published_bubbles_of_zb_v(row: dict[str, Any]) -> None:
     assert max(trace.peak_bytes) <= row["ranks"] * bytes_of(row)["activation_bytes"] * (1 + 1e-9)
 
 
-@pytest.mark.wide(8)
+@pytest.mark.wide(3)
 @pytest.mark.parametrize("seed", range(16))
 def test_never_worse_than_what_there_is(seed: int) -> None:
     """A sample; `python benchmarks/run.py schedules` draws more and larger ones."""
@@ -79,6 +80,7 @@ def test_never_worse_than_what_there_is(seed: int) -> None:
         assert cost <= other * (1 + 1e-9), name
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("share", [0.75, 0.875])
 @pytest.mark.parametrize("ratio", [0.43, 1.0, 1.69])
 def test_a_first_rank_below_p_is_near_the_bound(share: float, ratio: float) -> None:
@@ -92,7 +94,7 @@ def test_a_first_rank_below_p_is_near_the_bound(share: float, ratio: float) -> N
     assert found.cost.main <= 1.1 * found.bound
 
 
-@pytest.mark.wide(6)
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("times", [(1, 1, 1), (1, 1.5, 0.7)])
 @pytest.mark.parametrize("ratio", [0.43, 1.0, 1.5])
 @pytest.mark.parametrize("ranks", [4, 8])
@@ -107,6 +109,7 @@ def test_equal_stages_with_a_tight_first_rank_are_near_the_bound(
     assert found.cost.main <= 1.1 * found.bound * (1 + 1e-9)
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [9, 12])
 def test_unequal_stages_with_a_tight_first_rank_are_near_the_bound(seed: int) -> None:

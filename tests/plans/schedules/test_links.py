@@ -170,6 +170,7 @@ def test_a_full_backward_gives_its_result_with_the_input_gradient_unless_it_is_f
             assert gives == [*takes[:3], takes[3 if problem.fused_backward else 1]]
 
 
+@pytest.mark.wide(8)
 @pytest.mark.parametrize("seed", range(16))
 def test_no_order_is_below_the_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the search nor the solver, which improves on it, is told the bound."""
@@ -191,6 +192,7 @@ def test_the_bound_knows_what_a_link_carries() -> None:
     assert found.cost.main == pytest.approx(found.bound)
 
 
+@pytest.mark.wide(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "chunks"), [("line", 1), ("loop", 2), ("v", 2)])
 @pytest.mark.parametrize("seed", range(2))

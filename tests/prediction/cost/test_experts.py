@@ -255,6 +255,7 @@ def test_programs_of_other_schedules_and_units(schedule: str) -> None:
 MUON = Whole("Muon", NewtonSchulz())
 
 
+@pytest.mark.wide(16)
 @pytest.mark.parametrize("layout", ["NNN", "NNG", "NII", "III", "IIG", "IGG", "GGG"])
 @pytest.mark.parametrize(
     "options",

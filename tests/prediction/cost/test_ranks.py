@@ -44,6 +44,7 @@ def assert_alike(plan: Plan, *, tied: bool = False, reads_in_place: bool = False
         assert found.shape == real.shape
 
 
+@pytest.mark.wide(12)
 @pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
 @pytest.mark.parametrize("reads_in_place", [False, True])
 def test_every_layout(layout: str, reads_in_place: bool) -> None:
@@ -93,7 +94,7 @@ TRAINED: dict[str, Callable[[str], bool]] = {
 }
 
 
-@pytest.mark.wide(16)
+@pytest.mark.wide(6)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("layout", ["NNN", "NNG", "IIG", "IGG", "GGG"])
 @pytest.mark.parametrize("trained", TRAINED)
@@ -117,6 +118,7 @@ def test_frozen_parameters(trained: str, layout: str, tied: bool) -> None:
 # ---- a split vocabulary
 
 
+@pytest.mark.wide(10)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
 def test_a_split_vocabulary_under_every_layout(layout: str, tied: bool) -> None:
@@ -126,7 +128,7 @@ def test_a_split_vocabulary_under_every_layout(layout: str, tied: bool) -> None:
         assert_alike(plan, tied=tied, reads_in_place=reads_in_place, vocabulary=97)
 
 
-@pytest.mark.wide(17)
+@pytest.mark.wide(8)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("schedule", schedules.CATALOGUE)
 def test_a_split_vocabulary_under_every_schedule(schedule: str, tied: bool) -> None:

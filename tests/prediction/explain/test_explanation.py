@@ -258,7 +258,7 @@ def test_without_a_cluster_there_are_no_seconds_to_explain() -> None:
         Explanation(replace(predicted(), cluster=None))
 
 
-@pytest.mark.slow
+@pytest.mark.wide(0)
 def test_seven_billion_parameters_on_64_devices_take_a_few_seconds() -> None:
     """Some 7 s of a core of their own; a minute leaves room for others on it."""
     model = Transformer.llama(layers=32, hidden=4096, heads=32, ffn=11008, vocabulary=32000)

@@ -53,6 +53,7 @@ def prediction(host: HostState | None, **given: Any) -> Prediction:
 ON_DEVICE, ON_HOST = HostState("update-on-device"), HostState("update-on-host")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", [ON_DEVICE, ON_HOST], ids=str)
 def test_cost_and_saving_are_those_of_two_predictions(host: HostState) -> None:
     own, plain = prediction(host), prediction(None)
@@ -74,6 +75,7 @@ def test_the_link_from_which_it_is_free_is_the_slowest_such_link() -> None:
     assert own.on(with_host_link(own.given, 0.98 * cost.rate / cost.now)).seconds > limit
 
 
+@pytest.mark.slow
 def test_where_the_memory_of_the_host_is_the_limit_no_link_is_fast_enough() -> None:
     own = prediction(ON_HOST, bandwidth=1e9)
     cost = Explanation(own).host
@@ -82,6 +84,7 @@ def test_where_the_memory_of_the_host_is_the_limit_no_link_is_fast_enough() -> N
     assert "No link is fast enough" in " ".join(" ".join(describe_explanation(Explanation(own))).split())
 
 
+@pytest.mark.slow
 def test_an_explanation_lists_the_lane_and_the_alternatives() -> None:
     text = " ".join("\n".join(describe_explanation(Explanation(prediction(ON_DEVICE)))).split())
     assert "from host memory optimizer state" in text
@@ -93,6 +96,7 @@ def test_an_explanation_lists_the_lane_and_the_alternatives() -> None:
     assert "to host memory gradients of the step" in other
 
 
+@pytest.mark.slow
 def test_shares_of_stages_are_compared_with_one_share_and_not_chosen() -> None:
     plan = replace(
         prediction(None).plan,
@@ -143,6 +147,7 @@ def search(memory: int, **space: Any) -> PlanSearch:
     return PlanSearch(SMALL.workload, found.model_copy(update={"device": device}), goal, Space(**given), effort=60_000)
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_state_rests_in_host_memory() -> None:
     memory = 900_000_000
     assert not search(memory).run().fitting

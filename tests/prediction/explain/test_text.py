@@ -96,6 +96,7 @@ def test_json_has_the_figures_of_the_prediction() -> None:
     assert found["measured"] is None
 
 
+@pytest.mark.slow
 def test_questions_on_the_command_line() -> None:
     listed = CliRunner().invoke(app, ["explain", str(CONFIG), "--ask"])
     assert listed.exit_code == 0

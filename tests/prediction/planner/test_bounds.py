@@ -147,6 +147,7 @@ def compared(search: PlanSearch, *, most: int) -> tuple[int, list[str]]:
     return count, better
 
 
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_no_plan_is_predicted_below_its_bounds(part: int) -> None:
@@ -160,6 +161,7 @@ def test_no_plan_is_predicted_below_its_bounds(part: int) -> None:
     assert total > 60
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(2))
 def test_no_plan_with_experts_is_predicted_below_its_bounds(part: int) -> None:

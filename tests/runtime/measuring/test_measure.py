@@ -105,6 +105,7 @@ def test_a_rank_alone_has_no_link(tmp_path: Path) -> None:
     assert cluster.device.memory == machine_memory()
 
 
+@pytest.mark.slow
 def test_nodes_of_different_sizes_are_refused() -> None:
     with pytest.raises(RankError, match="node has 2 of 3 ranks, others have more or fewer"):
         run_ranks(measure_cluster, 3, 3, local=2, device=CPU, seconds=0.002)

@@ -148,6 +148,7 @@ def test_buffers_outside_of_blocks_are_set_saved_and_loaded(tmp_path: Any) -> No
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_bias_outside_of_blocks_is_read_from_a_folder(tmp_path: Any) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"d_model": 16, "vocab_size": 48, "max_position_embeddings": 64, "encoder_layers": 1, "decoder_layers": 1}

@@ -187,7 +187,7 @@ def measures(works: list[Work]) -> dict[str, float]:
     }
 
 
-@pytest.mark.wide(8)
+@pytest.mark.wide(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "attention"), [*product(FAMILIES, ["flash", "eager"]), ("decoder", "flash")])
 def test_formulas_agree_with_counting_to_the_byte(family: str, attention: str) -> None:
@@ -202,6 +202,8 @@ def test_formulas_agree_with_counting_to_the_byte(family: str, attention: str) -
             assert measures(found) == measures(expected), (name, use)
 
 
+@pytest.mark.slow
+@pytest.mark.wide(3)
 @pytest.mark.parametrize(
     ("family", "attention"),
     [("decoder", "flash"), *product(["llama", "qwen3", "gpt_neox", "bert"], ["flash", "eager"])],

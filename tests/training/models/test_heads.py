@@ -75,6 +75,7 @@ def engine_of(config: Any, weights: Path) -> tuple[Engine, list[str]]:
     return engine, said
 
 
+@pytest.mark.wide(3)
 @pytest.mark.parametrize(
     ("ties", "changed", "words"),
     [

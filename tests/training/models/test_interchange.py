@@ -106,7 +106,7 @@ def first_values(case: Case, folder: Path) -> dict[str, torch.Tensor]:
     return values
 
 
-@pytest.mark.wide(4)
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "gemma2", "opt"])
 @pytest.mark.parametrize("case", SPREAD, ids=["pp2-IIG", "tp2-GGG"])
@@ -259,6 +259,7 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     return interchange._read(checkpoint, {n: n for n in stored if n.startswith("model.")}, stored, dtypes={})
 
 
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("whole", "tied"),

@@ -56,7 +56,7 @@ def case_of(name: str, **others: Any) -> Case:
 # ---- the same as one process
 
 
-@pytest.mark.wide(11)
+@pytest.mark.wide(6)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("spread", SPREAD, ids=lambda spread: spread["layout"])
 def test_every_elementwise_optimizer_of_torch_equals_one_process(name: str, spread: dict[str, Any]) -> None:
@@ -88,7 +88,7 @@ def resume(case: Case, folder: str, states: int) -> tuple[list[str], bool]:
     return differ, is_as_predicted
 
 
-@pytest.mark.wide(6)
+@pytest.mark.wide(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_optimizer_resumes_to_the_bit_and_holds_what_is_predicted(name: str, tmp_path: Path) -> None:
