@@ -1,0 +1,1 @@
+"""The exchange between islands that are worlds of their own."""

@@ -1,0 +1,252 @@
+"""What an island shows to the others, over HTTP: documents and elements that they read, and nothing that they write.
+
+Islands do not share a process group: a group waits for all its ranks, and its store has no limit of time for a reader
+that is cut off. Here every read has one, a read that was interrupted goes on where it was, from this island or from
+another that has the same, and whoever is late, slow or gone takes a connection of its own with it and nothing else.
+
+[Note: who may read] A request has a random word and the HMAC-SHA-256 of its path and that word, with the secret of the
+federation; requests without it are refused. A document's answer has that of its content and the same word, so it is no
+older than the request. Elements are named by their SHA-256, which is in a document. Nothing is encrypted: across
+networks that others can read, use a tunnel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import http.client
+import http.server
+import json
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from http import HTTPStatus
+from typing import Any
+
+from atoll.base.documents import parse_json
+from atoll.runtime.monitor import family_of
+
+LARGEST_DOCUMENT = 16 << 20
+"""Largest document, in bytes."""
+READ_SECONDS = 10.0
+"""Limit of time for each read from a socket, on both sides."""
+CONNECTIONS = 256
+"""Connections at once; further ones are closed."""
+READ_BYTES = 1 << 18
+"""Bytes that are read at once."""
+
+_WORD, _SIGNATURE = "Atoll-Word", "Atoll-Signature"
+_RANGE = re.compile(r"bytes=(\d{1,18})-")
+
+
+class PeerError(OSError):
+    """Another island does not answer, or answers what it must not."""
+
+
+def sign(secret: bytes, parts: Iterable[bytes | bytearray]) -> str:
+    """Return the HMAC of the parts, which nobody gives without the secret."""
+    found = hmac.new(secret, digestmod=hashlib.sha256)
+    for part in parts:
+        found.update(len(part).to_bytes(8, "big"))
+        found.update(part)
+    return found.hexdigest()
+
+
+class Showcase:
+    """A server in this process. `documents` and `elements` are what it shows, by path; both may change at any time.
+
+    documents: path -> a function that returns a value of JSON.  elements: SHA-256 -> bytes, kept by whoever adds them.
+    """
+
+    def __init__(self, secret: bytes, host: str, port: int = 0) -> None:
+        self.documents: dict[str, Callable[[], Any]] = {}
+        self.elements: dict[str, memoryview] = {}
+        self.sent = 0
+        self._secret = secret
+        self._slots = threading.BoundedSemaphore(CONNECTIONS)
+        showcase = self
+
+        class Handler(_Handler):
+            shows = showcase
+
+        class Server(http.server.ThreadingHTTPServer):
+            address_family = family_of(host)
+            daemon_threads = True
+            request_queue_size = 128
+
+            def process_request(self, request: Any, client_address: Any) -> None:
+                if not showcase._slots.acquire(blocking=False):
+                    self.shutdown_request(request)
+                    return
+                super().process_request(request, client_address)
+
+            def process_request_thread(self, request: Any, client_address: Any) -> None:
+                try:
+                    super().process_request_thread(request, client_address)
+                finally:
+                    showcase._slots.release()
+
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                """A peer that has gone is no error of this island."""
+
+        self._server = Server((host, port), Handler)
+        self.host, self.port = host, int(self._server.server_address[1])
+        self._thread = threading.Thread(target=self._server.serve_forever, name="atoll-showcase", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening. Answers that are under way end with their process."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def is_from_a_member(self, path: str, word: str, signature: str) -> bool:
+        """Return True if who asks has the secret."""
+        return hmac.compare_digest(sign(self._secret, (path.encode(), word.encode())), signature)
+
+    def sign(self, path: str, word: str, content: bytes) -> str:
+        """Return the signature of an answer."""
+        return sign(self._secret, (path.encode(), word.encode(), content))
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    shows: Showcase
+    protocol_version = "HTTP/1.1"
+    timeout = READ_SECONDS
+    server_version, sys_version = "atoll", ""
+
+    def do_GET(self) -> None:
+        word, signature = self.headers.get(_WORD, ""), self.headers.get(_SIGNATURE, "")
+        if not self.shows.is_from_a_member(self.path, word, signature):
+            self._answer(HTTPStatus.UNAUTHORIZED, b"")
+        elif self.path in self.shows.documents:
+            content = json.dumps(self.shows.documents[self.path](), allow_nan=False).encode()
+            self._answer(HTTPStatus.OK, content, {_SIGNATURE: self.shows.sign(self.path, word, content)})
+        elif (held := self.shows.elements.get(self.path.removeprefix("/elements/"))) is not None:
+            asked = _RANGE.fullmatch(self.headers.get("Range", ""))
+            begin = min(int(asked[1]), len(held)) if asked else 0
+            self._answer(HTTPStatus.PARTIAL_CONTENT if asked else HTTPStatus.OK, held[begin:])
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, b"")
+
+    def _answer(
+        self, status: HTTPStatus, content: bytes | memoryview, headers: Mapping[str, str] | None = None
+    ) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        for begin in range(0, len(content), READ_BYTES):
+            self.wfile.write(content[begin : begin + READ_BYTES])
+            self.shows.sent += len(content[begin : begin + READ_BYTES])
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        """Peers are not this process's output."""
+
+
+class Peer:
+    """Reads what another rank shows. Not for two threads at once.
+
+    seconds: limit of time for each wait.  pace: bytes a second at most, or None.
+    """
+
+    def __init__(
+        self, secret: bytes, host: str, port: int, *, seconds: float = READ_SECONDS, pace: float | None = None
+    ) -> None:
+        self.host, self.port, self.pace = host, port, pace
+        self.received = 0
+        self._secret = secret
+        self._connection = http.client.HTTPConnection(host, port, timeout=seconds)
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def document(self, path: str) -> Any:
+        """Return a document. Raises PeerError."""
+        answer, word = self._ask(path)
+        length = int(answer.headers.get("Content-Length", -1))
+        if not 0 <= length <= LARGEST_DOCUMENT:
+            raise self._refuse(f"a document of {length} bytes at {path}")
+        content = self._read(answer, bytearray(length), 0)
+        expected = sign(self._secret, (path.encode(), word.encode(), content))
+        if not hmac.compare_digest(expected, answer.headers.get(_SIGNATURE, "")):
+            raise self._refuse(f"a document at {path} that is not signed with this federation's secret")
+        try:
+            return parse_json(bytes(content))
+        except ValueError as error:
+            raise self._refuse(f"a document at {path} that cannot be read: {error}") from None
+
+    def elements(self, digest: str, into: bytearray, *, begin: int = 0) -> int:
+        """Read elements from `begin` on, and return how many bytes of `into` are written; fewer if the peer has gone.
+
+        Raises PeerError if the peer does not have them, or if all were read and the digest differs.
+        """
+        answer, _ = self._ask(f"/elements/{digest}", begin)
+        length = int(answer.headers.get("Content-Length", -1))
+        if length != len(into) - begin:
+            raise self._refuse(f"{length} bytes of elements {digest[:12]}, expected {len(into) - begin}")
+        end = self._fill(answer, into, begin)
+        if end == len(into) and hashlib.sha256(into).hexdigest() != digest:
+            raise self._refuse(f"other elements than {digest[:12]}")
+        return end
+
+    def close(self) -> None:
+        """Close the connection; the next read opens another."""
+        self._connection.close()
+
+    def _ask(self, path: str, begin: int = 0) -> tuple[http.client.HTTPResponse, str]:
+        word = secrets.token_hex(16)
+        headers = {_WORD: word, _SIGNATURE: sign(self._secret, (path.encode(), word.encode()))}
+        if begin:
+            headers["Range"] = f"bytes={begin}-"
+        for is_again in (False, True):
+            try:
+                self._connection.request("GET", path, headers=headers)
+                answer = self._connection.getresponse()
+                break
+            except (OSError, http.client.HTTPException) as error:
+                self._connection.close()
+                # A connection that was kept may have been closed by its peer after the last answer.
+                if is_again or isinstance(error, TimeoutError):
+                    raise PeerError(f"{self} does not answer: {error or type(error).__name__}") from None
+        if answer.status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
+            why = {HTTPStatus.UNAUTHORIZED: "another secret", HTTPStatus.NOT_FOUND: f"nothing at {path}"}
+            raise self._refuse(why.get(HTTPStatus(answer.status), f"status {answer.status}"))
+        return answer, word
+
+    def _read(self, answer: http.client.HTTPResponse, into: bytearray, begin: int) -> bytearray:
+        if self._fill(answer, into, begin) < len(into):
+            raise PeerError(f"{self} has gone in the middle of an answer")
+        return into
+
+    def _fill(self, answer: http.client.HTTPResponse, into: bytearray, begin: int) -> int:
+        """Read into the rest of a buffer, as fast as `pace`; return where it ends."""
+        view, at, since = memoryview(into), begin, time.monotonic()
+        while at < len(into):
+            try:
+                count = answer.readinto(view[at : at + READ_BYTES])
+            except (OSError, http.client.HTTPException):
+                count = 0
+            if not count:
+                self._connection.close()
+                break
+            at += count
+            self.received += count
+            if self.pace is not None:
+                time.sleep(max(0.0, (at - begin) / self.pace - (time.monotonic() - since)))
+        return at
+
+    def _refuse(self, what: str) -> PeerError:
+        # What is left of the answer must not be read as the next one.
+        self._connection.close()
+        return PeerError(f"{self} has {what}")
+
+
+def own_secret(text: str) -> bytes:
+    """Return the secret that a user gave. Raises ValueError for one that is easy to guess."""
+    if len(text.strip()) < 16:
+        raise ValueError("the secret of a federation has 16 characters or more, as of `openssl rand -hex 16`")
+    return text.strip().encode()
