@@ -12,6 +12,7 @@ networks that others can read, use a tunnel.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import http.client
@@ -19,6 +20,7 @@ import http.server
 import json
 import re
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -66,6 +68,7 @@ class Showcase:
         self.sent = 0
         self._secret = secret
         self._slots = threading.BoundedSemaphore(CONNECTIONS)
+        self._open: set[Any] = set()
         showcase = self
 
         class Handler(_Handler):
@@ -83,9 +86,11 @@ class Showcase:
                 super().process_request(request, client_address)
 
             def process_request_thread(self, request: Any, client_address: Any) -> None:
+                showcase._open.add(request)
                 try:
                     super().process_request_thread(request, client_address)
                 finally:
+                    showcase._open.discard(request)
                     showcase._slots.release()
 
             def handle_error(self, request: Any, client_address: Any) -> None:
@@ -97,9 +102,12 @@ class Showcase:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening. Answers that are under way end with their process."""
+        """Stop listening, and end the connections."""
         self._server.shutdown()
         self._server.server_close()
+        for connection in tuple(self._open):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
         self._thread.join()
 
     def is_from_a_member(self, path: str, word: str, signature: str) -> bool:
@@ -167,10 +175,7 @@ class Peer:
     def document(self, path: str) -> Any:
         """Return a document. Raises PeerError."""
         answer, word = self._ask(path)
-        length = int(answer.headers.get("Content-Length", -1))
-        if not 0 <= length <= LARGEST_DOCUMENT:
-            raise self._refuse(f"a document of {length} bytes at {path}")
-        content = self._read(answer, bytearray(length), 0)
+        content = self._read(answer, bytearray(self._length(answer)), 0)
         expected = sign(self._secret, (path.encode(), word.encode(), content))
         if not hmac.compare_digest(expected, answer.headers.get(_SIGNATURE, "")):
             raise self._refuse(f"a document at {path} that is not signed with this federation's secret")
@@ -192,6 +197,14 @@ class Peer:
         if end == len(into) and hashlib.sha256(into).hexdigest() != digest:
             raise self._refuse(f"other elements than {digest[:12]}")
         return end
+
+    def content(self, digest: str) -> bytes:
+        """Return elements of unknown size, at most that of a document. Raises PeerError."""
+        answer, _ = self._ask(f"/elements/{digest}")
+        content = self._read(answer, bytearray(self._length(answer)), 0)
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise self._refuse(f"other elements than {digest[:12]}")
+        return bytes(content)
 
     def close(self) -> None:
         """Close the connection; the next read opens another."""
@@ -216,6 +229,12 @@ class Peer:
             why = {HTTPStatus.UNAUTHORIZED: "another secret", HTTPStatus.NOT_FOUND: f"nothing at {path}"}
             raise self._refuse(why.get(HTTPStatus(answer.status), f"status {answer.status}"))
         return answer, word
+
+    def _length(self, answer: http.client.HTTPResponse) -> int:
+        length = int(answer.headers.get("Content-Length", -1))
+        if not 0 <= length <= LARGEST_DOCUMENT:
+            raise self._refuse(f"a document of {length} bytes")
+        return length
 
     def _read(self, answer: http.client.HTTPResponse, into: bytearray, begin: int) -> bytearray:
         if self._fill(answer, into, begin) < len(into):

@@ -1,0 +1,134 @@
+"""PartElements of anchors and contributions: their parts, their names, and what of them a rank shows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from atoll.base.documents import parse_json
+from atoll.plans.federation.records import Contribution
+from atoll.runtime.federation.http import Showcase
+
+
+class TensorPart(NamedTuple):
+    """PartElements `start` to `stop` - 1 of a flattened tensor. name: of the parameter, and of what is of it."""
+
+    name: str
+    start: int
+    stop: int
+
+
+PartElements = Mapping[TensorPart, memoryview]
+
+
+class Holdings(Protocol):
+    """What a rank holds of anchors. Called by the fetching thread, but for `parts`, with the exchange's lock."""
+
+    def parts(self, fragment: int) -> Sequence[TensorPart]:
+        """Return the parts of a fragment that this rank holds."""
+
+    def version(self, fragment: int) -> int:
+        """Return the round that last set a fragment, -1 for the initial values."""
+
+    def step(self, fragment: int, version: int, averaged: Sequence[tuple[Contribution, PartElements]]) -> None:
+        """Take the outer step of a fragment, with elements that overlap its parts."""
+
+    def show(self, fragment: int) -> PartElements:
+        """Return the elements of a fragment's anchors, and of all that is equal on all islands beside them."""
+
+    def take(self, fragment: int, version: int, elements: PartElements) -> None:
+        """Replace a fragment's anchors by those of another island, with all that `show` returns there. Without
+        elements they stay as they are, under another version."""
+
+
+class ElementName(NamedTuple):
+    """SHA-256 of elements, by which they are read, and their bytes."""
+
+    digest: str
+    nbytes: int
+
+
+def manifest_of(elements: PartElements) -> bytes:
+    """Return the names of elements: the content by which a contribution is named."""
+    rows = [[*part, hashlib.sha256(held).hexdigest(), held.nbytes] for part, held in sorted(elements.items())]
+    return json.dumps(rows).encode()
+
+
+def read_manifest(content: bytes) -> dict[TensorPart, ElementName]:
+    """Return the names of elements. Raises ValueError if it is none."""
+    found = {}
+    rows = parse_json(content)
+    if not isinstance(rows, list):
+        raise ValueError("a manifest that is no list")
+    for row in rows:
+        match row:
+            case [str(name), int(start), int(stop), str(digest), int(nbytes)] if 0 <= start < stop and nbytes >= 0:
+                found[TensorPart(name, start, stop)] = ElementName(digest, nbytes)
+            case _:
+                raise ValueError(f"a manifest with {row!r:.80}")
+    return found
+
+
+def is_part_of(part: TensorPart, own: Sequence[TensorPart]) -> bool:
+    """Return True if some of a part's elements are in `own`."""
+    return any(part.name == each.name and part.start < each.stop and each.start < part.stop for each in own)
+
+
+class Shelf:
+    """What a rank shows of contributions and anchors. Callers hold `lock`."""
+
+    def __init__(self, showcase: Showcase, holdings: Holdings, *, fragments: int, lock: threading.Condition) -> None:
+        self._showcase, self._holdings, self._fragments, self._lock = showcase, holdings, fragments, lock
+        # Digest of a contribution -> its elements that this rank needs. Own ones are there from the beginning.
+        self.held: dict[str, PartElements] = {}
+        self._manifests: dict[str, bytes] = {}
+        # PartElements are shown once, however many contributions and fragments have the same.
+        self._counts: Counter[str] = Counter()
+        self._anchors: dict[int, tuple[int, bytes]] = {}
+
+    def anchors(self) -> Any:
+        """Show the anchors. Their elements can be read until a fragment has been stepped and they are shown again."""
+        with self._lock:
+            for fragment in range(self._fragments):
+                version = self._holdings.version(fragment)
+                known, manifest = self._anchors.get(fragment, (None, b"[]"))
+                if known != version:
+                    elements = self._holdings.show(fragment)
+                    self._hide(read_manifest(manifest).values())
+                    manifest = manifest_of(elements)
+                    self._show(read_manifest(manifest), elements)
+                    self._anchors[fragment] = version, manifest
+            shown = self._anchors.items()
+            return {
+                str(fragment): {"version": version, "parts": manifest.decode()}
+                for fragment, (version, manifest) in shown
+            }
+
+    def hold(self, digest: str, manifest: bytes, elements: PartElements) -> None:
+        """Show a contribution, and what is here of its elements."""
+        if digest not in self.held:
+            self.held[digest], self._manifests[digest] = elements, manifest
+            self._showcase.elements[digest] = memoryview(manifest)
+            self._show(read_manifest(manifest), elements)
+
+    def drop(self, digest: str) -> None:
+        """Show a contribution no more."""
+        names, elements = read_manifest(self._manifests.pop(digest)), self.held.pop(digest)
+        self._hide(names[part] for part in elements)
+        self._showcase.elements.pop(digest, None)
+
+    def _show(self, names: Mapping[TensorPart, ElementName], elements: PartElements) -> None:
+        for part, held in elements.items():
+            self._counts[names[part].digest] += 1
+            self._showcase.elements[names[part].digest] = held
+
+    def _hide(self, names: Iterable[ElementName]) -> None:
+        for name in names:
+            self._counts[name.digest] -= 1
+            if not self._counts[name.digest]:
+                del self._counts[name.digest]
+                del self._showcase.elements[name.digest]

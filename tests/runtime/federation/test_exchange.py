@@ -1,0 +1,269 @@
+"""Islands that exchange elements, are lost and come back, beside one process that takes the records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from socket import create_server
+
+import numpy as np
+import pytest
+
+from atoll.plans.federation.records import Contribution, RoundRecord
+from atoll.plans.federation.rounds import FederationRules
+from atoll.runtime.federation.elements import PartElements, TensorPart
+from atoll.runtime.federation.exchange import IslandAddress, IslandExchange
+from atoll.testing.clock import Clock
+from atoll.testing.progress import wait_until
+
+SECRET = b"a secret of tests"
+RATE = 0.7
+SIZES = {0: {"embed": 12, "norm": 3}, 1: {"head": 20}}
+"""Parameters of each fragment, with their elements."""
+RULES = FederationRules(("a", "b", "c"), fragments=2, stock=4, quorum=1, grace=2.0, silent=3.0, away=1e6, lost=5.0)
+
+
+class Anchors:
+    """Anchors of a rank that holds everything, in float64."""
+
+    def __init__(self) -> None:
+        self.values = {name: np.zeros(size) for sizes in SIZES.values() for name, size in sizes.items()}
+        self.versions = dict.fromkeys(SIZES, -1)
+
+    def parts(self, fragment: int) -> Sequence[TensorPart]:
+        return [TensorPart(name, 0, size) for name, size in SIZES[fragment].items()]
+
+    def version(self, fragment: int) -> int:
+        return self.versions[fragment]
+
+    def step(self, fragment: int, version: int, averaged: Sequence[tuple[Contribution, PartElements]]) -> None:
+        total = sum(each.tokens for each, _ in averaged)
+        for name in SIZES[fragment]:
+            mean = np.zeros_like(self.values[name])
+            for each, elements in averaged:
+                for part, held in elements.items():
+                    if part.name == name:
+                        mean[part.start : part.stop] += each.tokens / total * np.frombuffer(held)
+            self.values[name] -= RATE * mean
+        self.versions[fragment] = version
+
+    def show(self, fragment: int) -> PartElements:
+        return {part: memoryview(self.values[part.name].tobytes()) for part in self.parts(fragment)}
+
+    def take(self, fragment: int, version: int, elements: PartElements) -> None:
+        for part, held in elements.items():
+            self.values[part.name][part.start : part.stop] = np.frombuffer(held)
+        self.versions[fragment] = version
+
+
+@dataclass
+class Island:
+    """An island of a test: what it trains is drawn from its name and the round."""
+
+    name: str
+    folder: Path
+    exchange: IslandExchange
+    anchors: Anchors
+
+    def train(self, *, cuts: int = 1) -> None:
+        """Contribute to the round, if it may. cuts: parts into which this island divides what it sends."""
+        exchange = self.exchange
+        with exchange.lock:
+            own = exchange.notice
+            fragment = RULES.turn(own) % RULES.fragments
+            has = any(each.fragment == fragment for each in own.contributions)
+            if not exchange.is_member or own.anchors != own.round or has:
+                return
+            flows = gradient(self.name, fragment, own.round)
+            exchange.contribute(fragment, elements(flows, cuts), tokens=tokens(self.name), used=1)
+
+
+def tokens(name: str) -> int:
+    return 100 * (1 + "abc".index(name))
+
+
+def gradient(name: str, fragment: int, round_number: int) -> Mapping[str, np.ndarray]:
+    draw = np.random.default_rng([ord(name), fragment, round_number])
+    return {each: draw.normal(size=size) for each, size in SIZES[fragment].items()}
+
+
+def elements(flows: Mapping[str, np.ndarray], cuts: int) -> PartElements:
+    found = {}
+    for name, flow in flows.items():
+        edges = np.linspace(0, len(flow), cuts + 1).astype(int)
+        for start, stop in pairwise(edges):
+            found[TensorPart(name, int(start), int(stop))] = memoryview(flow[start:stop].tobytes())
+    return found
+
+
+def replayed(records: Mapping[int, RoundRecord], last: int) -> Mapping[str, np.ndarray]:
+    """One process that takes the records: the same means, of the same gradients."""
+    values = {name: np.zeros(size) for sizes in SIZES.values() for name, size in sizes.items()}
+    for number in range(last + 1):
+        record = records[number]
+        total = record.tokens
+        for each in record.contributions:
+            for name, flow in gradient(each.island, each.fragment, number).items():
+                values[name] = values[name] - RATE * each.tokens / total * flow
+    return values
+
+
+class Islands:
+    """Three islands at free ports of this machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ports: dict[str, int] = {}
+        self.islands: dict[str, Island] = {}
+        self.records: dict[int, RoundRecord] = {}
+        self.clock = Clock()
+        held = [create_server(("127.0.0.1", 0)) for _ in "abc"]
+        self.ports = {name: each.getsockname()[1] for name, each in zip("abc", held, strict=True)}
+        for each in held:
+            each.close()
+
+    def start(self, name: str, *, at: RoundRecord | None = None, anchors: Anchors | None = None) -> Island:
+        anchors = anchors or Anchors()
+        addresses = {each: IslandAddress("127.0.0.1", port) for each, port in self.ports.items()}
+        exchange = IslandExchange(
+            name,
+            anchors,
+            RULES,
+            run="ab",
+            secret=SECRET,
+            own=addresses.pop(name),
+            others=addresses,
+            folder=self.folder / name,
+            at=at,
+            stock=4,
+            poll=0.02,
+            clock=self.clock,
+        )
+        self.islands[name] = Island(name, self.folder / name, exchange.start(), anchors)
+        return self.islands[name]
+
+    def stop(self, name: str) -> None:
+        island = self.islands.pop(name)
+        self.note(island)
+        island.exchange.close()
+
+    def note(self, island: Island) -> None:
+        for record in island.exchange.records():
+            assert self.records.setdefault(record.round, record) == record
+
+    def train_until(self, rounds: int) -> None:
+        """Train until every island that is up has the anchors of so many rounds."""
+
+        def turn() -> bool:
+            for at, island in enumerate(self.islands.values()):
+                island.train(cuts=1 + at)
+                island.exchange.wait(lambda: False, 0.005)
+                self.note(island)
+            self.clock.advance(0.01)  # as fast as the test itself goes on
+            return all(each.exchange.notice.anchors >= rounds for each in self.islands.values())
+
+        wait_until(turn)
+
+    def check(self) -> None:
+        """Anchors are bitwise equal on islands that are of the same record, and those of one process."""
+        of: dict[int, list[bytes]] = {}
+        for island in self.islands.values():
+            with island.exchange.lock:
+                at = island.exchange.notice.anchors
+                values = {name: value.copy() for name, value in island.anchors.values.items()}
+            of.setdefault(at, []).append(b"".join(value.tobytes() for value in values.values()))
+            for name, value in replayed(self.records, at - 1).items():
+                np.testing.assert_allclose(values[name], value, atol=1e-12)
+        assert all(len(set(each)) == 1 for each in of.values())
+
+
+@pytest.fixture
+def islands(tmp_path: Path) -> Iterator[Islands]:
+    made = Islands(tmp_path)
+    yield made
+    for name in [*made.islands]:
+        made.stop(name)
+
+
+def test_islands_average_by_tokens_and_hold_the_same_bits(islands: Islands) -> None:
+    for name in "abc":
+        islands.start(name)
+    islands.train_until(5)
+    islands.check()
+    record = islands.records[4]
+    assert [each.island for each in record.contributions] == ["a", "b", "c"]
+    assert record.tokens == 600
+
+
+def test_an_island_that_is_lost_is_not_missed_and_comes_back(islands: Islands) -> None:
+    for name in "abc":
+        islands.start(name)
+    islands.train_until(3)
+    islands.stop("a")  # the first member, which proposes
+    islands.clock.advance(10.0)
+    before = max(islands.records)
+    islands.train_until(before + 6)
+    assert [each.island for each in islands.records[before + 5].contributions] == ["b", "c"]
+    # Its process has no anchors of its own: it takes those of the others over, and takes part again.
+    back = islands.start("a")
+    wait_until(lambda: back.exchange.notice.anchors == back.exchange.notice.round > before)
+    islands.train_until(max(islands.records) + 5)
+    islands.check()
+    assert [each.island for each in islands.records[max(islands.records) - 1].contributions] == ["a", "b", "c"]
+
+
+def test_an_island_of_another_run_is_not_heard(islands: Islands) -> None:
+    for name in "ab":
+        islands.start(name)
+    addresses = {each: IslandAddress("127.0.0.1", port) for each, port in islands.ports.items()}
+    stranger = IslandExchange(
+        "c",
+        Anchors(),
+        RULES,
+        run="cd",
+        secret=SECRET,
+        own=addresses.pop("c"),
+        others=addresses,
+        folder=islands.folder / "c",
+        poll=0.02,
+    ).start()
+    a = islands.islands["a"].exchange
+    wait_until(lambda: "c" in a.refused and {"a", "b"} <= stranger.refused.keys())
+    assert "trains something else" in a.refused["c"]
+    assert "trains something else" in stranger.refused["a"]
+    stranger.close()
+
+
+def test_a_notice_of_another_run_is_not_overwritten(islands: Islands) -> None:
+    islands.start("a")
+    islands.stop("a")
+    with pytest.raises(ValueError, match=r"notice.json is of island 'a' and run ab, not of 'a' and cd"):
+        IslandExchange(
+            "a",
+            Anchors(),
+            RULES,
+            run="cd",
+            secret=SECRET,
+            own=IslandAddress("127.0.0.1", 0),
+            others={},
+            folder=islands.folder / "a",
+        )
+
+
+def test_an_error_of_a_thread_is_raised_where_training_waits(islands: Islands) -> None:
+    for name in "ab":
+        islands.start(name)
+    island = islands.start("c")
+
+    def fail(*_: object) -> None:
+        raise MemoryError("of a test")
+
+    island.anchors.step = fail  # type: ignore[method-assign]
+    with pytest.raises(MemoryError, match="of a test"):
+        islands.train_until(2)
+    islands.islands.pop("c").exchange.close()
+    # The others do not notice, but for what is missing.
+    islands.clock.advance(10.0)
+    islands.train_until(4)
