@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from atoll.base.errors import ConfigError, PlanError, RankError
+from atoll.base.errors import ConfigError, PlanError, RankError, RunError
 from atoll.plans.host import HostState
 from atoll.plans.layouts import EFFECTIVE
 from atoll.plans.plan import Plan
@@ -301,6 +301,16 @@ def test_block_masks_of_flex_attention_are_those_of_a_slice() -> None:
             part.enter(number, {"input_ids": documents})
             found.append(attend(flex, module, *(part.of(each, 2) for each in tensors), mask))
     assert torch.allclose(torch.cat(found, 1), wanted, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seqlens", "cache"])
+def test_rows_of_lengths_of_their_own_are_refused(name: str) -> None:
+    part, module = parts(2), torch.nn.Module()
+    divide_attention([module], None, lambda: KeptKeys(part, None))
+    part.enter(0, {"input_ids": torch.zeros(1, 4)})
+    own = [drawn(1, 2, 2, 4) for _ in range(3)]
+    with pytest.raises(RunError, match=f"attention is given {name}, which describes rows of a length of their own"):
+        attend(plainly, module, *own, None, **{name: torch.zeros(2)})
 
 
 def test_what_is_kept_is_released() -> None:

@@ -23,6 +23,7 @@ from atoll.runtime.models import (
     adapter_for,
     token_cross_entropy,
 )
+from atoll.runtime.models.adapter import run_blocks
 
 SMALL = DecoderConfig(vocabulary=31, layers=3, hidden=16, heads=4, kv_heads=2, ffn=20)
 
@@ -194,6 +195,10 @@ def test_wrong_calls_of_forward_are_refused() -> None:
         adapter.forward(4, 6, hidden, batch)
     with pytest.raises(PlanError, match="only labels"):
         adapter.forward(0, 1, None, {"labels": batch["labels"]})
+    blocks = adapter.blocks()
+    for first, last in ((-1, 1), (2, 2), (3, 2), (0, 6)):
+        with pytest.raises(PlanError, match=rf"blocks {first}\.\.{last - 1} do not exist"):
+            run_blocks(blocks, first, last, hidden)
 
 
 def test_buffers_lost_on_meta_are_refused() -> None:
