@@ -5,8 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+from atoll.base.documents import parse_json
+from atoll.plans.federation.lots import NO_LOTS
+from atoll.plans.federation.records import Ballot, Contribution, Member, Notice, RoundRecord, parse_notice
+from atoll.runtime.federation.elements import TensorPart, manifest_of, read_manifest
 from atoll.runtime.monitor import Address, Monitor, read_words
 from atoll.runtime.rendezvous import restarts, torchrun_environment
 from benchmarks.fuzz.reading import Made, Parser, of_text
@@ -63,7 +68,28 @@ def _addresses(folder: Path) -> Parser:
     return Parser(seeds, lambda word: Address.parse(word.decode()), refuses=(ValueError,))
 
 
+def _notices(folder: Path) -> Parser:
+    """Notices of islands with the federation's secret."""
+    made = Contribution("a", 1, -1, 4096, 3, digest="ab" * 32)
+    lots = NO_LOTS.granted("a", stock=4).granted("b", stock=2).counted("a", 1)
+    record = RoundRecord(0, "", (made,), (Member("a", "1"), Member("b", "2f")), 1, bases=(0, -1), lots=lots)
+    own = Notice("a", "1", "ab", contributions=(made,), holds=frozenset({made.digest}), stock=4)
+    vote = Ballot(2, "b"), record
+    notices = (own, replace(own, promised=vote[0], trying=Ballot(1, "a"), accepted=vote, proposal=record))
+    notices += (notices[1].after(record, kept=4),)
+    seeds = [json.dumps(notice.to_json()).encode() for notice in notices]
+    return Parser(seeds, lambda content: parse_notice(parse_json(content)), refuses=(ValueError,))
+
+
+def _manifests(folder: Path) -> Parser:
+    """What elements of contributions and anchors are called."""
+    held = {TensorPart("layers.0.weight", at, at + 2): memoryview(bytes(8)) for at in range(3)}
+    return Parser([manifest_of(held)], read_manifest, refuses=(ValueError,))
+
+
 PARSERS: Mapping[str, Made] = {
+    "notice of an island": _notices,
+    "manifest of elements": _manifests,
     "monitor": _monitor,
     "monitor's address": _addresses,
     "launcher's environment": of_text(_environment, TORCHRUN, SLURM),
