@@ -13,7 +13,7 @@ from atoll.plans import schedules
 from atoll.plans.ir.text import to_csv, to_text
 from atoll.plans.layouts import Layout, Nest, NewtonSchulz, Whole
 from atoll.plans.outer import Outer
-from atoll.plans.plan import ORDERS, MeshShape, Place, Plan
+from atoll.plans.plan import ORDERS, MeshShape, Place, Plan, View
 from atoll.training.config import from_dict
 
 LAW = settings(deadline=None, max_examples=50)
@@ -204,3 +204,14 @@ def test_plans_say_which_rank_transforms_a_matrix(
     schedule = schedules.build("1f1b", ranks=mesh.pipeline, microbatches=2)
     plan = Plan(mesh, Layout(layout), schedule, 1, whole=Whole("Muon", NewtonSchulz()), **rest)
     assert plan.matrices == f"Muon: each matrix is transformed whole, {said}; AdamW for everything else"
+
+
+@pytest.mark.parametrize(
+    ("expert", "layout", "wanted"),
+    [(4, "III", "NII"), (4, "IGG", "NGG"), (4, "GGG", "GGG"), (2, "III", "III"), (2, "NIG", "NIG")],
+)
+def test_experts_that_no_other_rank_has_are_whole(expert: int, layout: str, wanted: str) -> None:
+    mesh = MeshShape(inter=2, intra=4, expert=expert)
+    plan = Plan(mesh, Layout("NNG"), schedules.build("gpipe", ranks=1, microbatches=1), 1, expert_layout=Layout(layout))
+    assert plan.sharding(mesh.place(0), View.EXPERTS).layout == Layout(wanted)
+    assert plan.sharding(mesh.place(0)).layout == Layout("NNG")

@@ -224,3 +224,10 @@ def test_attention_of_torch_starts_as_torch_starts_it() -> None:
     assert not found["in_proj_bias"].any()
     assert not found["out_proj.bias"].any()
     assert found["out_proj.weight"].std() > 0
+
+
+def test_a_module_without_initial_values_in_a_decoder_is_named() -> None:
+    adapter = adapter_for(Decoder(SMALL))
+    with pytest.raises(PlanError, match="the decoder has no initial values for a Conv1d"):
+        adapter.initialise(nn.Conv1d(2, 2, 1), torch.Generator())
+    adapter.initialise(nn.SiLU(), torch.Generator())  # which has none

@@ -363,3 +363,9 @@ def test_bars_of_what_a_rank_keeps_do_not_overlap() -> None:
     assert len(places) == 3 * layout.mesh.data
     for (x, y, _, height), (right, below, _, _) in pairwise(places):
         assert right > x or below > y + height
+
+
+def test_units_are_named_by_their_blocks() -> None:
+    found = [list(predicted_sheet(predict(pipeline=1, unit=blocks), "a").units.values()) for blocks in (1, 2)]
+    assert found[0] == ["embedding", "layers.0", "layers.1", "layers.2", "layers.3", "head"]
+    assert found[1] == ["embedding", "layers.0 to layers.1", "layers.2 to layers.3", "head"]
