@@ -11,7 +11,7 @@ from pathlib import Path
 from atoll.base.documents import parse_json
 from atoll.plans.federation.lots import NO_LOTS
 from atoll.plans.federation.records import Ballot, Contribution, Member, Notice, RoundRecord, parse_notice
-from atoll.runtime.federation.elements import TensorPart, manifest_of, read_manifest
+from atoll.runtime.federation.elements import TensorPart, manifest_of, names_of_elements, read_manifest
 from atoll.runtime.monitor import Address, Monitor, read_words
 from atoll.runtime.rendezvous import restarts, torchrun_environment
 from benchmarks.fuzz.reading import Made, Parser, of_text
@@ -84,7 +84,7 @@ def _notices(folder: Path) -> Parser:
 def _manifests(folder: Path) -> Parser:
     """What elements of contributions and anchors are called."""
     held = {TensorPart("layers.0.weight", at, at + 2): memoryview(bytes(8)) for at in range(3)}
-    return Parser([manifest_of(held)], read_manifest, refuses=(ValueError,))
+    return Parser([manifest_of(names_of_elements(held))], read_manifest, refuses=(ValueError,))
 
 
 PARSERS: Mapping[str, Made] = {

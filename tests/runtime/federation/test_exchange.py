@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from atoll.plans.federation.records import Contribution, RoundRecord
 from atoll.plans.federation.rounds import FederationRules
 from atoll.runtime.federation.elements import PartElements, TensorPart
-from atoll.runtime.federation.exchange import IslandAddress, IslandExchange
+from atoll.runtime.federation.exchange import FollowingRank, IslandAddress, IslandExchange, contribution_rows
 from atoll.testing.clock import Clock
 from atoll.testing.progress import wait_until
 
@@ -26,50 +27,60 @@ RULES = FederationRules(("a", "b", "c"), fragments=2, stock=4, quorum=1, grace=2
 
 
 class Anchors:
-    """Anchors of a rank that holds everything, in float64."""
+    """Anchors of one rank of several, in float64. Each has an equal share of every parameter, the last the rest."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+        self.rank, self.ranks = rank, ranks
         self.values = {name: np.zeros(size) for sizes in SIZES.values() for name, size in sizes.items()}
         self.versions = dict.fromkeys(SIZES, -1)
 
     def parts(self, fragment: int) -> Sequence[TensorPart]:
-        return [TensorPart(name, 0, size) for name, size in SIZES[fragment].items()]
+        return [
+            TensorPart(name, size * self.rank // self.ranks, size * (self.rank + 1) // self.ranks)
+            for name, size in SIZES[fragment].items()
+        ]
 
     def version(self, fragment: int) -> int:
         return self.versions[fragment]
 
     def step(self, fragment: int, version: int, averaged: Sequence[tuple[Contribution, PartElements]]) -> None:
         total = sum(each.tokens for each, _ in averaged)
-        for name in SIZES[fragment]:
-            mean = np.zeros_like(self.values[name])
+        for own in self.parts(fragment):
+            mean = np.zeros_like(self.values[own.name])
             for each, elements in averaged:
                 for part, held in elements.items():
-                    if part.name == name:
+                    if part.name == own.name:
                         mean[part.start : part.stop] += each.tokens / total * np.frombuffer(held)
-            self.values[name] -= RATE * mean
+            self.values[own.name][own.start : own.stop] -= RATE * mean[own.start : own.stop]
         self.versions[fragment] = version
 
     def show(self, fragment: int) -> PartElements:
-        return {part: memoryview(self.values[part.name].tobytes()) for part in self.parts(fragment)}
+        parts = self.parts(fragment)
+        return {part: memoryview(self.values[part.name][part.start : part.stop].tobytes()) for part in parts}
 
     def take(self, fragment: int, version: int, elements: PartElements) -> None:
-        for part, held in elements.items():
-            self.values[part.name][part.start : part.stop] = np.frombuffer(held)
+        for own in self.parts(fragment) if elements else ():
+            whole = np.zeros_like(self.values[own.name])
+            for part, held in elements.items():
+                if part.name == own.name:
+                    whole[part.start : part.stop] = np.frombuffer(held)
+            self.values[own.name][own.start : own.stop] = whole[own.start : own.stop]
         self.versions[fragment] = version
 
 
 @dataclass
 class Island:
-    """An island of a test: what it trains is drawn from its name and the round."""
+    """An island of a test: what it trains is drawn from its name and the round. anchors: of each rank."""
 
     name: str
-    folder: Path
     exchange: IslandExchange
-    anchors: Anchors
+    followers: Sequence[FollowingRank]
+    anchors: Sequence[Anchors]
 
     def train(self, *, cuts: int = 1) -> None:
-        """Contribute to the round, if it may. cuts: parts into which this island divides what it sends."""
+        """Contribute to the round, if it may. cuts: parts into which a rank divides what it sends of a parameter."""
         exchange = self.exchange
+        ranks = [exchange.exchange, *(each.exchange for each in self.followers)]
         with exchange.lock:
             own = exchange.notice
             fragment = RULES.turn(own) % RULES.fragments
@@ -77,7 +88,16 @@ class Island:
             if not exchange.is_member or own.anchors != own.round or has:
                 return
             flows = gradient(self.name, fragment, own.round)
-            exchange.contribute(fragment, elements(flows, cuts), tokens=tokens(self.name), used=1)
+            shares = [elements(flows, held.parts(fragment), cuts) for held in self.anchors]
+            rows = [rank.offer(share) for rank, share in zip(ranks, shares, strict=True)]
+            manifest = contribution_rows(rows)
+            for rank in ranks:
+                rank.hold(manifest)
+            exchange.contribute(fragment, manifest, tokens=tokens(self.name), used=1)
+
+    def close(self) -> None:
+        for each in (*self.followers, self.exchange):
+            each.close()
 
 
 def tokens(name: str) -> int:
@@ -89,12 +109,13 @@ def gradient(name: str, fragment: int, round_number: int) -> Mapping[str, np.nda
     return {each: draw.normal(size=size) for each, size in SIZES[fragment].items()}
 
 
-def elements(flows: Mapping[str, np.ndarray], cuts: int) -> PartElements:
+def elements(flows: Mapping[str, np.ndarray], own: Sequence[TensorPart], cuts: int) -> PartElements:
     found = {}
-    for name, flow in flows.items():
-        edges = np.linspace(0, len(flow), cuts + 1).astype(int)
+    for part in own:
+        edges = np.linspace(part.start, part.stop, cuts + 1).astype(int)
         for start, stop in pairwise(edges):
-            found[TensorPart(name, int(start), int(stop))] = memoryview(flow[start:stop].tobytes())
+            if start < stop:
+                found[TensorPart(part.name, int(start), int(stop))] = memoryview(flows[part.name][start:stop].tobytes())
     return found
 
 
@@ -124,44 +145,54 @@ class Islands:
         for each in held:
             each.close()
 
-    def start(self, name: str, *, at: RoundRecord | None = None, anchors: Anchors | None = None) -> Island:
-        anchors = anchors or Anchors()
+    def start(self, name: str, *, ranks: int = 1) -> Island:
+        anchors = [Anchors(rank, ranks) for rank in range(ranks)]
         addresses = {each: IslandAddress("127.0.0.1", port) for each, port in self.ports.items()}
         exchange = IslandExchange(
             name,
-            anchors,
+            anchors[0],
             RULES,
             run="ab",
             secret=SECRET,
             own=addresses.pop(name),
             others=addresses,
             folder=self.folder / name,
-            at=at,
             stock=4,
-            poll=0.02,
+            poll=0.05,
             clock=self.clock,
         )
-        self.islands[name] = Island(name, self.folder / name, exchange.start(), anchors)
+        followers = [
+            FollowingRank(
+                held, rank=rank, fragments=2, host="127.0.0.1", first=exchange.address, secret=SECRET, poll=0.05
+            ).start()
+            for rank, held in enumerate(anchors)
+            if rank
+        ]
+        exchange.start([each.address for each in followers])
+        self.islands[name] = Island(name, exchange, followers, anchors)
         return self.islands[name]
 
     def stop(self, name: str) -> None:
         island = self.islands.pop(name)
         self.note(island)
-        island.exchange.close()
+        island.close()
 
     def note(self, island: Island) -> None:
-        for record in island.exchange.records():
+        for record in island.exchange.exchange.records():
             assert self.records.setdefault(record.round, record) == record
 
-    def train_until(self, rounds: int) -> None:
-        """Train until every island that is up has the anchors of so many rounds."""
+    def train_until(self, rounds: int, *, seconds: float = 0.0) -> None:
+        """Train until every island that is up has the anchors of so many rounds.
+
+        seconds: that each turn takes; if none, everybody waits for the islands that were heard.
+        """
 
         def turn() -> bool:
             for at, island in enumerate(self.islands.values()):
                 island.train(cuts=1 + at)
                 island.exchange.wait(lambda: False, 0.005)
                 self.note(island)
-            self.clock.advance(0.01)  # as fast as the test itself goes on
+            self.clock.advance(seconds)
             return all(each.exchange.notice.anchors >= rounds for each in self.islands.values())
 
         wait_until(turn)
@@ -170,13 +201,29 @@ class Islands:
         """Anchors are bitwise equal on islands that are of the same record, and those of one process."""
         of: dict[int, list[bytes]] = {}
         for island in self.islands.values():
-            with island.exchange.lock:
-                at = island.exchange.notice.anchors
-                values = {name: value.copy() for name, value in island.anchors.values.items()}
+            at, values = self.snapshot(island)
             of.setdefault(at, []).append(b"".join(value.tobytes() for value in values.values()))
             for name, value in replayed(self.records, at - 1).items():
                 np.testing.assert_allclose(values[name], value, atol=1e-12)
         assert all(len(set(each)) == 1 for each in of.values())
+
+    def snapshot(self, island: Island) -> tuple[int, Mapping[str, np.ndarray]]:
+        """Rounds, and anchors after them, of a moment in which all ranks are equally far."""
+        ranks = [island.exchange.exchange, *(each.exchange for each in island.followers)]
+        found: list[tuple[int, Mapping[str, np.ndarray]]] = []
+
+        def look() -> bool:
+            with ExitStack() as locks:
+                for rank in ranks:
+                    locks.enter_context(rank.lock)
+                if len({rank.answer.anchors for rank in ranks}) == 1:
+                    values = {name: sum(each.values[name] for each in island.anchors) for name in replayed({}, -1)}
+                    found.append((ranks[0].answer.anchors, values))
+            self.note(island)
+            return bool(found)
+
+        wait_until(look)
+        return found[0]
 
 
 @pytest.fixture
@@ -188,8 +235,8 @@ def islands(tmp_path: Path) -> Iterator[Islands]:
 
 
 def test_islands_average_by_tokens_and_hold_the_same_bits(islands: Islands) -> None:
-    for name in "abc":
-        islands.start(name)
+    for ranks, name in enumerate("abc", start=1):
+        islands.start(name, ranks=ranks)
     islands.train_until(5)
     islands.check()
     record = islands.records[4]
@@ -204,12 +251,14 @@ def test_an_island_that_is_lost_is_not_missed_and_comes_back(islands: Islands) -
     islands.stop("a")  # the first member, which proposes
     islands.clock.advance(10.0)
     before = max(islands.records)
-    islands.train_until(before + 6)
-    assert [each.island for each in islands.records[before + 5].contributions] == ["b", "c"]
+    islands.train_until(before + 4, seconds=0.02)  # both may try to decide, so one has to give way
+    before = max(islands.records)
+    islands.train_until(before + 3)
+    assert [each.island for each in islands.records[before + 2].contributions] == ["b", "c"]
     # Its process has no anchors of its own: it takes those of the others over, and takes part again.
-    back = islands.start("a")
+    back = islands.start("a", ranks=2)  # with another division of its anchors, too
     wait_until(lambda: back.exchange.notice.anchors == back.exchange.notice.round > before)
-    islands.train_until(max(islands.records) + 5)
+    islands.train_until(max(islands.records) + 4)
     islands.check()
     assert [each.island for each in islands.records[max(islands.records) - 1].contributions] == ["a", "b", "c"]
 
@@ -227,7 +276,7 @@ def test_an_island_of_another_run_is_not_heard(islands: Islands) -> None:
         own=addresses.pop("c"),
         others=addresses,
         folder=islands.folder / "c",
-        poll=0.02,
+        poll=0.05,
     ).start()
     a = islands.islands["a"].exchange
     wait_until(lambda: "c" in a.refused and {"a", "b"} <= stranger.refused.keys())
@@ -260,10 +309,10 @@ def test_an_error_of_a_thread_is_raised_where_training_waits(islands: Islands) -
     def fail(*_: object) -> None:
         raise MemoryError("of a test")
 
-    island.anchors.step = fail  # type: ignore[method-assign]
+    island.anchors[0].step = fail  # type: ignore[method-assign]
     with pytest.raises(MemoryError, match="of a test"):
         islands.train_until(2)
-    islands.islands.pop("c").exchange.close()
+    islands.islands.pop("c").close()
     # The others do not notice, but for what is missing.
     islands.clock.advance(10.0)
-    islands.train_until(4)
+    islands.train_until(3, seconds=0.02)

@@ -169,24 +169,24 @@ class Notice:
 
 def parse_notice(content: object) -> Notice:
     """Return the notice of a JSON document. Raises ValueError with the field that is not as `Notice` says."""
-    fields = _Fields(content, "notice", Notice.__slots__)
+    fields = Fields(content, "notice", Notice.__slots__)
     notice = Notice(
-        island=fields.read("island", _name),
-        life=fields.read("life", _digest),
-        run=fields.read("run", _digest),
-        beat=fields.read("beat", _count),
-        round=fields.read("round", _count),
-        chain=fields.read("chain", _digest),
-        records=fields.read("records", _tuple_of(_record)),
-        at=fields.read("at", _or_none(_record)),
+        island=fields.read("island", read_name),
+        life=fields.read("life", read_digest),
+        run=fields.read("run", read_digest),
+        beat=fields.read("beat", read_count),
+        round=fields.read("round", read_count),
+        chain=fields.read("chain", read_digest),
+        records=fields.read("records", read_tuple(read_record)),
+        at=fields.read("at", read_optional(read_record)),
         wish=fields.read("wish", Wish),
-        contributions=fields.read("contributions", _tuple_of(_contribution)),
-        holds=frozenset(fields.read("holds", _tuple_of(_digest))),
-        stock=fields.read("stock", _count),
+        contributions=fields.read("contributions", read_tuple(read_contribution)),
+        holds=frozenset(fields.read("holds", read_tuple(read_digest))),
+        stock=fields.read("stock", read_count),
         promised=fields.read("promised", _ballot),
         trying=fields.read("trying", _ballot),
-        proposal=fields.read("proposal", _or_none(_record)),
-        accepted=fields.read("accepted", _or_none(_vote)),
+        proposal=fields.read("proposal", read_optional(read_record)),
+        accepted=fields.read("accepted", read_optional(_vote)),
     )
     numbers = [record.round for record in notice.records]
     if numbers != list(range(notice.round - len(numbers), notice.round)) or (notice.round and not numbers):
@@ -206,7 +206,7 @@ def parse_notice(content: object) -> Notice:
     return notice
 
 
-class _Fields:
+class Fields:
     """Fields of a JSON object: all of them, and no others."""
 
     def __init__(self, content: object, what: str, names: Sequence[str]) -> None:
@@ -216,20 +216,23 @@ class _Fields:
         self._what = what
 
     def read(self, name: str, kind: Callable[[Any], _T]) -> _T:
+        """Return the value of a field. Raises ValueError with its name."""
         try:
             return kind(self._content[name])
         except (ValueError, TypeError) as error:
             raise ValueError(f"{self._what}.{name}: {error}") from None
 
 
-def _count(value: object) -> int:
+def read_count(value: object) -> int:
+    """Return a count. Raises ValueError for anything else, as all that read fields."""
     if type(value) is not int or not 0 <= value <= _LARGEST:
         raise ValueError(f"expected a count, found {value!r:.40}")
     return value
 
 
-def _base(value: object) -> int:
-    return -1 if type(value) is int and value == -1 else _count(value)
+def read_base(value: object) -> int:
+    """Return a round, or -1."""
+    return -1 if type(value) is int and value == -1 else read_count(value)
 
 
 def _text(pattern: re.Pattern[str]) -> Callable[[object], str]:
@@ -241,14 +244,17 @@ def _text(pattern: re.Pattern[str]) -> Callable[[object], str]:
     return read
 
 
-_name, _digest = _text(_NAME), _text(_DIGEST)
+read_name, read_digest = _text(_NAME), _text(_DIGEST)
 
 
-def _or_none(kind: Callable[[Any], _T]) -> Callable[[object], _T | None]:
+def read_optional(kind: Callable[[Any], _T]) -> Callable[[object], _T | None]:
+    """Return what reads None, or a value of a kind."""
     return lambda value: None if value is None else kind(value)
 
 
-def _tuple_of(kind: Callable[[Any], _T]) -> Callable[[object], tuple[_T, ...]]:
+def read_tuple(kind: Callable[[Any], _T]) -> Callable[[object], tuple[_T, ...]]:
+    """Return what reads a list of values of a kind."""
+
     def read(value: object) -> tuple[_T, ...]:
         if not isinstance(value, list):
             raise ValueError(f"expected a list, found {type(value).__name__}")
@@ -265,21 +271,21 @@ def _values(value: object, count: int) -> list[Any]:
 
 def _ballot(value: object) -> Ballot:
     count, island = _values(value, 2)
-    return Ballot(_count(count), _name(island) if island else "")
+    return Ballot(read_count(count), read_name(island) if island else "")
 
 
 def _member(value: object) -> Member:
     island, life = _values(value, 2)
-    return Member(_name(island), _digest(life))
+    return Member(read_name(island), read_digest(life))
 
 
 def _vote(value: object) -> tuple[Ballot, RoundRecord]:
     ballot, record = _values(value, 2)
-    return _ballot(ballot), _record(record)
+    return _ballot(ballot), read_record(record)
 
 
 def _range(value: object) -> LotRange:
-    start, stop = map(_count, _values(value, 2))
+    start, stop = map(read_count, _values(value, 2))
     if start >= stop:
         raise ValueError(f"lots {start} to {stop}")
     return LotRange(start, stop)
@@ -287,15 +293,15 @@ def _range(value: object) -> LotRange:
 
 def _held(value: object) -> LotsHeld:
     island, counted, ranges = _values(value, 3)
-    return LotsHeld(_name(island), _count(counted), _tuple_of(_range)(ranges))
+    return LotsHeld(read_name(island), read_count(counted), read_tuple(_range)(ranges))
 
 
 def _lots(value: object) -> Lots:
-    fields = _Fields(value, "lots", Lots.__slots__)
+    fields = Fields(value, "lots", Lots.__slots__)
     lots = Lots(
-        fresh=fields.read("fresh", _count),
-        returned=fields.read("returned", _tuple_of(_range)),
-        held=fields.read("held", _tuple_of(_held)),
+        fresh=fields.read("fresh", read_count),
+        returned=fields.read("returned", read_tuple(_range)),
+        held=fields.read("held", read_tuple(_held)),
     )
     known = sorted([*lots.returned, *(each for one in lots.held for each in one.ranges)])
     if any(one.stop > two.start for one, two in pairwise(known)):
@@ -305,29 +311,31 @@ def _lots(value: object) -> Lots:
     return lots
 
 
-def _contribution(value: object) -> Contribution:
-    fields = _Fields(value, "contribution", Contribution.__slots__)
+def read_contribution(value: object) -> Contribution:
+    """Return a contribution."""
+    fields = Fields(value, "contribution", Contribution.__slots__)
     return Contribution(
-        island=fields.read("island", _name),
-        fragment=fields.read("fragment", _count),
-        base=fields.read("base", _base),
-        tokens=fields.read("tokens", _count),
-        used=fields.read("used", _count),
-        digest=fields.read("digest", _digest),
+        island=fields.read("island", read_name),
+        fragment=fields.read("fragment", read_count),
+        base=fields.read("base", read_base),
+        tokens=fields.read("tokens", read_count),
+        used=fields.read("used", read_count),
+        digest=fields.read("digest", read_digest),
     )
 
 
-def _record(value: object) -> RoundRecord:
-    fields = _Fields(value, "record", RoundRecord.__slots__)
+def read_record(value: object) -> RoundRecord:
+    """Return the record of a round."""
+    fields = Fields(value, "record", RoundRecord.__slots__)
     record = RoundRecord(
-        round=fields.read("round", _count),
-        before=fields.read("before", _digest),
-        contributions=fields.read("contributions", _tuple_of(_contribution)),
-        members=fields.read("members", _tuple_of(_member)),
-        turn=fields.read("turn", _count),
-        bases=fields.read("bases", _tuple_of(_base)),
+        round=fields.read("round", read_count),
+        before=fields.read("before", read_digest),
+        contributions=fields.read("contributions", read_tuple(read_contribution)),
+        members=fields.read("members", read_tuple(_member)),
+        turn=fields.read("turn", read_count),
+        bases=fields.read("bases", read_tuple(read_base)),
         lots=fields.read("lots", _lots),
-        restored=fields.read("restored", _or_none(_count)),
+        restored=fields.read("restored", read_optional(read_count)),
     )
     if not 0 < len({each.island for each in record.members}) == len(record.members) <= MOST_MEMBERS:
         raise ValueError(f"record of round {record.round}: members {record.members!r:.80}")

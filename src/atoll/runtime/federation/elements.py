@@ -46,15 +46,20 @@ class Holdings(Protocol):
 
 
 class ElementName(NamedTuple):
-    """SHA-256 of elements, by which they are read, and their bytes."""
+    """SHA-256 of elements, by which they are read, their bytes, and the rank of the island that made them."""
 
     digest: str
     nbytes: int
+    rank: int = 0
 
 
-def manifest_of(elements: PartElements) -> bytes:
-    """Return the names of elements: the content by which a contribution is named."""
-    rows = [[*part, hashlib.sha256(held).hexdigest(), held.nbytes] for part, held in sorted(elements.items())]
+def names_of_elements(elements: PartElements, rank: int = 0) -> list[list[object]]:
+    """Return the rows of a manifest that one rank gives."""
+    return [[*part, hashlib.sha256(held).hexdigest(), held.nbytes, rank] for part, held in sorted(elements.items())]
+
+
+def manifest_of(rows: Sequence[Sequence[object]]) -> bytes:
+    """Return the manifest of rows of all ranks: the content by whose digest a contribution is named."""
     return json.dumps(rows).encode()
 
 
@@ -66,11 +71,27 @@ def read_manifest(content: bytes) -> dict[TensorPart, ElementName]:
         raise ValueError("a manifest that is no list")
     for row in rows:
         match row:
-            case [str(name), int(start), int(stop), str(digest), int(nbytes)] if 0 <= start < stop and nbytes >= 0:
-                found[TensorPart(name, start, stop)] = ElementName(digest, nbytes)
+            case [str(name), int(start), int(stop), str(digest), int(nbytes), int(rank)] if 0 <= start < stop:
+                if nbytes < 0 or rank < 0:
+                    raise ValueError(f"a manifest with {row!r:.80}")
+                found[TensorPart(name, start, stop)] = ElementName(digest, nbytes, rank)
             case _:
                 raise ValueError(f"a manifest with {row!r:.80}")
     return found
+
+
+def check_covered(own: Sequence[TensorPart], others: Iterable[TensorPart]) -> None:
+    """Raise ValueError unless parts of others have every element of a rank's own parts."""
+    by_name: dict[str, list[TensorPart]] = {}
+    for part in sorted(others):
+        by_name.setdefault(part.name, []).append(part)
+    for part in own:
+        at = part.start
+        for each in by_name.get(part.name, ()):
+            if each.start <= at:
+                at = max(at, each.stop)
+        if at < part.stop:
+            raise ValueError(f"it does not have elements {at} to {part.stop - 1} of {part.name}")
 
 
 def is_part_of(part: TensorPart, own: Sequence[TensorPart]) -> bool:
@@ -99,7 +120,7 @@ class Shelf:
                 if known != version:
                     elements = self._holdings.show(fragment)
                     self._hide(read_manifest(manifest).values())
-                    manifest = manifest_of(elements)
+                    manifest = manifest_of(names_of_elements(elements))
                     self._show(read_manifest(manifest), elements)
                     self._anchors[fragment] = version, manifest
             shown = self._anchors.items()

@@ -1,17 +1,14 @@
-"""The exchange of an island with the others: one thread decides, one fetches, one for each other island reads.
+"""The exchange of an island with the others: what the rank that decides does, beside what every rank does.
 
-An island shows at its address
+It shows at its address, which the others know, beside what every rank shows (`atoll.runtime.federation.rank`)
 
     /notice        what it knows, wants and votes for (`atoll.plans.federation.records.Notice`)
-    /anchors       of each fragment: the round that set it, and the names of its elements
-    /elements/X    elements with SHA-256 X: of its own contributions, of those that it holds, of its anchors
+    /ranks         the addresses of all ranks of the island
+    /orders        what the island's ranks do next (`atoll.plans.federation.orders.Orders`)
 
-and reads the same of the others. The training thread calls `contribute`, `wait` and `leave`; no island keeps it waiting
-for longer than it asks to.
-
-[Note: who steps the anchors] The fetching thread alone, and `_at` says of which record they are: by the next record,
-once all that it averages is here; or by taking over the anchors of another island, fragment by fragment, in which time
-they are of none. The training thread reads them under `lock`.
+and reads the first two of the others, and the answers of its island's ranks. One thread decides, one fetches, one reads
+each other island, and one each other rank. The training thread calls `contribute`, `wait` and `leave`; no island keeps
+it waiting for longer than it asks to.
 
 [Note: what is on the disk] The notice, whenever anything in it changes that others rely on, before they can read it.
 Beats alone are not written; a restart continues with a number that no beat before it can have reached.
@@ -19,33 +16,30 @@ Beats alone are not written; a restart continues with a number that no beat befo
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import logging
 import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from atoll.base import digests
+from atoll.plans.federation.orders import (
+    ElementSource,
+    Orders,
+    RankAnswer,
+    island_answer,
+    parse_answer,
+    parse_orders,
+    parse_ranks,
+)
 from atoll.plans.federation.records import Contribution, Notice, RoundRecord, Wish, parse_notice
 from atoll.plans.federation.rounds import FederationRules, advance, begin, hear, wanted
-from atoll.runtime.federation.elements import (
-    ElementName,
-    Holdings,
-    PartElements,
-    Shelf,
-    is_part_of,
-    manifest_of,
-    read_manifest,
-)
+from atoll.runtime.federation.elements import Holdings, manifest_of
 from atoll.runtime.federation.http import Peer, PeerError, Showcase
-
-logger = logging.getLogger("atoll.federation")
+from atoll.runtime.federation.rank import ElementExchange, logger
 
 POLL_SECONDS = 0.2
 """Seconds between two reads of another island's notice."""
@@ -57,17 +51,113 @@ NOTICE = "notice.json"
 
 @dataclass(frozen=True, slots=True)
 class IslandAddress:
-    """Where an island shows what it has."""
+    """Where an island, or a rank of it, shows what it has."""
 
     host: str
     port: int
 
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+class Loops:
+    """Threads that do something again and again until they are ended. error: the first that one of them raised."""
+
+    def __init__(self, poll: float, told: threading.Condition) -> None:
+        self.error: BaseException | None = None
+        self._poll, self._told = poll, told
+        self._ends = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, turn: Callable[[], None]) -> None:
+        """Start a thread."""
+        thread = threading.Thread(target=self._guard, args=(turn,), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def end(self) -> None:
+        """End the threads, after what they are doing."""
+        self._ends.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _guard(self, turn: Callable[[], None]) -> None:
+        while not self._ends.wait(self._poll):
+            try:
+                turn()
+            except Exception as error:
+                with self._told:
+                    self.error = self.error or error
+                    self._told.notify_all()
+                return
+
+
+class FollowingRank:
+    """The exchange of a rank that does not decide. first: the rank of its island that does.
+
+    It shows what it has at any free port of `host`. holdings, at, pace: as of `ElementExchange`.
+    """
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        *,
+        rank: int,
+        fragments: int,
+        host: str,
+        first: IslandAddress,
+        secret: bytes,
+        at: RoundRecord | None = None,
+        pace: float | None = None,
+        poll: float = POLL_SECONDS,
+    ) -> None:
+        self._showcase = Showcase(secret, host)
+        self._first = Peer(secret, first.host, first.port)
+        self.exchange = ElementExchange(
+            holdings,
+            rank=rank,
+            fragments=fragments,
+            showcase=self._showcase,
+            secret=secret,
+            orders=self._orders,
+            at=at,
+            pace=pace,
+        )
+        self._loops = Loops(poll, self.exchange.lock)
+
+    @property
+    def address(self) -> IslandAddress:
+        """Where the rank shows what it has."""
+        return IslandAddress(self._showcase.host, self._showcase.port)
+
+    @property
+    def error(self) -> BaseException | None:
+        """What the thread has raised."""
+        return self._loops.error
+
+    def start(self) -> FollowingRank:
+        """Start the thread."""
+        self._loops.begin(self.exchange.turn)
+        return self
+
+    def close(self) -> None:
+        """End the thread and stop showing."""
+        self._loops.end()
+        self._showcase.close()
+        self._first.close()
+
+    def _orders(self) -> Orders | None:
+        try:
+            return parse_orders(self._first.document("/orders"))
+        except PeerError:
+            return None  # the island's own failure handling ends a run whose first rank is gone
+
 
 class IslandExchange:
-    """The exchange of one island.
+    """The exchange of one island, on the rank that decides.
 
-    name, run: of the notice.  folder: for it.  at: the record that `holdings` are of, None for the initial values.
-    stock: lots that the island wants to have.  pace: bytes a second at which anchors are taken over, at most.
+    name, run: of the notice.  folder: for it.  others: the other islands.  stock: lots that the island wants to have.
+    holdings, at, pace: as of `ElementExchange`.
     """
 
     def __init__(
@@ -87,45 +177,60 @@ class IslandExchange:
         poll: float = POLL_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.rules, self.holdings, self.stock = rules, holdings, stock
-        self.lock = threading.Condition()
-        self.error: BaseException | None = None
+        self.rules, self.stock = rules, stock
         self.refused: dict[str, str] = {}
-        self._secret, self._folder, self._poll, self._clock, self._pace = secret, folder, poll, clock, pace
-        self._others = dict(others)
-        self._readers = {island: Peer(secret, each.host, each.port) for island, each in others.items()}
-        self._inbox: dict[str, Notice] = {}
-        self._at = at
+        self._secret, self._folder, self._clock = secret, folder, clock
+        self._ranks: tuple[IslandAddress, ...] = ()
+        # What was read last: of each other island the notice and its ranks, of each other rank its answer.
+        self._notices: dict[str, Notice] = {}
+        self._places: dict[str, tuple[str, ...]] = {}
+        self._answers: dict[int, RankAnswer] = {}
         self._published: Notice | None = None
-        self._records: list[RoundRecord] = []
-        self._ends = threading.Event()
         notice = self._kept(name, run, at)
-        self._showcase = Showcase(secret, own.host, own.port)
-        self._shelf = Shelf(self._showcase, holdings, fragments=rules.fragments, lock=self.lock)
         self._view = begin(notice, rules, clock())
+        self._showcase = Showcase(secret, own.host, own.port)
+        self._others = tuple(others)
+        self._peers = {island: Peer(secret, each.host, each.port) for island, each in others.items()}
+        self.exchange = ElementExchange(
+            holdings,
+            rank=0,
+            fragments=rules.fragments,
+            showcase=self._showcase,
+            secret=secret,
+            orders=self._orders,
+            at=at,
+            pace=pace,
+        )
+        self.lock = self.exchange.lock
+        self._loops = Loops(poll, self.lock)
         self._publish(notice)
-        self._showcase.documents |= {"/notice": lambda: self.notice.to_json(), "/anchors": self._shelf.anchors}
-        loops = [self._decide, self._fetch, *(self._reader(island) for island in others)]
-        self._threads = [threading.Thread(target=self._guard, args=(loop,), daemon=True) for loop in loops]
+        self._showcase.documents |= {
+            "/notice": lambda: self.notice.to_json(),
+            "/ranks": lambda: [str(each) for each in (self.address, *self._ranks)],
+            "/orders": lambda: self._orders().to_json(),
+        }
 
     @property
     def address(self) -> IslandAddress:
-        """Where the island shows what it has."""
+        """Where the rank shows what it has."""
         return IslandAddress(self._showcase.host, self._showcase.port)
 
-    def start(self) -> IslandExchange:
-        """Start the threads."""
-        for thread in self._threads:
-            thread.start()
+    def start(self, ranks: Sequence[IslandAddress] = ()) -> IslandExchange:
+        """Start the threads. ranks: addresses of the island's other ranks, in order."""
+        self._ranks = tuple(ranks)
+        for at, each in enumerate(self._ranks, start=1):
+            self._loops.begin(self._follower(at, each))
+        for island in self._others:
+            self._loops.begin(self._reader(island))
+        self._loops.begin(self._decide)
+        self._loops.begin(self.exchange.turn)
         return self
 
     def close(self) -> None:
         """End the threads and stop showing."""
-        self._ends.set()
+        self._loops.end()
         self._showcase.close()
-        for thread in self._threads:
-            thread.join()
-        for peer in self._readers.values():
+        for peer in self._peers.values():
             peer.close()
 
     # ---- for the training thread
@@ -136,25 +241,26 @@ class IslandExchange:
         return self._view.own
 
     @property
+    def error(self) -> BaseException | None:
+        """What a thread has raised."""
+        return self._loops.error
+
+    @property
     def is_member(self) -> bool:
         """Return True if the island takes part in the round."""
         own = self.notice
         return own.is_one_of(self.rules.members(own))
 
-    def contribute(self, fragment: int, elements: PartElements, *, tokens: int, used: int) -> Contribution:
-        """Offer an outer gradient. Its elements must not change afterwards."""
+    def contribute(self, fragment: int, manifest: bytes, *, tokens: int, used: int) -> Contribution:
+        """Offer an outer gradient, which every rank of the island holds: see `ElementExchange.offer` and `hold`."""
         with self.lock:
-            own = self.notice
-            manifest = manifest_of(elements)
-            digest = hashlib.sha256(manifest).hexdigest()
+            own, digest = self.notice, hashlib.sha256(manifest).hexdigest()
             base = self.rules.bases(own)[fragment]
             made = Contribution(
                 island=own.island, fragment=fragment, base=base, tokens=tokens, used=used, digest=digest
             )
             others = tuple(each for each in own.contributions if each.fragment != fragment)
-            self._shelf.hold(digest, manifest, elements)
-            own = replace(own, contributions=(*others, made), holds=own.holds | {digest})
-            self._publish(own)
+            self._publish(replace(own, contributions=(*others, made)))
             return made
 
     def leave(self) -> None:
@@ -170,29 +276,34 @@ class IslandExchange:
                 raise self.error
             return found
 
-    def records(self) -> list[RoundRecord]:
-        """Return the records since the last call whose anchors the island has."""
-        with self.lock:
-            found, self._records = self._records, []
-            return found
-
     # ---- the thread that decides
 
     def _decide(self) -> None:
         with self.lock:
-            for island, notice in [*self._inbox.items()]:
+            for island, notice in [*self._notices.items()]:
                 try:
                     self._view = hear(self._view, notice, self._clock())
                     self.refused.pop(island, None)
                 except ValueError as error:
                     self._refuse(island, str(error))
-            before = self.notice
-            own = replace(before, at=self._at, holds=frozenset(self._shelf.held), stock=self.stock)
+            done = island_answer({0: self.exchange.answer, **self._answers}, 1 + len(self._ranks))
+            own = replace(self.notice, at=done.at, holds=frozenset(done.held), stock=self.stock)
             self._view = advance(replace(self._view, own=own), self.rules, self._clock())
             self._publish(self.notice)
-            for digest in set(self._shelf.held) - self.notice.holds:
-                self._shelf.drop(digest)
             self.lock.notify_all()
+
+    def _orders(self) -> Orders:
+        with self.lock:
+            own, others = self.notice, self._view.others
+            missing = wanted(replace(self._view, own=replace(own, holds=frozenset())), self.rules)
+            # What ranks hold and the island does not, since not all of them have it yet, is needed as well.
+            needed = {*own.holds, *(each.digest for each in (*missing, *own.contributions))}
+            sources = tuple(
+                ElementSource(island, self._places[island], tuple(sorted(notice.holds)), anchors=notice.anchors)
+                for island, notice in others.items()
+                if island in self._places
+            )
+            return Orders(own.round, tuple(missing), tuple(sorted(needed)), records=own.records, sources=sources)
 
     def _refuse(self, island: str, why: str) -> None:
         if self.refused.get(island) != why:
@@ -215,134 +326,45 @@ class IslandExchange:
         kept = parse_notice(digests.read_sealed(path))
         if (kept.island, kept.run) != (name, run):
             raise ValueError(f"{path} is of island {kept.island!r} and run {kept.run}, not of {name!r} and {run}")
-        # PartElements were in the memory of a process that has ended, and so were contributions.
+        # Elements were in the memory of a process that has ended, and so were contributions.
         return replace(kept, beat=kept.beat + RESTART_BEATS, at=at, holds=frozenset(), contributions=(), wish=Wish.IN)
 
-    # ---- the threads that read the others
+    # ---- the threads that read
 
     def _reader(self, island: str) -> Callable[[], None]:
-        peer = self._readers[island]
+        """Read an island's notice; silence is what `silent` and `away` of the rules are about."""
+        peer = self._peers[island]
 
         def read() -> None:
             try:
                 notice = parse_notice(peer.document("/notice"))
                 if notice.island != island:
                     raise ValueError(f"{peer} is island {notice.island!r}")
-                self._inbox[island] = notice
+                self._places[island] = parse_ranks(peer.document("/ranks"))
+                self._notices[island] = notice
             except PeerError:
-                pass  # silence is what `silent` and `away` of the rules are about
+                pass
             except ValueError as error:
                 self._refuse(island, str(error))
 
         return read
 
-    # ---- the thread that fetches
+    def _follower(self, at: int, address: IslandAddress) -> Callable[[], None]:
+        peer = Peer(self._secret, address.host, address.port)
+        self._peers[f"rank {at}"] = peer  # closed with the others
 
-    def _fetch(self) -> None:
-        with self.lock:
-            missing = wanted(self._view, self.rules)
-            sources = {each.digest: [*self._sources(each.digest)] for each in missing}
-        for contribution in missing:
-            self._fetch_one(contribution, sources[contribution.digest])
-        self._step()
-        self._heal()
-
-    def _sources(self, digest: str) -> Iterator[str]:
-        for island, notice in self._view.others.items():
-            if digest in notice.holds and island in self._others:
-                yield island
-
-    def _fetch_one(self, contribution: Contribution, islands: Sequence[str]) -> None:
-        own = self.holdings.parts(contribution.fragment)
-        for island in islands:
-            with contextlib.suppress(PeerError, ValueError), self._peer(island) as peer:
-                manifest = peer.content(contribution.digest)
-                names = read_manifest(manifest)
-                found = {part: _fetched(peer, names[part]) for part in names if is_part_of(part, own)}
-                with self.lock:
-                    self._shelf.hold(contribution.digest, manifest, found)
-                return
-
-    def _step(self) -> None:
-        with self.lock:
-            for record in self.notice.records:
-                if record.restored == self._rounds():
-                    for fragment in range(self.rules.fragments):
-                        self.holdings.take(fragment, record.round, {})
-                elif record.round != self._rounds() or not self._has(record):
-                    continue
-                for fragment in {each.fragment for each in record.contributions}:
-                    averaged = [(each, self._shelf.held[each.digest]) for each in record.contributions]
-                    self.holdings.step(fragment, record.round, averaged)
-                self._at = record
-                self._records.append(record)
-            self.lock.notify_all()
-
-    def _rounds(self) -> int:
-        """Rounds that the anchors are after."""
-        return 0 if self._at is None else self._at.round + 1
-
-    def _has(self, record: RoundRecord) -> bool:
-        return record.restored is None and all(each.digest in self._shelf.held for each in record.contributions)
-
-    def _heal(self) -> None:
-        """Take over anchors that are of later rounds than the island's, if nothing here can step to them."""
-        with self.lock:
-            own, others = self.notice, list(self._view.others.values())
-            following = [record for record in own.records if record.round >= self._rounds()]
-            if len(following) == own.round - self._rounds() and all(map(self._has, following)):
-                return
-            bases, last = self.rules.bases(own), own.records[-1]
-        for notice in others:
-            if notice.anchors == own.round and notice.island in self._others:
-                with contextlib.suppress(PeerError, ValueError), self._peer(notice.island, pace=self._pace) as peer:
-                    shown = peer.document("/anchors")
-                    for fragment, base in enumerate(bases):
-                        if self.holdings.version(fragment) != base:
-                            self._take(peer, shown[str(fragment)], fragment, version=base)
-        with self.lock:
-            if all(self.holdings.version(fragment) == base for fragment, base in enumerate(bases)):
-                self._at = last
-                self._records.append(last)
-                self.lock.notify_all()
-
-    def _take(self, peer: Peer, shown: Any, fragment: int, *, version: int) -> None:
-        if shown["version"] != version:
-            return  # that island has gone on; this one learns of it
-        own = self.holdings.parts(fragment)
-        names = read_manifest(shown["parts"].encode())
-        found = {part: _fetched(peer, names[part]) for part in names if is_part_of(part, own)}
-        with self.lock:
-            self._at = None
-            self.holdings.take(fragment, version, found)
-
-    # ---- threads
-
-    @contextlib.contextmanager
-    def _peer(self, island: str, *, pace: float | None = None) -> Iterator[Peer]:
-        address = self._others[island]
-        peer = Peer(self._secret, address.host, address.port, pace=pace)
-        try:
-            yield peer
-        finally:
-            peer.close()
-
-    def _guard(self, turn: Callable[[], None]) -> None:
-        while not self._ends.wait(self._poll):
+        def read() -> None:
             try:
-                turn()
-            except Exception as error:
-                with self.lock:
-                    self.error = self.error or error
-                    self.lock.notify_all()
-                return
+                self._answers[at] = parse_answer(peer.document("/answer"))
+            except PeerError:
+                self._answers.pop(at, None)
+
+        return read
 
 
-def _fetched(peer: Peer, name: ElementName) -> memoryview:
-    into = bytearray(name.nbytes)
-    if peer.elements(name.digest, into) < len(into):
-        raise PeerError(f"{peer} has gone")
-    return memoryview(into)
+def contribution_rows(rows: Sequence[Sequence[Sequence[object]]]) -> bytes:
+    """Return the manifest of a contribution from the rows of all ranks, in order."""
+    return manifest_of([row for each in rows for row in each])
 
 
 def _write(path: Path, content: bytes) -> None:
