@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from socket import create_server
@@ -12,10 +12,13 @@ from socket import create_server
 import numpy as np
 import pytest
 
+from atoll.plans.federation.orders import Orders
 from atoll.plans.federation.records import Contribution, RoundRecord
 from atoll.plans.federation.rounds import FederationRules
 from atoll.runtime.federation.elements import PartElements, TensorPart
 from atoll.runtime.federation.exchange import FollowingRank, IslandAddress, IslandExchange, contribution_rows
+from atoll.runtime.federation.http import Showcase
+from atoll.runtime.federation.rank import ElementExchange
 from atoll.testing.clock import Clock
 from atoll.testing.progress import wait_until
 
@@ -316,3 +319,20 @@ def test_an_error_of_a_thread_is_raised_where_training_waits(islands: Islands) -
     # The others do not notice, but for what is missing.
     islands.clock.advance(10.0)
     islands.train_until(3, seconds=0.02)
+
+
+def test_orders_from_before_a_contribution_do_not_drop_it() -> None:
+    """A rank that follows reads its orders a moment before its island contributes."""
+    orders = [Orders(0, (), (), records=(), sources=())]
+    shown = Showcase(SECRET, "127.0.0.1")
+    rank = ElementExchange(Anchors(), rank=0, fragments=2, showcase=shown, secret=SECRET, orders=lambda: orders[0])
+    share = elements(gradient("a", 0, 0), rank.holdings.parts(0), 1)
+    digest = rank.hold(contribution_rows([rank.offer(share)]))
+    rank.turn()
+    assert rank.answer.held == (digest,)
+    orders[0] = replace(orders[0], needed=(digest,))
+    rank.turn()
+    orders[0] = replace(orders[0], needed=())
+    rank.turn()
+    assert rank.answer.held == ()
+    shown.close()

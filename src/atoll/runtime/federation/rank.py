@@ -72,6 +72,8 @@ class ElementExchange:
         self._refused: set[str] = set()
         # What this rank gives to a contribution, until the contribution has a name.
         self._offered: PartElements = {}
+        # Digests of what was held here and no orders have named yet: those at hand may be older.
+        self._new: set[str] = set()
         showcase.documents |= {"/answer": lambda: self.answer.to_json(), "/anchors": self.shelf.anchors}
 
     # ---- for the training thread
@@ -86,6 +88,7 @@ class ElementExchange:
         digest = hashlib.sha256(manifest).hexdigest()
         with self.lock:
             self.shelf.hold(digest, manifest, self._offered)
+            self._new.add(digest)
             self._offered = {}
         return digest
 
@@ -109,7 +112,8 @@ class ElementExchange:
         if orders is None:
             return
         with self.lock:
-            for digest in set(self.shelf.held) - set(orders.needed):
+            self._new -= set(orders.needed)
+            for digest in set(self.shelf.held) - set(orders.needed) - self._new:
                 self.shelf.drop(digest)
         with self._peers() as reach:
             for contribution in orders.wanted:
