@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
-from socket import create_server
 
 import numpy as np
 import pytest
@@ -143,10 +143,12 @@ class Islands:
         self.islands: dict[str, Island] = {}
         self.records: dict[int, RoundRecord] = {}
         self.clock = Clock()
-        held = [create_server(("127.0.0.1", 0)) for _ in "abc"]
-        self.ports = {name: each.getsockname()[1] for name, each in zip("abc", held, strict=True)}
-        for each in held:
-            each.close()
+        # Bound and not listening: islands can listen there, and nobody else gets these ports meanwhile.
+        self.held = [socket.socket() for _ in "abc"]
+        for each in self.held:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            each.bind(("127.0.0.1", 0))
+        self.ports = {name: each.getsockname()[1] for name, each in zip("abc", self.held, strict=True)}
 
     def start(self, name: str, *, ranks: int = 1) -> Island:
         anchors = [Anchors(rank, ranks) for rank in range(ranks)]
@@ -190,7 +192,11 @@ class Islands:
         seconds: that each turn takes; if none, everybody waits for the islands that were heard.
         """
 
+        turns = count()
+
         def turn() -> bool:
+            # Islands that wait for each other read each other all the time, which is progress to `wait_until`.
+            assert next(turns) < 10_000, {name: each.exchange.notice for name, each in self.islands.items()}
             for at, island in enumerate(self.islands.values()):
                 island.train(cuts=1 + at)
                 island.exchange.wait(lambda: False, 0.005)
@@ -235,6 +241,8 @@ def islands(tmp_path: Path) -> Iterator[Islands]:
     yield made
     for name in [*made.islands]:
         made.stop(name)
+    for each in made.held:
+        each.close()
 
 
 def test_islands_average_by_tokens_and_hold_the_same_bits(islands: Islands) -> None:
