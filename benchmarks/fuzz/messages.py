@@ -82,7 +82,7 @@ def _notices(folder: Path) -> Parser:
 
 
 def _manifests(folder: Path) -> Parser:
-    """What elements of contributions and anchors are called."""
+    """Manifests: names and digests of the elements of contributions and anchors."""
     held = {TensorPart("layers.0.weight", at, at + 2): memoryview(bytes(8)) for at in range(3)}
     return Parser([manifest_of(names_of_elements(held))], read_manifest, refuses=(ValueError,))
 

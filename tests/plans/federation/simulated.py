@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from atoll.plans.federation.lots import lot_numbers
+from atoll.plans.federation.lots import LotRange
 from atoll.plans.federation.records import Contribution, Notice, RoundRecord, Wish, parse_notice
 from atoll.plans.federation.rounds import (
     KEPT_RECORDS,
@@ -19,6 +19,12 @@ from atoll.plans.federation.rounds import (
 )
 
 LOT_TOKENS = 10
+
+
+def lot_numbers(runs: Iterable[LotRange]) -> Iterator[int]:
+    """Yield the number of each lot, in order."""
+    for run in runs:
+        yield from range(run.start, run.stop)
 
 
 @dataclass

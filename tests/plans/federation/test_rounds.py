@@ -9,10 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from atoll.plans.federation.lots import lot_numbers
-from atoll.plans.federation.records import Ballot, Contribution, Member, Notice, Wish, parse_notice
+from atoll.plans.federation.records import Ballot, Member, Notice, Wish, parse_notice
 from atoll.plans.federation.rounds import FederationRules, begin, decides, hear
-from tests.plans.federation.simulated import Federation
+from tests.plans.federation.simulated import Federation, lot_numbers
 
 RULES = FederationRules(founders=("a", "b", "c"), fragments=2, stock=3, quorum=1, grace=5.0, silent=4.0, away=20.0)
 EVENTS = (
@@ -304,7 +303,6 @@ def test_two_majorities_share_a_member(count: int, data: st.DataObject) -> None:
 
 def test_a_ballot_is_of_one_island() -> None:
     assert Ballot() < Ballot(1, "a") < Ballot(1, "b") < Ballot(2, "a")
-    assert Contribution("a", 0, -1, 1, 1, digest="1") != Contribution("b", 0, -1, 1, 1, digest="1")
 
 
 def leads(federation: Federation, names: str) -> None:

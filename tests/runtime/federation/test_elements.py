@@ -13,6 +13,7 @@ from atoll.runtime.federation.elements import (
     is_part_of,
     manifest_of,
     names_of_elements,
+    read_anchors,
     read_manifest,
 )
 
@@ -58,3 +59,13 @@ def test_parts_that_touch_do_not_overlap() -> None:
     assert not is_part_of(TensorPart("w", 4, 6), own)
     assert not is_part_of(TensorPart("w", 0, 2), own)
     assert not is_part_of(TensorPart("v", 2, 4), own)
+
+
+@pytest.mark.parametrize(
+    "shown", [{}, [], [[0, "[]"]], [[0, "[]"], [1]], [[0, "[]"], ["1", "[]"]], [[0, "[]"], [1, "{}"]]]
+)
+def test_what_is_no_anchors_is_refused(shown: object) -> None:
+    """A peer with the secret must not end the thread that reads it."""
+    assert read_anchors([[0, "[]"], [-1, "[]"]], 2) == [(0, {}), (-1, {})]
+    with pytest.raises(ValueError, match=r"anchors|a manifest"):
+        read_anchors(shown, 2)

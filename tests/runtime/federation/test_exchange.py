@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +15,8 @@ import pytest
 from atoll.plans.federation.orders import Orders
 from atoll.plans.federation.records import Contribution, RoundRecord
 from atoll.plans.federation.rounds import FederationRules
-from atoll.runtime.federation.elements import PartElements, TensorPart
-from atoll.runtime.federation.exchange import FollowingRank, IslandAddress, IslandExchange, contribution_rows
+from atoll.runtime.federation.elements import PartElements, TensorPart, manifest_of
+from atoll.runtime.federation.exchange import FollowingRank, IslandAddress, IslandExchange
 from atoll.runtime.federation.http import Showcase
 from atoll.runtime.federation.rank import ElementExchange
 from atoll.testing.clock import Clock
@@ -93,7 +93,7 @@ class Island:
             flows = gradient(self.name, fragment, own.round)
             shares = [elements(flows, held.parts(fragment), cuts) for held in self.anchors]
             rows = [rank.offer(share) for rank, share in zip(ranks, shares, strict=True)]
-            manifest = contribution_rows(rows)
+            manifest = manifest_of([*chain(*rows)])
             for rank in ranks:
                 rank.hold(manifest)
             exchange.contribute(fragment, manifest, tokens=tokens(self.name), used=1)
@@ -335,7 +335,7 @@ def test_orders_from_before_a_contribution_do_not_drop_it() -> None:
     shown = Showcase(SECRET, "127.0.0.1")
     rank = ElementExchange(Anchors(), rank=0, fragments=2, showcase=shown, secret=SECRET, orders=lambda: orders[0])
     share = elements(gradient("a", 0, 0), rank.holdings.parts(0), 1)
-    digest = rank.hold(contribution_rows([rank.offer(share)]))
+    digest = rank.hold(manifest_of(rank.offer(share)))
     rank.turn()
     assert rank.answer.held == (digest,)
     orders[0] = replace(orders[0], needed=(digest,))

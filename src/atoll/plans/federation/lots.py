@@ -1,14 +1,13 @@
-"""Who reads which part of the data, where islands come and go.
+"""Division of the data among islands that come and go.
 
-The order of samples is that of the seed, as in any run. It is cut into *lots* of equal
-size, numbered from 0.
-Records of rounds grant lots to islands, so that no two islands read the same, and lots that are lost with an island are
-granted again, so that none is left out.
+The seed fixes the order of samples, as in any run. It is cut into *lots* of equal size, numbered from 0. Records of
+rounds grant lots to islands, so no two islands read the same samples. Lots that are lost with an island are granted
+again, so no sample is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ class LotRange(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """Number of lots."""
         return self.stop - self.start
 
 
@@ -46,7 +45,7 @@ class Lots:
     held: tuple[LotsHeld, ...] = ()
 
     def of(self, island: str) -> LotsHeld:
-        """What one island has."""
+        """Return the lots of one island."""
         return next((each for each in self.held if each.island == island), LotsHeld(island, 0, ()))
 
     def counted(self, island: str, used: int) -> Lots:
@@ -112,9 +111,3 @@ def joined_up(runs: Iterable[LotRange]) -> tuple[LotRange, ...]:
         else:
             found.append(run)
     return tuple(found)
-
-
-def lot_numbers(runs: Iterable[LotRange]) -> Iterator[int]:
-    """Yield the number of each lot, in order."""
-    for run in runs:
-        yield from range(run.start, run.stop)

@@ -1,4 +1,4 @@
-"""What the rank that decides tells the other ranks of its island, and what these answer."""
+"""Messages inside an island: orders of the rank that decides to all ranks, and their answers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from atoll.plans.federation.records import (
     read_optional,
     read_record,
     read_tuple,
+    rounds_before,
 )
 
 
@@ -36,7 +37,7 @@ class ElementSource:
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What every rank of an island does next: fetch what is wanted, drop what is not needed, step by the records.
+    """Orders to the ranks of an island: which contributions to fetch and to keep, and the records to step by.
 
     round: the one that is to be decided.  needed: digests of contributions that are kept.  last: the last record.
     """
@@ -60,8 +61,11 @@ class Orders:
 
 @dataclass(frozen=True, slots=True)
 class RankAnswer:
-    """What a rank has done. held: digests of contributions of which it has what it needs.  at: the record that its
-    anchors are of."""
+    """State of one rank.
+
+    held: digests of the contributions whose elements it has, as far as it needs them.  at: the record that its anchors
+    are of, None for the initial values.
+    """
 
     held: tuple[str, ...]
     at: RoundRecord | None
@@ -69,7 +73,7 @@ class RankAnswer:
     @property
     def anchors(self) -> int:
         """Rounds that its anchors are after."""
-        return 0 if self.at is None else self.at.round + 1
+        return rounds_before(self.at)
 
     def to_json(self) -> dict[str, Any]:
         """Return the values of a JSON document, which `parse_answer` reads."""
@@ -118,10 +122,8 @@ def _address(value: object) -> str:
 
 
 def island_answer(answers: Mapping[int, RankAnswer], ranks: int) -> RankAnswer:
-    """Return what all ranks of an island have. answers: by rank, of those that have answered."""
+    """Return the state that all ranks of an island have reached. answers: by rank, of those that have answered."""
     if len(answers) < ranks:
         return RankAnswer((), at=None)
     held = set.intersection(*(set(each.held) for each in answers.values()))
-    return RankAnswer(
-        tuple(sorted(held)), at=min((each for each in answers.values()), key=lambda each: each.anchors).at
-    )
+    return RankAnswer(tuple(sorted(held)), at=min(answers.values(), key=lambda each: each.anchors).at)

@@ -1,4 +1,4 @@
-"""What islands tell each other: contributions, the record of a round, and the notice that each island publishes.
+"""Messages between islands: contributions, records of rounds, and the notice that each island publishes.
 
 All are values of JSON: nothing that another island sends is executed or unpickled. `parse_notice` checks every field.
 """
@@ -51,7 +51,7 @@ NO_BALLOT = Ballot()
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """An island's outer gradient of a fragment, which is `base` less its parameters.
+    """An island's outer gradient of a fragment: the anchors less its parameters.
 
     base: the round that last set the fragment's anchors, -1 for the initial values.  tokens: those that it learned
     from.  used: lots that the island has read since it became a member.  digest: of the elements.
@@ -67,7 +67,7 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
-    """What a round has decided. It is the same on every island.
+    """The decision of a round, equal on every island.
 
     round: from 0.  before: name of the record before, empty for the first.  contributions: those that are averaged, in
     the order of the members; none if the round changes the members alone.  members: islands that decide the next
@@ -97,9 +97,14 @@ class RoundRecord:
         return sum(each.tokens for each in self.contributions)
 
 
+def rounds_before(at: RoundRecord | None) -> int:
+    """Return how many rounds anchors are after. at: the record that they are of, None for the initial values."""
+    return 0 if at is None else at.round + 1
+
+
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What an island publishes, and keeps on its disk before it does.
+    """State of an island, which it writes to its disk and then publishes.
 
     life: differs if the island has lost what it kept.  run: digest of what all islands must have in common.  beat:
     number of the notice.  round: the one that is to be decided.  chain: name of the record before it.  records: the
@@ -130,7 +135,7 @@ class Notice:
     @property
     def anchors(self) -> int:
         """Rounds that the island's anchors are after."""
-        return 0 if self.at is None else self.at.round + 1
+        return rounds_before(self.at)
 
     @property
     def own(self) -> Member:

@@ -37,7 +37,7 @@ than there are members present, or of heirs.
 
 [Note: late contributions] A contribution is valid for one round: the first of its fragment after the anchors that it
 started from were set. If that round does not count it, nothing ever does, so nothing is counted twice. What the island
-has learned is still in its parameters, and, by `late`, in its next contribution.
+has learned is still in its parameters, and so in its next contribution if it keeps them.
 
 Nothing here reads a clock, a socket or a disk: `now` are seconds of one clock of the island.
 """
@@ -48,7 +48,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from atoll.plans.federation.lots import Lots
+from atoll.plans.federation.lots import NO_LOTS, Lots
 from atoll.plans.federation.records import NO_BALLOT, Ballot, Contribution, Member, Notice, RoundRecord, Wish
 
 KEPT_RECORDS = 4
@@ -57,7 +57,7 @@ KEPT_RECORDS = 4
 
 @dataclass(frozen=True, slots=True)
 class FederationRules:
-    """What all islands of a federation have in common.
+    """Rules of a federation, equal on all islands.
 
     founders: islands that decide the first round, by name.  fragments: of the model.  stock: lots that each founder
     has before it.  quorum: contributions that a round needs at least.  grace: seconds that it waits for others once it
@@ -80,7 +80,7 @@ class FederationRules:
         return notice.records[-1].members if notice.records else tuple(Member(each, "") for each in self.founders)
 
     def bases(self, notice: Notice) -> tuple[int, ...]:
-        """Of each fragment, the round before that of a notice that last set its anchors."""
+        """Return, for each fragment, the last round before the notice's that set its anchors."""
         return notice.records[-1].bases if notice.records else (-1,) * self.fragments
 
     def lots(self, notice: Notice) -> Lots:
@@ -88,7 +88,7 @@ class FederationRules:
         return notice.records[-1].lots if notice.records else self._first_lots()
 
     def _first_lots(self) -> Lots:
-        lots = Lots()
+        lots = NO_LOTS
         for each in self.founders:
             lots = lots.granted(each, stock=self.stock)
         return lots
@@ -99,13 +99,19 @@ class FederationRules:
 
     def is_valid(self, contribution: Contribution, notice: Notice) -> bool:
         """Return True if the round of a notice may count a contribution."""
-        fragment = self.turn(notice) % self.fragments
-        return contribution.fragment == fragment and contribution.base == self.bases(notice)[fragment]
+        return contribution.fragment == self.turn(notice) % self.fragments and self.is_open(contribution, notice)
+
+    def is_open(self, contribution: Contribution, notice: Notice) -> bool:
+        """Return True if the round of a notice, or a later one, may count a contribution."""
+        fragment = contribution.fragment
+        return fragment < self.fragments and contribution.base == self.bases(notice)[fragment]
 
 
 @dataclass(frozen=True, slots=True)
 class IslandView:
-    """What an island knows. own: its notice.  others: the last notice of each other island.  heard: when it changed.
+    """Knowledge of one island.
+
+    own: its notice.  others: the last notice of each other island.  heard: when that notice changed.
 
     ready: since when it has held the contributions that the round needs; lost: since when it knows no island that has
     the current anchors; gone: since when it knows none that has what a proposal averages; tried: when it last tried
@@ -124,10 +130,6 @@ class IslandView:
     def notices(self) -> Iterator[Notice]:
         """Every notice, that of the island itself first."""
         return chain((self.own,), self.others.values())
-
-    def contribution(self, digest: str) -> Contribution | None:
-        """The contribution with a digest, if it is in any notice."""
-        return next((each for notice in self.notices for each in _named_in(notice) if each.digest == digest), None)
 
 
 def begin(notice: Notice, rules: FederationRules, now: float) -> IslandView:
@@ -168,7 +170,7 @@ def wanted(view: IslandView, rules: FederationRules) -> list[Contribution]:
     """Return the contributions whose elements the island should read from any island that holds them."""
     own = view.own
     decided = [each for record in own.records if record.round >= own.anchors for each in record.contributions]
-    current = [each for notice in view.notices for each in notice.contributions if _still_counts(each, own, rules)]
+    current = [each for notice in view.notices for each in notice.contributions if rules.is_open(each, own)]
     proposed = [
         each
         for notice in view.notices
@@ -470,11 +472,6 @@ def _can_step(notice: Notice, own: Notice) -> bool:
 
 def _is_heard(view: IslandView, member: Member, rules: FederationRules, now: float) -> bool:
     return now - view.heard.get(member.island, float("-inf")) <= rules.silent
-
-
-def _still_counts(contribution: Contribution, own: Notice, rules: FederationRules) -> bool:
-    fragment = contribution.fragment
-    return fragment < rules.fragments and contribution.base == rules.bases(own)[fragment]
 
 
 def _records_of(notice: Notice) -> Iterator[RoundRecord]:

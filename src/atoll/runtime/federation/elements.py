@@ -1,4 +1,4 @@
-"""PartElements of anchors and contributions: their parts, their names, and what of them a rank shows."""
+"""Elements of anchors and contributions: their parts and names, and those that a rank shows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from atoll.runtime.federation.http import Showcase
 
 
 class TensorPart(NamedTuple):
-    """PartElements `start` to `stop` - 1 of a flattened tensor. name: of the parameter, and of what is of it."""
+    """Elements `start` to `stop` - 1 of a flattened tensor. name: of a parameter, or of a state of it."""
 
     name: str
     start: int
@@ -26,7 +26,7 @@ PartElements = Mapping[TensorPart, memoryview]
 
 
 class Holdings(Protocol):
-    """What a rank holds of anchors. Called by the fetching thread, but for `parts`, with the exchange's lock."""
+    """The anchors of one rank. The fetching thread calls all methods but `parts` with the exchange's lock held."""
 
     def parts(self, fragment: int) -> Sequence[TensorPart]:
         """Return the parts of a fragment that this rank holds."""
@@ -80,6 +80,20 @@ def read_manifest(content: bytes) -> dict[TensorPart, ElementName]:
     return found
 
 
+def read_anchors(content: object, fragments: int) -> list[tuple[int, dict[TensorPart, ElementName]]]:
+    """Return version and names of each fragment, as `Shelf.anchors` shows them. Raises ValueError for anything else."""
+    if not isinstance(content, list) or len(content) != fragments:
+        raise ValueError(f"anchors of another number of fragments than {fragments}")
+    found = []
+    for row in content:
+        match row:
+            case [int(version), str(manifest)]:
+                found.append((version, read_manifest(manifest.encode())))
+            case _:
+                raise ValueError(f"anchors with {row!r:.80}")
+    return found
+
+
 def check_covered(own: Sequence[TensorPart], others: Iterable[TensorPart]) -> None:
     """Raise ValueError unless parts of others have every element of a rank's own parts."""
     by_name: dict[str, list[TensorPart]] = {}
@@ -107,7 +121,7 @@ class Shelf:
         # Digest of a contribution -> its elements that this rank needs. Own ones are there from the beginning.
         self.held: dict[str, PartElements] = {}
         self._manifests: dict[str, bytes] = {}
-        # PartElements are shown once, however many contributions and fragments have the same.
+        # Elements are shown once, however many contributions and fragments have the same.
         self._counts: Counter[str] = Counter()
         self._anchors: dict[int, tuple[int, bytes]] = {}
 
@@ -123,11 +137,8 @@ class Shelf:
                     manifest = manifest_of(names_of_elements(elements))
                     self._show(read_manifest(manifest), elements)
                     self._anchors[fragment] = version, manifest
-            shown = self._anchors.items()
-            return {
-                str(fragment): {"version": version, "parts": manifest.decode()}
-                for fragment, (version, manifest) in shown
-            }
+            shown = (self._anchors[fragment] for fragment in range(self._fragments))
+            return [[version, manifest.decode()] for version, manifest in shown]
 
     def hold(self, digest: str, manifest: bytes, elements: PartElements) -> None:
         """Show a contribution, and what is here of its elements."""

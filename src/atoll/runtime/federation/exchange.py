@@ -37,7 +37,7 @@ from atoll.plans.federation.orders import (
 )
 from atoll.plans.federation.records import Contribution, Notice, RoundRecord, Wish, parse_notice
 from atoll.plans.federation.rounds import FederationRules, advance, begin, hear, wanted
-from atoll.runtime.federation.elements import Holdings, manifest_of
+from atoll.runtime.federation.elements import Holdings
 from atoll.runtime.federation.http import Peer, PeerError, Showcase
 from atoll.runtime.federation.rank import ElementExchange, logger
 
@@ -340,6 +340,8 @@ class IslandExchange:
                 notice = parse_notice(peer.document("/notice"))
                 if notice.island != island:
                     raise ValueError(f"{peer} is island {notice.island!r}")
+                if any(len(record.bases) != self.rules.fragments for record in notice.records):
+                    raise ValueError(f"island {island!r} has another number of fragments than {self.rules.fragments}")
                 self._places[island] = parse_ranks(peer.document("/ranks"))
                 self._notices[island] = notice
             except PeerError:
@@ -362,11 +364,6 @@ class IslandExchange:
         return read
 
 
-def contribution_rows(rows: Sequence[Sequence[Sequence[object]]]) -> bytes:
-    """Return the manifest of a contribution from the rows of all ranks, in order."""
-    return manifest_of([row for each in rows for row in each])
-
-
 def _write(path: Path, content: bytes) -> None:
     """Replace a file, which is on the disk afterwards."""
     new = path.with_suffix(".new")
@@ -375,3 +372,9 @@ def _write(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     new.replace(path)
+    # The new name, too: after a loss of power the old file would be a vote that was taken back.
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from atoll.plans.federation.orders import ElementSource, Orders, RankAnswer
-from atoll.plans.federation.records import Contribution, RoundRecord
+from atoll.plans.federation.records import Contribution, RoundRecord, rounds_before
 from atoll.runtime.federation.elements import (
     ElementName,
     Holdings,
@@ -34,6 +34,7 @@ from atoll.runtime.federation.elements import (
     check_covered,
     is_part_of,
     names_of_elements,
+    read_anchors,
     read_manifest,
 )
 from atoll.runtime.federation.http import Peer, PeerError, Showcase
@@ -172,7 +173,7 @@ class ElementExchange:
 
     def _rounds(self) -> int:
         """Rounds that the anchors are after."""
-        return 0 if self.at is None else self.at.round + 1
+        return rounds_before(self.at)
 
     def _has(self, record: RoundRecord) -> bool:
         return record.restored is None and all(each.digest in self.shelf.held for each in record.contributions)
@@ -189,22 +190,26 @@ class ElementExchange:
         with self._peers(pace=self._pace) as reach:
             for source in orders.sources:
                 if source.anchors == orders.round:
-                    with contextlib.suppress(PeerError, ValueError):
+                    try:
                         self._take_all(source.ranks, last.bases, reach)
+                    except PeerError:
+                        continue  # it has gone, or shows other anchors by now
+                    except ValueError as error:
+                        logger.warning("anchors of island %s are not read: %s", source.island, error)
         with self.lock:
             if all(self.holdings.version(fragment) == base for fragment, base in enumerate(last.bases)):
                 self._arrive(last)
 
     def _take_all(self, ranks: Iterable[str], bases: Sequence[int], reach: Callable[[str], Peer]) -> None:
-        shown = {rank: reach(rank).document("/anchors") for rank in ranks}
+        shown = {rank: read_anchors(reach(rank).document("/anchors"), self._fragments) for rank in ranks}
         for fragment, version in enumerate(bases):
             if self.holdings.version(fragment) == version:
                 continue
-            if any(each[str(fragment)]["version"] != version for each in shown.values()):
+            if any(each[fragment][0] != version for each in shown.values()):
                 return  # that island has gone on; this one learns of it
             own, found = self.holdings.parts(fragment), dict[TensorPart, memoryview]()
             for rank, each in shown.items():
-                names = read_manifest(each[str(fragment)]["parts"].encode())
+                _, names = each[fragment]
                 missing = {part: name for part, name in names.items() if is_part_of(part, own) and part not in found}
                 found |= {part: _fetched([rank], name, reach) for part, name in missing.items()}
             check_covered(own, found)
