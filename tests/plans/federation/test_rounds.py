@@ -356,3 +356,37 @@ def test_a_promise_is_kept() -> None:
     federation.cut.clear()
     federation.settle(30.0, until=lambda: len(federation.decided) > 1)
     assert len(federation.decided) > 1
+
+
+def test_who_does_not_hold_what_a_record_averages_does_not_vote_for_it() -> None:
+    federation = Federation("abc", replace(RULES, grace=0.0))
+    a, b, _ = federation.islands
+    leads(federation, "abcabc")
+    federation.contribute(a)
+    elements = set(a.data)
+    a.data.clear()  # nobody can read them
+    leads(federation, "abab")
+    assert a.own.accepted is not None
+    assert b.own.promised == a.own.trying
+    assert b.own.accepted is None
+    a.data |= elements
+    leads(federation, "ba")
+    assert federation.decided
+
+
+def test_a_vote_whose_elements_are_gone_everywhere_ends_no_federation() -> None:
+    """a votes, is restarted before anybody has read its elements, and is bound to its vote."""
+    federation = Federation("abc", replace(RULES, grace=0.0, lost=10.0))
+    a, *_ = federation.islands
+    leads(federation, "abcabc")
+    federation.contribute(a)
+    a.data.clear()
+    leads(federation, "aba")
+    accepted = a.own.accepted
+    assert accepted is not None
+    federation.stop(a)
+    federation.start(a)
+    federation.settle(60.0, until=lambda: len(federation.decided) > 3)
+    assert federation.decided[0] == accepted[1]
+    assert federation.decided[1].restored == 0, "nobody can step by the first record"
+    assert len(federation.decided) > 3
