@@ -46,6 +46,43 @@ MIX = 0.5
 """Default `mix` with a delay, as in Streaming DiLoCo. Without a delay it is 0."""
 
 
+WEIGHTS = ("tokens", "equal")
+"""Weights of contributions in the mean of a round: by the tokens that each has learned from, or all alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Islands that are worlds of their own, which may come and go: see `atoll.plans.federation`.
+
+    islands: number of them at full strength.  quorum: contributions that a round needs at least.  grace: seconds that a
+    round waits for others once it has them.  weights: one of `WEIGHTS`.
+
+    Raises PlanError for values outside their domain.
+    """
+
+    islands: int
+    quorum: int = 1
+    grace: float = 30.0
+    weights: str = "tokens"
+
+    def __post_init__(self) -> None:
+        if self.islands < 1:
+            raise PlanError(f"outer.islands = {self.islands}; 1 or more")
+        if not 1 <= self.quorum <= self.islands:
+            raise PlanError(
+                f"outer.quorum = {self.quorum} contributions of {self.islands} islands; 1 to {self.islands}"
+            )
+        if not (math.isfinite(self.grace) and self.grace >= 0):
+            raise PlanError(f"outer.grace = {self.grace} seconds; 0 or more")
+        if self.weights not in WEIGHTS:
+            raise PlanError(f"outer.weights = {self.weights!r}; known: {', '.join(WEIGHTS)}")
+
+    def __str__(self) -> str:
+        """`4 islands that come and go, quorum 2, grace 30 s, weighted by tokens`."""
+        weighted = "weighted by tokens" if self.weights == "tokens" else "of equal weight"
+        return f"{self.islands} islands that come and go, quorum {self.quorum}, grace {self.grace:g} s, {weighted}"
+
+
 class OuterAction(Enum):
     """LEAVES: the outer gradients of a fragment are sent.  ARRIVES: their mean is applied."""
 
@@ -72,6 +109,7 @@ class Outer:
     with a delay and 0 without if not given.
     codec: of outer gradients; None: elements are sent as they are.
     feedback: add the error of an island's last encoding to its next one; no effect without a codec.
+    apart: islands that are worlds of their own; None: the islands of one mesh, which wait for each other.
 
     Raises PlanError for values outside their domain.
     """
@@ -85,6 +123,7 @@ class Outer:
     mix: float | None = None
     codec: Codec | None = None
     feedback: bool = True
+    apart: Apart | None = None
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
@@ -118,9 +157,10 @@ class Outer:
         delay = f", delay {self.delay}" if self.delay else ""
         mix = f", mix {self.own_share:g}" if self.own_share else ""
         codec = "" if self.codec is None else f", {self.codec}{'' if self.feedback else ', no feedback'}"
+        apart = "" if self.apart is None else f", {self.apart}"
         return (
             f"every {self.every} steps, {self.optimizer} of lr {self.rate:g} and momentum {self.inertia:g}, {fragments}"
-            f"{delay}{mix}{codec}"
+            f"{delay}{mix}{codec}{apart}"
         )
 
     # ---- values, with defaults resolved
@@ -177,6 +217,11 @@ class Outer:
     def offset(self, fragment: int, units: int) -> int:
         """Steps from a multiple of `every` to the step after which a fragment is sent: 1 to `every`."""
         return max(1, (fragment + 1) * self.every // self.count(units))
+
+    def step_of(self, turn: int, units: int) -> int:
+        """Return the step after which a fragment is sent for the `turn`-th time, counted from 0 over all fragments."""
+        cycle, fragment = divmod(turn, self.count(units))
+        return cycle * self.every + self.offset(fragment, units)
 
     def turns(self, step: int, units: int) -> tuple[Turn, ...]:
         """Return the outer work after `step`, counted from 1, of a model with `units` units, in order.

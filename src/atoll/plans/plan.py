@@ -239,7 +239,8 @@ class Plan:
     optimizer.
     codecs: what is sent of gradients and parameters between groups; nothing is encoded if not given.
     outer: outer steps of islands that train independently, each at one position along `inter`: see `atoll.plans.outer`.
-    Levels I and G of the layout are then both of the island's data-parallel ranks.
+    Levels I and G of the layout are then both of the island's data-parallel ranks. If islands are worlds of their own
+    (`Outer.apart`), the mesh is that of one island.
     expert_layout: the layout of the experts, as `layout` if not given. Their levels are of the ranks that share them,
     `inter` x `intra / expert`.
     imbalance: the most rows that a rank's experts are sent, as a multiple of an even share, for predictions.
@@ -282,10 +283,10 @@ class Plan:
                 f"host memory with {self.whole.name}: the state of matrices that are transformed whole stays with the "
                 "rank that owns each; use an elementwise optimizer such as AdamW, or leave host out"
             )
-        if self.outer is not None and self.mesh.inter < 2:
+        if self.outer is not None and self.outer.apart is None and self.mesh.inter < 2:
             raise PlanError(
-                "outer steps are between islands, and a mesh with inter = 1 has one; use two groups or more, or leave "
-                "outer out"
+                "outer steps are between islands, and a mesh with inter = 1 has one; use two groups or more, islands "
+                "that are worlds of their own (apart), or leave outer out"
             )
         if self.schedule.ranks != self.mesh.pipeline:
             raise PlanError(
@@ -406,8 +407,14 @@ class Plan:
 
     @property
     def islands(self) -> int:
-        """Number of islands that train independently: 1 without outer steps."""
-        return 1 if self.outer is None else self.mesh.inter
+        """Islands among the ranks, which train independently: 1 without outer steps, and where each is a world of its
+        own."""
+        return self.mesh.inter if self.has_islands else 1
+
+    @property
+    def has_islands(self) -> bool:
+        """True if the groups of the mesh are islands."""
+        return self.outer is not None and self.outer.apart is None
 
     @property
     def divides_experts(self) -> bool:
@@ -421,7 +428,7 @@ class Plan:
     def nest(self, place: Place, view: View = View.DENSE) -> Nest:
         """The place of a rank among the data-parallel ranks that it shares the layout with: those of its island."""
         nest = place.nest_of(view)
-        return nest if self.outer is None else Nest(1, nest.intra, 0, nest.j)
+        return Nest(1, nest.intra, 0, nest.j) if self.has_islands else nest
 
     def sharding(self, place: Place, view: View = View.DENSE) -> Sharding:
         """Return the layout of a view's units on the rank at `place`.
@@ -441,6 +448,7 @@ class Plan:
             states=self.states,
             codecs=self.codecs,
             anchors=0 if self.outer is None else self.outer.tensors,
+            anchors_on_host=self.outer is not None and not self.has_islands,
             whole=self.whole,
             tp=place.tp,
             along={Axis.INTER: "inter", Axis.INTRA: _INTRA[view]},

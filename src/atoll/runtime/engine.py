@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
+from atoll.base.digests import digest
 from atoll.base.errors import BadStepError, PlanError, RunError
 from atoll.base.faults import BadStepPolicy
 from atoll.base.labels import IGNORED_LABEL
@@ -29,6 +30,7 @@ from atoll.runtime.assemble.rank import EngineOptions, Rank, assemble, check_hos
 from atoll.runtime.assemble.stored import stored_now
 from atoll.runtime.batches import BatchShare, Labels
 from atoll.runtime.checkpoint import Archive, Background, Piece, Told, is_complete
+from atoll.runtime.federation.seat import IslandSeat
 from atoll.runtime.lanes import JobLane, LaneKind
 from atoll.runtime.launch import share_cores
 from atoll.runtime.models import Batch, Loss
@@ -44,6 +46,7 @@ from atoll.runtime.services.evaluation import Evaluation
 from atoll.runtime.services.parameters import Parameters
 from atoll.runtime.services.timing import StepTiming
 from atoll.runtime.sharding.coding import Moment
+from atoll.runtime.sharding.federated import FederatedSteps
 from atoll.runtime.sharding.matrices import MatrixUpdate
 from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory
 from atoll.runtime.sharding.state import load_values
@@ -69,6 +72,8 @@ class Engine:
     whole.
     balance: how the load of a mixture's experts is balanced, by selection biases or losses of its routers, which are
     part of the loss that a step returns.
+    seat: the island's part in a federation, with a plan whose islands are worlds of their own (`Outer.apart`). Before
+    the first step call `engine.federation.join()`: docs/islands.md.
     away: bytes of activations in host memory of each pipeline rank, as `Prediction.away` predicts them, to be checked
     before the first step. If not given, each rank checks its own in the first step.
 
@@ -97,6 +102,7 @@ class Engine:
         loss: Loss | None = None,
         balance: Balance | None = None,
         away: Sequence[int] = (),
+        seat: IslandSeat | None = None,
     ) -> None:
         whole = optimizer.whole if isinstance(optimizer, MatrixUpdate) else None
         self.plan = plan = plan if plan.whole == whole else replace(plan, whole=whole)
@@ -105,6 +111,9 @@ class Engine:
         folder = None if weights is None else Path(weights)
         balance = Balance() if balance is None else balance
         self._moment = Moment()
+        if seat is not None:
+            shapes = [(name, tuple(each.shape)) for name, each in model.named_parameters()]
+            seat = replace(seat, run=digest(f"{seat.run} {shapes}".encode()))
         options = EngineOptions(
             optimizer,
             groups,
@@ -117,6 +126,7 @@ class Engine:
             balance=balance,
             moment=self._moment,
             away=away,
+            seat=seat,
         )
         self.checkpoints: dict[int, Path] = {}
         self.step_number = 0
@@ -127,7 +137,7 @@ class Engine:
         share_cores(world_size())
         if self.device.type == "cpu":
             keep_freed_memory()
-        self.transport = connect(self.place, self.device, has_islands=plan.outer is not None)
+        self.transport = connect(self.place, self.device, has_islands=plan.has_islands)
         self._agreement = Agreement(self.transport)
         self._lanes: dict[LaneKind, JobLane] = {}
         # Context of the loss of logits that are split over a tensor-parallel group, forward and backward.
@@ -228,10 +238,12 @@ class Engine:
             result = self._answer(refused)
             if refused.result.step < self.step_number:  # a step that follows it has run, and is replayed
                 self._play(share, self.step_number - 1, since=begin)
-        if self.outer is not None and self.outer.is_due(self.step_number):
-            self._settle()
-            with self._agreement.guard(f"the outer step after step {self.step_number}"):
-                self.outer.act(self.step_number)
+        if self.outer is not None:
+            self.outer.count(share.tokens)
+            if self.outer.is_due(self.step_number):
+                self._settle()
+                with self._agreement.guard(f"the outer step after step {self.step_number}"):
+                    self.step_number = self.outer.act(self.step_number)
         return result
 
     def _play(self, share: BatchShare, step: int, *, since: float | None = None, is_rehearsal: bool = False) -> None:
@@ -339,6 +351,13 @@ class Engine:
                 inside.__exit__(None, None, None)
 
     @property
+    def federation(self) -> FederatedSteps:
+        """The island's part in its federation. Raises PlanError if the plan has none."""
+        if not isinstance(self.outer, FederatedSteps):
+            raise PlanError("this engine's plan has no islands that are worlds of their own; see Outer.apart")
+        return self.outer
+
+    @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The torch optimizer of this rank's slices, for learning-rate schedules."""
         return self._optimizer.torch
@@ -346,7 +365,9 @@ class Engine:
     def memory(self) -> Footprint:
         """Return the bytes of parameters, gradients and optimizer state that this rank stores now; see `footprint`."""
         anchors = [] if self.outer is None else self.outer.tensors()
-        found, kept = stored_now(self.units, [*self._optimizer.state_tensors(), *anchors]), self._executor.kept
+        on_host = [] if self.plan.has_islands else anchors
+        states = [*self._optimizer.state_tensors(), *(anchors if self.plan.has_islands else ())]
+        found, kept = stored_now(self.units, states, on_host=on_host), self._executor.kept
         return found if kept is None else replace(found, host=found.host + kept.nbytes)
 
     def footprint(self, *, states: int | None = None) -> Footprint:
@@ -456,6 +477,8 @@ class Engine:
         destroyed; it is also called when the interpreter exits."""
         with suppress(Exception):  # finish_saving raises the error
             self._background.wait()
+        if isinstance(self.outer, FederatedSteps):
+            self.outer.close()
         self._agreement.close()
         for lane in self._lanes.values():
             lane.close()

@@ -19,6 +19,7 @@ from atoll.plans.federation.rounds import (
 )
 
 LOT_TOKENS = 10
+STOCK = 3
 
 
 def lot_numbers(runs: Iterable[LotRange]) -> Iterator[int]:
@@ -56,10 +57,10 @@ class Island:
 
 
 class Federation:
-    """Islands, links and the time. `do` is one event; `check` holds after each."""
+    """Islands, links and the time. `do` is one event; `check` holds after each. stock: lots that each wants."""
 
-    def __init__(self, names: str, rules: FederationRules) -> None:
-        self.rules = rules
+    def __init__(self, names: str, rules: FederationRules, *, stock: int = STOCK) -> None:
+        self.rules, self.stock = rules, stock
         self.now = 0.0
         self.islands = [Island(name) for name in names]
         self.cut: set[frozenset[str]] = set()
@@ -76,7 +77,7 @@ class Federation:
         record, anchors = island.saved
         if island.notice is None:
             island.life += 1
-            notice = Notice(island.name, f"{island.life:x}", "ab", stock=rules.stock)
+            notice = Notice(island.name, f"{island.life:x}", "ab", stock=self.stock)
         else:
             # Elements were in memory; the votes are not changed.
             kept = parse_notice(json.loads(json.dumps(island.notice.to_json())))

@@ -13,7 +13,7 @@ from atoll.plans.federation.records import Ballot, Member, Notice, Wish, parse_n
 from atoll.plans.federation.rounds import FederationRules, begin, decides, hear
 from tests.plans.federation.simulated import Federation, lot_numbers
 
-RULES = FederationRules(founders=("a", "b", "c"), fragments=2, stock=3, quorum=1, grace=5.0, silent=4.0, away=20.0)
+RULES = FederationRules(founders=("a", "b", "c"), fragments=2, quorum=1, grace=5.0, silent=4.0, away=20.0)
 EVENTS = (
     "run",
     "glance",
@@ -172,7 +172,7 @@ def test_the_one_of_two_that_came_first_goes_on_alone() -> None:
 
 
 def test_a_round_waits_for_grace_and_for_its_quorum() -> None:
-    federation = Federation("abc", replace(RULES, quorum=2))
+    federation = Federation("abc", replace(RULES, quorum=2), stock=0)
     a, b, c = federation.islands
 
     def turn() -> None:
@@ -318,7 +318,7 @@ def cut_off(federation: Federation, name: str) -> None:
 
 def test_what_one_island_may_have_decided_is_decided_by_the_others() -> None:
     """b sees two votes and decides, is cut off before it says so, and c has contributed in the meantime."""
-    federation = Federation("abc", replace(RULES, grace=0.0))
+    federation = Federation("abc", replace(RULES, grace=0.0), stock=0)
     a, b, c = federation.islands
     leads(federation, "abcabc")
     federation.contribute(a)
@@ -337,7 +337,7 @@ def test_what_one_island_may_have_decided_is_decided_by_the_others() -> None:
 
 def test_a_promise_is_kept() -> None:
     """a proposes, is cut off before b hears it, and b and c decide otherwise: b must not vote for a's afterwards."""
-    federation = Federation("abc", replace(RULES, grace=0.0))
+    federation = Federation("abc", replace(RULES, grace=0.0), stock=0)
     a, b, c = federation.islands
     leads(federation, "abcabc")
     federation.contribute(a)

@@ -26,7 +26,7 @@ SECRET = b"a secret of tests"
 RATE = 0.7
 SIZES = {0: {"embed": 12, "norm": 3}, 1: {"head": 20}}
 """Parameters of each fragment, with their elements."""
-RULES = FederationRules(("a", "b", "c"), fragments=2, stock=4, quorum=1, grace=2.0, silent=3.0, away=1e6, lost=5.0)
+RULES = FederationRules(("a", "b", "c"), fragments=2, quorum=1, grace=2.0, silent=3.0, away=1e6, lost=5.0)
 
 
 class Anchors:
@@ -42,6 +42,13 @@ class Anchors:
             TensorPart(name, size * self.rank // self.ranks, size * (self.rank + 1) // self.ranks)
             for name, size in SIZES[fragment].items()
         ]
+
+    state_parts = parts
+
+    def contribution_bytes(self, part: TensorPart) -> int:
+        return (part.stop - part.start) * 8
+
+    state_bytes = contribution_bytes
 
     def version(self, fragment: int) -> int:
         return self.versions[fragment]
@@ -96,7 +103,7 @@ class Island:
             manifest = manifest_of([*chain(*rows)])
             for rank in ranks:
                 rank.hold(manifest)
-            exchange.contribute(fragment, manifest, tokens=tokens(self.name), used=1)
+            exchange.contribute(fragment, manifest, base=self.anchors[0].version(fragment), tokens=tokens(self.name), used=1)
 
     def close(self) -> None:
         for each in (*self.followers, self.exchange):

@@ -31,6 +31,26 @@ class LotsHeld(NamedTuple):
     counted: int
     ranges: tuple[LotRange, ...]
 
+    @property
+    def end(self) -> int:
+        """Lots that the island can have read since it became a member."""
+        return self.counted + count_lots(self.ranges)
+
+    def read(self, begin: int, count: int) -> list[int]:
+        """Return the lots that the island reads `begin`-th to `begin + count - 1`-th since it became a member.
+
+        Raises ValueError for lots that are counted already, or not granted yet.
+        """
+        if not self.counted <= begin <= begin + count <= self.end:
+            raise ValueError(f"lots {begin} to {begin + count - 1} of an island that has {self.counted} to {self.end}")
+        found: list[int] = []
+        at = self.counted
+        for run in self.ranges:
+            first, last = max(begin, at), min(begin + count, at + run.size)
+            found.extend(range(run.start + first - at, run.start + last - at))
+            at += run.size
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class Lots:

@@ -91,6 +91,11 @@ class RoundRecord:
         """Digest of the record, and so of all records before it."""
         return digest(json.dumps(asdict(self), sort_keys=True).encode())
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the values of a JSON document, which `read_record` reads."""
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return found
+
     @property
     def tokens(self) -> int:
         """Tokens that the round counts."""

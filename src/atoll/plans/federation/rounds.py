@@ -33,7 +33,7 @@ members have to agree, and these vote as heirs of who they were.
 [Note: members] A record names the members of the next round, so all votes of a round are of the same members. An island
 that leaves, or that nobody has heard for `away` seconds, is no member from the next round on; one that has the anchors
 of this round becomes one. A record that averages nothing makes members of others if a round needs more contributions
-than there are members present, or of heirs.
+than there are members present, or of heirs; and it grants the first lots.
 
 [Note: late contributions] A contribution is valid for one round: the first of its fragment after the anchors that it
 started from were set. If that round does not count it, nothing ever does, so nothing is counted twice. What the island
@@ -59,16 +59,14 @@ KEPT_RECORDS = 4
 class FederationRules:
     """Rules of a federation, equal on all islands.
 
-    founders: islands that decide the first round, by name.  fragments: of the model.  stock: lots that each founder
-    has before it.  quorum: contributions that a round needs at least.  grace: seconds that it waits for others once it
-    has them.  silent: seconds without a notice after which nobody waits for an island.  away: seconds after which it is
-    no member any more.  lost: seconds without any island that has the current anchors, after which all continue from
-    older ones.
+    founders: islands that decide the first round, by name.  fragments: of the model.  quorum: contributions that a
+    round needs at least.  grace: seconds that it waits for others once it has them.  silent: seconds without a notice
+    after which nobody waits for an island.  away: seconds after which it is no member any more.  lost: seconds without
+    any island that has the current anchors, after which all continue from older ones.
     """
 
     founders: tuple[str, ...]
     fragments: int
-    stock: int = 0
     quorum: int = 1
     grace: float = 30.0
     silent: float = 15.0
@@ -85,13 +83,7 @@ class FederationRules:
 
     def lots(self, notice: Notice) -> Lots:
         """Lots in the round of a notice."""
-        return notice.records[-1].lots if notice.records else self._first_lots()
-
-    def _first_lots(self) -> Lots:
-        lots = NO_LOTS
-        for each in self.founders:
-            lots = lots.granted(each, stock=self.stock)
-        return lots
+        return notice.records[-1].lots if notice.records else NO_LOTS
 
     def turn(self, notice: Notice) -> int:
         """Rounds before that of a notice that averaged."""
@@ -361,7 +353,9 @@ def _outcome(view: IslandView, rules: FederationRules, now: float) -> RoundRecor
         record = _record(view, rules, now, counted=())
         present = sum(_can_lead(view, each, rules, now) for each in members if each.island != own.island)
         grows = 1 + present < rules.quorum and not set(record.members) <= set(members)
-        return record if grows or _heirs_vote(view, members) else None
+        # Nobody has anything to read before the first record.
+        begins = not own.records and any(each.ranges for each in record.lots.held)
+        return record if grows or begins or _heirs_vote(view, members) else None
     counted = _counted(view, rules)
     missing = {each.island for each in members} - {each.island for each in counted}
     waits = any(_can_lead(view, each, rules, now) for each in members if each.island in missing)

@@ -82,13 +82,15 @@ def _segment_footprint(segment: SegmentShape, sharding: Sharding, states: int) -
     covered = sum(part.stop - part.start for part in segment.map.slices(held))
     gradients = 0 if sharding.gradients_on_host else len(segment.phases) * sharding.gradient_bytes(segment)
     away = host_bytes(segment, sharding, states)
-    kept = (0 if away else states * item * covered) + sharding.anchors * item * numel(Level.G)
+    anchored = sharding.anchors * item * numel(Level.G)
+    resting += anchored if sharding.anchors_on_host else 0
+    kept = (0 if away else states * item * covered) + (0 if sharding.anchors_on_host else anchored)
     kept += len(sharding.owing(segment)) * item * numel(Level.I)
     # A post-validated step updates a second copy of the state of whole matrices.
     kept += (2 if sharding.keeps_apart else 1) * sharding.kept_bytes(segment)
     if stored is StoredCopies.SHARED:
         coarse = min(layout.parameters, layout.optimizer)
-        return Footprint(item * numel(coarse), gradients, kept)
+        return Footprint(item * numel(coarse), gradients, kept, resting)
     return Footprint(parameters, gradients, kept + (0 if away else item * len(held)), away + resting)
 
 
@@ -105,6 +107,7 @@ def saved_bytes(segments: Sequence[SegmentShape], sharding: Sharding) -> int:
         frozen_on_host=False,
         trained_on_host=False,
         gradients_on_host=False,
+        anchors_on_host=False,
     )
     found = footprint(segments, everywhere)
     return found.parameters + found.optimizer + saved_besides(segments, sharding)

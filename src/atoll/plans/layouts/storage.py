@@ -82,6 +82,7 @@ class Sharding:
     could serve for both, as a post-validated optimizer step requires.  states: tensors that the optimizer keeps of
     every parameter besides the master, except matrices that it transforms whole, for which `whole` gives it.
     codecs: of moves between groups.  anchors: tensors that outer steps store for every trained parameter, at level G.
+    anchors_on_host: whether these are in host memory.
     tp: the place in the tensor-parallel group.  along: the axes of the mesh that INTER and INTRA go along.
     on_host: whether master and states rest in host memory (`atoll.plans.host`).  steps_on_host: whether its processors
     step them.  frozen_on_host, trained_on_host: whether parameters that are not trained, or those that are, rest there.
@@ -95,6 +96,7 @@ class Sharding:
     states: int = 2
     codecs: Codecs = NO_CODECS
     anchors: int = 0
+    anchors_on_host: bool = False
     whole: Whole | None = None
     tp: int = 0
     along: Mapping[Axis, str] = field(default_factory=lambda: {axis: axis.value for axis in Axis}, compare=False)

@@ -15,7 +15,7 @@ from atoll.base.errors import CostWarning, PlanError, WeightsWarning
 from atoll.base.faults import BadStepAnswer, BadStepPolicy
 from atoll.base.machine import free_memory
 from atoll.base.units import format_bytes
-from atoll.plans.layouts import swapped_along
+from atoll.plans.layouts import ITEM_BYTES, swapped_along
 from atoll.plans.plan import Place, Plan, View
 from atoll.prediction.advice import advice
 from atoll.program import Program, needed_in_a_step
@@ -28,6 +28,7 @@ from atoll.runtime.checkpoint import is_complete
 from atoll.runtime.experts.division import DividedExperts
 from atoll.runtime.experts.implementation import choose_implementation
 from atoll.runtime.experts.kinds import stacked_in
+from atoll.runtime.federation.seat import IslandSeat
 from atoll.runtime.lanes import JobLane, LaneKind, host_lanes, lane_of, lanes_of
 from atoll.runtime.mail import Mail
 from atoll.runtime.models import Adapter, Batch, Loss, adapter_for, weights_for
@@ -41,7 +42,9 @@ from atoll.runtime.pipeline.routing import Balance, Routers
 from atoll.runtime.pipeline.step_end import LossScaler, StepEnd
 from atoll.runtime.randomness import keeping_random_state
 from atoll.runtime.sequence.divide import DividedSequences
+from atoll.runtime.sharding.anchors import AnchorSteps
 from atoll.runtime.sharding.coding import Moment
+from atoll.runtime.sharding.federated import FederatedSteps
 from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory, ShardedOptimizer
 from atoll.runtime.sharding.outer import OuterSteps
 from atoll.runtime.sharding.surroundings import Surroundings
@@ -67,6 +70,7 @@ class EngineOptions:
     balance: Balance
     moment: Moment
     away: Sequence[int] = ()
+    seat: IslandSeat | None = None
 
     def check(self, plan: Plan) -> None:
         """Raise PlanError if a value is out of range or does not fit the plan."""
@@ -84,6 +88,12 @@ class EngineOptions:
             raise PlanError(
                 f"{named[0]} computes token cross-entropy on parts of the logits, and the engine was given another "
                 "loss; leave one of them out"
+            )
+        apart = None if plan.outer is None else plan.outer.apart
+        if (apart is None) != (self.seat is None):
+            raise PlanError(
+                "a federation needs a plan with islands that are worlds of their own (Outer.apart) and a seat; "
+                f"there is no {'seat' if self.seat is None else 'such plan'}"
             )
         if plan.outer is not None and self.bad_steps.answer is BadStepAnswer.ROLLBACK:
             raise PlanError(
@@ -110,7 +120,7 @@ class Rank:
     optimizer: ShardedOptimizer
     end: StepEnd
     executor: Executor
-    outer: OuterSteps | None
+    outer: AnchorSteps[Any] | None
     sequences: DividedSequences | None
     lanes: dict[LaneKind, JobLane]
     notes: tuple[str, ...]
@@ -175,7 +185,7 @@ def assemble(
         lanes=timed,
         kept=kept,
     )
-    outer = _outer(plan, sharded, lanes, transport=transport, seed=options.seed)
+    outer = _outer(plan, options, sharded, lanes, transport=transport)
     return Rank(
         plan,
         transport,
@@ -246,11 +256,28 @@ def _loss(adapter: Adapter, options: EngineOptions, device: torch.device, *, par
 
 
 def _outer(
-    plan: Plan, sharded: Sharded, lanes: dict[LaneKind, JobLane], *, transport: Transport, seed: int
-) -> OuterSteps | None:
-    """Return the outer steps of a plan, with a lane of their own."""
+    plan: Plan,
+    options: EngineOptions,
+    sharded: Sharded,
+    lanes: dict[LaneKind, JobLane],
+    *,
+    transport: Transport,
+) -> AnchorSteps[Any] | None:
+    """Return the outer steps of a plan, with a lane of their own among islands of one world."""
+    seed = options.seed
     if plan.outer is None:
         return None
+    if options.seat is not None:
+        return FederatedSteps(
+            sharded.units,
+            plan.outer,
+            transport,
+            seat=options.seat,
+            count=len(sharded.specs),
+            item=ITEM_BYTES[plan.precision.master],
+            facts={"units": [spec.names for spec in sharded.specs], "master": str(plan.precision.master)},
+            seed=seed,
+        )
     lane = lanes["outer"] = lane_of("outer", transport.device, waits_on_host=transport.waits_on_host)
     return OuterSteps(sharded.units, plan.outer, transport, lane=lane, count=len(sharded.specs), seed=seed)
 

@@ -10,8 +10,11 @@ from atoll.plans.layouts import Footprint
 from atoll.runtime.sharding.unit import Unit
 
 
-def stored_now(units: Iterable[Unit], states: Iterable[torch.Tensor]) -> Footprint:
-    """Return the bytes of the storages of some units and of the optimizer's states on the device, each storage once."""
+def stored_now(
+    units: Iterable[Unit], states: Iterable[torch.Tensor], *, on_host: Iterable[torch.Tensor] = ()
+) -> Footprint:
+    """Return the bytes of the storages of some units and of the optimizer's states on the device, each storage once.
+    on_host: other tensors in host memory."""
     held: dict[str, dict[int, int]] = {"parameters": {}, "gradients": {}, "optimizer": {}, "host": {}}
     for unit in units:
         for segment in unit.segments:
@@ -21,4 +24,6 @@ def stored_now(units: Iterable[Unit], states: Iterable[torch.Tensor]) -> Footpri
                     held[component][id(tensor) if storage.nbytes() == 0 else storage.data_ptr()] = storage.nbytes()
     for tensor in states:
         held["optimizer"][tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    for tensor in on_host:
+        held["host"][tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return Footprint(**{component: sum(sizes.values()) for component, sizes in held.items()})

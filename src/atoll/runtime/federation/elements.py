@@ -6,7 +6,7 @@ import hashlib
 import json
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from atoll.base.documents import parse_json
@@ -26,10 +26,20 @@ PartElements = Mapping[TensorPart, memoryview]
 
 
 class Holdings(Protocol):
-    """The anchors of one rank. The fetching thread calls all methods but `parts` with the exchange's lock held."""
+    """The anchors of one rank. The fetching thread calls `version`, `step`, `show` and `take` with the exchange's lock
+    held."""
 
     def parts(self, fragment: int) -> Sequence[TensorPart]:
         """Return the parts of a fragment that this rank holds."""
+
+    def state_parts(self, fragment: int) -> Sequence[TensorPart]:
+        """Return the parts of what `show` returns."""
+
+    def contribution_bytes(self, part: TensorPart) -> int:
+        """Return the bytes of a part of a contribution."""
+
+    def state_bytes(self, part: TensorPart) -> int:
+        """Return the bytes of a part of what `show` returns."""
 
     def version(self, fragment: int) -> int:
         """Return the round that last set a fragment, -1 for the initial values."""
@@ -106,6 +116,13 @@ def check_covered(own: Sequence[TensorPart], others: Iterable[TensorPart]) -> No
                 at = max(at, each.stop)
         if at < part.stop:
             raise ValueError(f"it does not have elements {at} to {part.stop - 1} of {part.name}")
+
+
+def check_sizes(names: Mapping[TensorPart, ElementName], size_of: Callable[[TensorPart], int]) -> None:
+    """Raise ValueError for elements of another size than they should have."""
+    for part, name in names.items():
+        if name.nbytes != size_of(part):
+            raise ValueError(f"{name.nbytes} bytes of {part.name}, expected {size_of(part)}")
 
 
 def is_part_of(part: TensorPart, own: Sequence[TensorPart]) -> bool:

@@ -22,7 +22,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from atoll.base import digests
@@ -40,24 +40,12 @@ from atoll.plans.federation.rounds import FederationRules, advance, begin, hear,
 from atoll.runtime.federation.elements import Holdings
 from atoll.runtime.federation.http import Peer, PeerError, Showcase
 from atoll.runtime.federation.rank import ElementExchange, logger
+from atoll.runtime.federation.seat import POLL_SECONDS, IslandAddress
 
-POLL_SECONDS = 0.2
-"""Seconds between two reads of another island's notice."""
 RESTART_BEATS = 1 << 32
 """More beats than a process can publish."""
 NOTICE = "notice.json"
 """File with the notice, in the island's folder."""
-
-
-@dataclass(frozen=True, slots=True)
-class IslandAddress:
-    """Where an island, or a rank of it, shows what it has."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
 
 
 class Loops:
@@ -80,6 +68,14 @@ class Loops:
         self._ends.set()
         for thread in self._threads:
             thread.join()
+
+    def wait(self, until: Callable[[], bool], seconds: float) -> bool:
+        """Wait until something holds, or for so long; return whether it holds. Raises what a thread has raised."""
+        with self._told:
+            found = self._told.wait_for(lambda: until() or self.error is not None, seconds)
+            if self.error is not None:
+                raise self.error
+            return found
 
     def _guard(self, turn: Callable[[], None]) -> None:
         while not self._ends.wait(self._poll):
@@ -135,6 +131,10 @@ class FollowingRank:
         """What the thread has raised."""
         return self._loops.error
 
+    def wait(self, until: Callable[[], bool], seconds: float) -> bool:
+        """Wait until something holds, or for so long; return whether it holds. Raises what the thread has raised."""
+        return self._loops.wait(until, seconds)
+
     def start(self) -> FollowingRank:
         """Start the thread."""
         self._loops.begin(self.exchange.turn)
@@ -156,7 +156,8 @@ class FollowingRank:
 class IslandExchange:
     """The exchange of one island, on the rank that decides.
 
-    name, run: of the notice.  folder: for it.  others: the other islands.  stock: lots that the island wants to have.
+    name, run: of the notice.  folder: for it.  own, others: where the islands are found.  listen: where this one
+    listens, if not there.  stock: lots that the island wants to have.
     holdings, at, pace: as of `ElementExchange`.
     """
 
@@ -171,6 +172,7 @@ class IslandExchange:
         own: IslandAddress,
         others: Mapping[str, IslandAddress],
         folder: Path,
+        listen: IslandAddress | None = None,
         at: RoundRecord | None = None,
         stock: int = 0,
         pace: float | None = None,
@@ -188,7 +190,9 @@ class IslandExchange:
         self._published: Notice | None = None
         notice = self._kept(name, run, at)
         self._view = begin(notice, rules, clock())
-        self._showcase = Showcase(secret, own.host, own.port)
+        at_home = listen or own
+        self._showcase = Showcase(secret, at_home.host, at_home.port)
+        self._own = own
         self._others = tuple(others)
         self._peers = {island: Peer(secret, each.host, each.port) for island, each in others.items()}
         self.exchange = ElementExchange(
@@ -212,8 +216,8 @@ class IslandExchange:
 
     @property
     def address(self) -> IslandAddress:
-        """Where the rank shows what it has."""
-        return IslandAddress(self._showcase.host, self._showcase.port)
+        """Where the others find what the rank shows."""
+        return IslandAddress(self._own.host, self._own.port or self._showcase.port)
 
     def start(self, ranks: Sequence[IslandAddress] = ()) -> IslandExchange:
         """Start the threads. ranks: addresses of the island's other ranks, in order."""
@@ -251,11 +255,13 @@ class IslandExchange:
         own = self.notice
         return own.is_one_of(self.rules.members(own))
 
-    def contribute(self, fragment: int, manifest: bytes, *, tokens: int, used: int) -> Contribution:
-        """Offer an outer gradient, which every rank of the island holds: see `ElementExchange.offer` and `hold`."""
+    def contribute(self, fragment: int, manifest: bytes, *, base: int, tokens: int, used: int) -> Contribution:
+        """Offer an outer gradient, which every rank of the island holds: see `ElementExchange.offer` and `hold`.
+
+        base: the round that set the anchors from which it started.
+        """
         with self.lock:
             own, digest = self.notice, hashlib.sha256(manifest).hexdigest()
-            base = self.rules.bases(own)[fragment]
             made = Contribution(
                 island=own.island, fragment=fragment, base=base, tokens=tokens, used=used, digest=digest
             )
@@ -268,13 +274,23 @@ class IslandExchange:
         with self.lock:
             self._publish(replace(self.notice, wish=Wish.OUT))
 
+    def heard(self) -> dict[str, Notice]:
+        """Return the notices of the other islands that are not silent."""
+        view, now = self._view, self._clock()
+        return {
+            island: notice
+            for island, notice in view.others.items()
+            if now - view.heard.get(island, float("-inf")) <= self.rules.silent
+        }
+
+    def is_handed_over(self) -> bool:
+        """Return True if another island that stays holds all contributions of this one that may still count."""
+        own = {each.digest for each in self.notice.contributions}
+        return not own or any(own <= notice.holds for notice in self.heard().values() if notice.wish is Wish.IN)
+
     def wait(self, until: Callable[[], bool], seconds: float) -> bool:
         """Wait until something holds, or for so long; return whether it holds. Raises what a thread has raised."""
-        with self.lock:
-            found = self.lock.wait_for(lambda: until() or self.error is not None, seconds)
-            if self.error is not None:
-                raise self.error
-            return found
+        return self._loops.wait(until, seconds)
 
     # ---- the thread that decides
 

@@ -32,6 +32,7 @@ from atoll.runtime.federation.elements import (
     Shelf,
     TensorPart,
     check_covered,
+    check_sizes,
     is_part_of,
     names_of_elements,
     read_anchors,
@@ -134,6 +135,7 @@ class ElementExchange:
                 manifest = _first(source.ranks, lambda rank: reach(rank).content(contribution.digest))
                 names = read_manifest(manifest)
                 check_covered(own, names)
+                check_sizes(names, self.holdings.contribution_bytes)
                 found = {
                     part: _fetched(_beginning_with(source, name.rank), name, reach)
                     for part, name in names.items()
@@ -207,9 +209,10 @@ class ElementExchange:
                 continue
             if any(each[fragment][0] != version for each in shown.values()):
                 return  # that island has gone on; this one learns of it
-            own, found = self.holdings.parts(fragment), dict[TensorPart, memoryview]()
+            own, found = self.holdings.state_parts(fragment), dict[TensorPart, memoryview]()
             for rank, each in shown.items():
                 _, names = each[fragment]
+                check_sizes(names, self.holdings.state_bytes)
                 missing = {part: name for part, name in names.items() if is_part_of(part, own) and part not in found}
                 found |= {part: _fetched([rank], name, reach) for part, name in missing.items()}
             check_covered(own, found)

@@ -29,7 +29,7 @@ class Checkpoints:
         self, rank: Rank, buffers: Buffers, parameters: Parameters, *, background: Background, known: dict[int, Path]
     ) -> None:
         self._units, self._optimizer, self._end = rank.sharded.units, rank.optimizer, rank.end
-        self._outer, self._island = rank.outer, 0 if rank.outer is None else rank.transport.place.inter
+        self._outer, self._island = rank.outer, 0 if rank.outer is None else rank.outer.island
         self._adapter, self._agreement = rank.adapter, rank.agreement
         self._is_first_rank = rank.transport.place.rank == 0
         self._buffers, self._parameters, self._background = buffers, parameters, background

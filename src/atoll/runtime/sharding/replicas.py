@@ -18,7 +18,7 @@ import torch
 from atoll.base.digests import Digest, digest
 from atoll.plans.layouts import Level
 from atoll.plans.plan import Place
-from atoll.runtime.sharding.outer import OuterSteps
+from atoll.runtime.sharding.anchors import AnchorSteps
 from atoll.runtime.sharding.segment import Segment
 from atoll.runtime.sharding.tensors import Spread, split_place
 from atoll.runtime.sharding.unit import Unit
@@ -64,11 +64,11 @@ class Disagreement:
 
 
 def holdings(
-    units: Iterable[Unit], states: Mapping[str, Mapping[str, Any]], place: Place, outer: OuterSteps | None = None
+    units: Iterable[Unit], states: Mapping[str, Mapping[str, Any]], place: Place, outer: AnchorSteps[Any] | None = None
 ) -> Iterator[Replica]:
     """Yield this rank's holdings. states: optimizer states by parameter name and key.  outer: outer steps, whose
     anchors are the same on all islands; all else is an island's own."""
-    island = -1 if outer is None else place.inter
+    island = -1 if outer is None else outer.island
     units = tuple(units)
     segments = {(unit.spec.index, part): each for unit in units for part, each in enumerate(unit.segments)}
     for at, part, tensors in () if outer is None else outer.holdings():

@@ -36,11 +36,12 @@ from typing import Any
 import torch
 
 from atoll.base.errors import CheckpointError, DamageError
+from atoll.plans.federation.records import read_optional, read_record
 from atoll.plans.layouts import Level
 from atoll.runtime import checkpoint
 from atoll.runtime.checkpoint import Piece
+from atoll.runtime.sharding.anchors import AnchorSteps
 from atoll.runtime.sharding.optimizer import ShardedOptimizer
-from atoll.runtime.sharding.outer import OuterSteps
 from atoll.runtime.sharding.segment import Segment
 from atoll.runtime.sharding.tensors import Spread
 from atoll.runtime.sharding.unit import Unit
@@ -53,6 +54,7 @@ _IMPLEMENTATION = frozenset({"fused", "foreach"})
 SCALER = ("scale", "growth_steps", "good_steps")
 """Fields of the fp16 loss scaler in a checkpoint."""
 OF_ISLANDS = ("outer.", "islands.")
+_OUTER = ("islands", "every", "fragments", "delay", "waiting")
 """Beginnings of names that a run need not take."""
 
 
@@ -64,7 +66,7 @@ def save_state(
     state: Mapping[str, Any],
     identity: Mapping[str, Any],
     *,
-    outer: OuterSteps | None = None,
+    outer: AnchorSteps[Any] | None = None,
     island: int = 0,
     save: Callable[..., None] = checkpoint.save,
 ) -> None:
@@ -144,10 +146,12 @@ def _is_scaler(values: Any) -> bool:
 
 
 def _is_outer(values: Any) -> bool:
-    """Return True if this is None or what `OuterSteps.state` gives."""
+    """Return True if this is None or what `AnchorSteps.state` gives."""
     if values is None:
         return True
-    if not isinstance(values, dict) or values.keys() != {"islands", "every", "fragments", "delay", "waiting"}:
+    if not isinstance(values, dict) or values.keys() - {"federation"} != set(_OUTER):
+        return False
+    if "federation" in values and not _is_federation(values["federation"]):
         return False
     counts = [values[key] for key in ("islands", "every", "fragments", "delay")]
     waiting = values["waiting"]
@@ -158,6 +162,18 @@ def _is_outer(values: Any) -> bool:
     )
 
 
+def _is_federation(values: Any) -> bool:
+    """Return True if this is what `FederatedSteps.state` gives."""
+    if not isinstance(values, dict) or values.keys() != {"island", "at", "tokens", "used"}:
+        return False
+    counts = [*values["tokens"], values["used"]] if isinstance(values["tokens"], list) else [None]
+    try:
+        read_optional(read_record)(values["at"])
+    except (ValueError, TypeError):
+        return False
+    return isinstance(values["island"], str) and all(type(count) is int and count >= 0 for count in counts)
+
+
 def load_state(
     folder: Path,
     units: Sequence[Unit],
@@ -166,7 +182,7 @@ def load_state(
     opened: checkpoint.Archive,
     *,
     spare: Sequence[str] = (),
-    outer: OuterSteps | None = None,
+    outer: AnchorSteps[Any] | None = None,
     island: int = 0,
 ) -> dict[str, Any]:
     """Fill masters, frozen parameters, buffers, optimizer state and what codecs keep, and begin to send parameters to

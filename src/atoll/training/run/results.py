@@ -108,7 +108,7 @@ class Results:
 
     def expect(self, rate: float) -> None:
         """Start to share what ranks know after a step that was submitted with this rate."""
-        later = self._engine.transport.total_later(self._known()) if self._engine.outer is None else None
+        later = self._engine.transport.total_later(self._known()) if not self._engine.plan.has_islands else None
         self._expected.append((rate, later))
 
     def _known(self) -> torch.Tensor:
