@@ -103,7 +103,9 @@ class Island:
             manifest = manifest_of([*chain(*rows)])
             for rank in ranks:
                 rank.hold(manifest)
-            exchange.contribute(fragment, manifest, base=self.anchors[0].version(fragment), tokens=tokens(self.name), used=1)
+            exchange.contribute(
+                fragment, manifest, base=self.anchors[0].version(fragment), tokens=tokens(self.name), used=1
+            )
 
     def close(self) -> None:
         for each in (*self.followers, self.exchange):

@@ -43,12 +43,12 @@ def test_elements_are_whole(showcase: Showcase, peer: Peer) -> None:
     content = bytes(range(256)) * 4096
     digest = show(showcase, content)
     into = bytearray(len(content))
-    assert peer.elements(digest, into) == len(content)
+    assert peer.elements({digest: len(into)}, into) == len(content)
     assert into == content
     # A read that was interrupted goes on where it was.
     into = bytearray(content[:1000]) + bytearray(len(content) - 1000)
     before = peer.received
-    assert peer.elements(digest, into, begin=1000) == len(content)
+    assert peer.elements({digest: len(into)}, into, begin=1000) == len(content)
     assert into == content
     assert peer.received - before == len(content) - 1000
 
@@ -57,10 +57,10 @@ def test_other_elements_than_their_name_says_are_refused(showcase: Showcase, pee
     digest = show(showcase, b"1" * 1000)
     showcase.elements[digest] = memoryview(b"1" * 999 + b"2")
     with pytest.raises(PeerError, match="other elements than"):
-        peer.elements(digest, bytearray(1000))
+        peer.elements({digest: 1000}, bytearray(1000))
     showcase.elements[digest] = memoryview(b"1" * 999)
     with pytest.raises(PeerError, match="999 bytes of elements"):
-        peer.elements(digest, bytearray(1000))
+        peer.elements({digest: 1000}, bytearray(1000))
     # The connection is of use afterwards.
     showcase.documents["/notice"] = lambda: 1
     assert peer.document("/notice") == 1
@@ -70,7 +70,7 @@ def test_who_has_another_secret_reads_nothing(showcase: Showcase) -> None:
     showcase.documents["/notice"] = lambda: "secret"
     digest = show(showcase, b"elements")
     stranger = Peer(b"another secret!!", showcase.host, showcase.port)
-    for read in (lambda: stranger.document("/notice"), lambda: stranger.elements(digest, bytearray(8))):
+    for read in (lambda: stranger.document("/notice"), lambda: stranger.elements({digest: 8}, bytearray(8))):
         with pytest.raises(PeerError, match="another secret"):
             read()
     plain = http.client.HTTPConnection(showcase.host, showcase.port, timeout=10)
@@ -106,7 +106,7 @@ def test_what_is_not_there_is_said(showcase: Showcase, peer: Peer) -> None:
     with pytest.raises(PeerError, match="nothing at /notice"):
         peer.document("/notice")
     with pytest.raises(PeerError, match="nothing at /elements"):
-        peer.elements("0" * 64, bytearray(4))
+        peer.elements({"0" * 64: 4}, bytearray(4))
 
 
 def test_a_document_that_is_too_large_is_not_read(
@@ -144,7 +144,7 @@ def test_who_goes_in_the_middle_of_an_answer_leaves_what_came() -> None:
     thread = threading.Thread(target=serve)
     thread.start()
     reader, into = Peer(SECRET, "127.0.0.1", listener.getsockname()[1]), bytearray(200)
-    assert reader.elements(hashlib.sha256(content).hexdigest(), into) == 70
+    assert reader.elements({hashlib.sha256(content).hexdigest(): 200}, into) == 70
     assert into[:70] == content[:70]
     thread.join()
     listener.close()
@@ -157,7 +157,7 @@ def test_many_readers_at_once(showcase: Showcase) -> None:
 
     def read() -> None:
         reader, into = Peer(SECRET, showcase.host, showcase.port), bytearray(len(content))
-        reader.elements(digest, into)
+        reader.elements({digest: len(into)}, into)
         found.append(into == content)
         reader.close()
 

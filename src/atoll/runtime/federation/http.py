@@ -40,6 +40,7 @@ READ_BYTES = 1 << 18
 """Bytes that are read at once."""
 
 _WORD, _SIGNATURE = "Atoll-Word", "Atoll-Signature"
+_ELEMENTS = "/elements/"
 _RANGE = re.compile(r"bytes=(\d{1,18})-")
 
 
@@ -123,33 +124,44 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     shows: Showcase
     protocol_version = "HTTP/1.1"
     timeout = READ_SECONDS
+    # Headers and a small answer would be two packets, and the second one wait for the acknowledgement of the first.
+    wbufsize, disable_nagle_algorithm = READ_BYTES, True
     server_version, sys_version = "atoll", ""
 
     def do_GET(self) -> None:
         word, signature = self.headers.get(_WORD, ""), self.headers.get(_SIGNATURE, "")
         if not self.shows.is_from_a_member(self.path, word, signature):
-            self._answer(HTTPStatus.UNAUTHORIZED, b"")
+            self._answer(HTTPStatus.UNAUTHORIZED)
         elif self.path in self.shows.documents:
             content = json.dumps(self.shows.documents[self.path](), allow_nan=False).encode()
-            self._answer(HTTPStatus.OK, content, {_SIGNATURE: self.shows.sign(self.path, word, content)})
-        elif (held := self.shows.elements.get(self.path.removeprefix("/elements/"))) is not None:
+            self._answer(HTTPStatus.OK, content, headers={_SIGNATURE: self.shows.sign(self.path, word, content)})
+        elif (held := self._elements()) is not None:
             asked = _RANGE.fullmatch(self.headers.get("Range", ""))
-            begin = min(int(asked[1]), len(held)) if asked else 0
-            self._answer(HTTPStatus.PARTIAL_CONTENT if asked else HTTPStatus.OK, held[begin:])
+            begin = int(asked[1]) if asked else 0
+            self._answer(HTTPStatus.PARTIAL_CONTENT if asked else HTTPStatus.OK, *_without(held, begin))
         else:
-            self._answer(HTTPStatus.NOT_FOUND, b"")
+            self._answer(HTTPStatus.NOT_FOUND)
+
+    def _elements(self) -> list[memoryview] | None:
+        """Return the elements that are asked for; None if any is not here."""
+        if not self.path.startswith(_ELEMENTS):
+            return None
+        found = [self.shows.elements.get(digest) for digest in self.path.removeprefix(_ELEMENTS).split(",")]
+        held = [each for each in found if each is not None]
+        return held if len(held) == len(found) else None
 
     def _answer(
-        self, status: HTTPStatus, content: bytes | memoryview, headers: Mapping[str, str] | None = None
+        self, status: HTTPStatus, *contents: bytes | memoryview, headers: Mapping[str, str] | None = None
     ) -> None:
         self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Content-Length", str(sum(map(len, contents))))
         for name, value in (headers or {}).items():
             self.send_header(name, value)
         self.end_headers()
-        for begin in range(0, len(content), READ_BYTES):
-            self.wfile.write(content[begin : begin + READ_BYTES])
-            self.shows.sent += len(content[begin : begin + READ_BYTES])
+        for content in contents:
+            for begin in range(0, len(content), READ_BYTES):
+                self.wfile.write(content[begin : begin + READ_BYTES])
+                self.shows.sent += len(content[begin : begin + READ_BYTES])
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         """Peers are not this process's output."""
@@ -184,23 +196,28 @@ class Peer:
         except ValueError as error:
             raise self._refuse(f"a document at {path} that cannot be read: {error}") from None
 
-    def elements(self, digest: str, into: bytearray, *, begin: int = 0) -> int:
-        """Read elements from `begin` on, and return how many bytes of `into` are written; fewer if the peer has gone.
+    def elements(self, sizes: Mapping[str, int], into: bytearray, *, begin: int = 0) -> int:
+        """Read elements one after the other from byte `begin` on, and return how many bytes of `into` are written;
+        fewer if the peer has gone.
 
-        Raises PeerError if the peer does not have them, or if all were read and the digest differs.
+        sizes: bytes of each, by digest.
+
+        Raises PeerError if the peer does not have them, or if all were read and a digest differs.
         """
-        answer, _ = self._ask(f"/elements/{digest}", begin)
+        answer, _ = self._ask(f"{_ELEMENTS}{','.join(sizes)}", begin)
         length = int(answer.headers.get("Content-Length", -1))
         if length != len(into) - begin:
-            raise self._refuse(f"{length} bytes of elements {digest[:12]}, expected {len(into) - begin}")
+            raise self._refuse(f"{length} bytes of elements {next(iter(sizes))[:12]}, expected {len(into) - begin}")
         end = self._fill(answer, into, begin)
-        if end == len(into) and hashlib.sha256(into).hexdigest() != digest:
-            raise self._refuse(f"other elements than {digest[:12]}")
+        if end == len(into):
+            for digest, held in in_order(sizes, into).items():
+                if hashlib.sha256(held).hexdigest() != digest:
+                    raise self._refuse(f"other elements than {digest[:12]}")
         return end
 
     def content(self, digest: str) -> bytes:
         """Return elements of unknown size, at most that of a document. Raises PeerError."""
-        answer, _ = self._ask(f"/elements/{digest}")
+        answer, _ = self._ask(f"{_ELEMENTS}{digest}")
         content = self._read(answer, bytearray(self._length(answer)), 0)
         if hashlib.sha256(content).hexdigest() != digest:
             raise self._refuse(f"other elements than {digest[:12]}")
@@ -262,6 +279,25 @@ class Peer:
         # What is left of the answer must not be read as the next one.
         self._connection.close()
         return PeerError(f"{self} has {what}")
+
+
+def in_order(sizes: Mapping[str, int], content: bytearray) -> dict[str, memoryview]:
+    """Return the elements in a buffer, by digest."""
+    found, at, view = {}, 0, memoryview(content)
+    for digest, size in sizes.items():
+        found[digest] = view[at : at + size]
+        at += size
+    return found
+
+
+def _without(contents: Iterable[memoryview], count: int) -> list[memoryview]:
+    """Return contents without their first `count` bytes."""
+    left = []
+    for content in contents:
+        gone = min(count, len(content))
+        count -= gone
+        left.append(content[gone:])
+    return left
 
 
 def own_secret(text: str) -> bytes:

@@ -4,7 +4,7 @@ A rank shows at its address
 
     /answer        what it has done (`atoll.plans.federation.orders.RankAnswer`), for the rank that decides
     /anchors       of each fragment: the round that set it, and the names of this rank's elements
-    /elements/X    elements with SHA-256 X: of its own contributions, of those that it holds, of its anchors
+    /elements/X,Y  elements with SHA-256 X and Y: of its own contributions, of those that it holds, of its anchors
 
 Islands may divide their anchors in other ways: a rank reads the parts of a contribution that overlap its own, from
 whichever rank of an island has them.
@@ -20,7 +20,7 @@ import contextlib
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from atoll.plans.federation.orders import ElementSource, Orders, RankAnswer
@@ -38,7 +38,12 @@ from atoll.runtime.federation.elements import (
     read_anchors,
     read_manifest,
 )
-from atoll.runtime.federation.http import Peer, PeerError, Showcase
+from atoll.runtime.federation.http import Peer, PeerError, Showcase, in_order
+
+MOST_AT_ONCE = 256
+"""Elements that are asked for in one request, at most."""
+BYTES_AT_ONCE = 16 << 20
+"""Bytes after which the next elements are another request."""
 
 _T = TypeVar("_T")
 
@@ -72,6 +77,7 @@ class ElementExchange:
         self._is_mixed = False
         self._records: list[RoundRecord] = []
         self._refused: set[str] = set()
+        self._reads = ElementReads()
         # What this rank gives to a contribution, until the contribution has a name.
         self._offered: PartElements = {}
         # Digests of what was held here and no orders have named yet: those at hand may be older.
@@ -136,11 +142,11 @@ class ElementExchange:
                 names = read_manifest(manifest)
                 check_covered(own, names)
                 check_sizes(names, self.holdings.contribution_bytes)
-                found = {
-                    part: _fetched(_beginning_with(source, name.rank), name, reach)
-                    for part, name in names.items()
-                    if is_part_of(part, own)
-                }
+                wanted = {part: name for part, name in names.items() if is_part_of(part, own)}
+                found = dict[TensorPart, memoryview]()
+                for rank in sorted({name.rank for name in wanted.values()}):
+                    of_rank = {part: name for part, name in wanted.items() if name.rank == rank}
+                    found |= self._reads.read(_beginning_with(source, rank), of_rank, reach)
             except PeerError:
                 continue
             except ValueError as error:
@@ -148,6 +154,7 @@ class ElementExchange:
                 return
             with self.lock:
                 self.shelf.hold(contribution.digest, manifest, found)
+            self._reads.forget(name.digest for name in wanted.values())
             return
 
     def _refuse(self, contribution: Contribution, why: str) -> None:
@@ -214,11 +221,12 @@ class ElementExchange:
                 _, names = each[fragment]
                 check_sizes(names, self.holdings.state_bytes)
                 missing = {part: name for part, name in names.items() if is_part_of(part, own) and part not in found}
-                found |= {part: _fetched([rank], name, reach) for part, name in missing.items()}
+                found |= self._reads.read([rank], missing, reach)
             check_covered(own, found)
             with self.lock:
                 self._is_mixed, self.at = True, None
                 self.holdings.take(fragment, version, found)
+            self._reads.forget()
 
     @contextlib.contextmanager
     def _peers(self, *, pace: float | None = None) -> Iterator[Callable[[str], Peer]]:
@@ -243,14 +251,57 @@ def _beginning_with(source: ElementSource, rank: int) -> list[str]:
     return [*source.ranks[rank : rank + 1], *source.ranks[:rank], *source.ranks[rank + 1 :]]
 
 
-def _fetched(addresses: Sequence[str], name: ElementName, reach: Callable[[str], Peer]) -> memoryview:
-    def read(address: str) -> memoryview:
-        into, peer = bytearray(name.nbytes), reach(address)
-        if peer.elements(name.digest, into) < len(into):
-            raise PeerError(f"{peer} has gone")
-        return memoryview(into)
+class ElementReads:
+    """Elements that were read and are not needed yet by all, so that a read that fails goes on where it was: from
+    another rank, or in the next turn."""
 
-    return _first(addresses, read)
+    def __init__(self) -> None:
+        self._done: dict[str, memoryview] = {}
+        # Of what was asked for together, what came of it before a peer has gone.
+        self._begun: dict[tuple[str, ...], tuple[bytearray, int]] = {}
+
+    def read(
+        self, addresses: Sequence[str], names: Mapping[TensorPart, ElementName], reach: Callable[[str], Peer]
+    ) -> dict[TensorPart, memoryview]:
+        """Return elements from any of the addresses. Raises PeerError if none has all of them."""
+        missing = {name.digest: name.nbytes for name in names.values() if name.digest not in self._done}
+        for sizes in _together(missing):
+            self._read(addresses, sizes, reach)
+        return {part: self._done[name.digest] for part, name in names.items()}
+
+    def forget(self, digests: Iterable[str] | None = None) -> None:
+        """Drop some elements, or all."""
+        for digest in tuple(self._done) if digests is None else digests:
+            self._done.pop(digest, None)
+        self._begun.clear()
+
+    def _read(self, addresses: Sequence[str], sizes: Mapping[str, int], reach: Callable[[str], Peer]) -> None:
+        key, error = tuple(sizes), PeerError("an island without ranks")
+        into, begin = self._begun.pop(key, (bytearray(sum(sizes.values())), 0))
+        for address in addresses:
+            try:
+                begin = reach(address).elements(sizes, into, begin=begin)
+            except PeerError as found:
+                error = found
+                continue
+            if begin == len(into):
+                self._done |= in_order(sizes, into)
+                return
+            error = PeerError(f"{address} has gone")
+        self._begun[key] = into, begin
+        raise error
+
+
+def _together(sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Yield the elements that are asked for in one request."""
+    some: dict[str, int] = {}
+    for digest, size in sizes.items():
+        if some and (len(some) == MOST_AT_ONCE or sum(some.values()) + size > BYTES_AT_ONCE):
+            yield some
+            some = {}
+        some[digest] = size
+    if some:
+        yield some
 
 
 def _first(addresses: Sequence[str], read: Callable[[str], _T]) -> _T:

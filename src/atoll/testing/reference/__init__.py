@@ -17,6 +17,7 @@ The two seeds are those of DESIGN.md, "Same result".
 """
 
 from atoll.testing.reference.dropout import reference_seed
+from atoll.testing.reference.federation import FederatedHistory, train_federation
 from atoll.testing.reference.initial import module_seed, rule_of, start
 from atoll.testing.reference.losses import IGNORED, forward, rows, token_loss
 from atoll.testing.reference.model import Recipe, Routed, named_parameters, tied
@@ -25,6 +26,7 @@ from atoll.testing.reference.training import History, train_alone, train_islands
 
 __all__ = [
     "IGNORED",
+    "FederatedHistory",
     "History",
     "Recipe",
     "ReferenceMuon",
@@ -39,5 +41,6 @@ __all__ = [
     "tied",
     "token_loss",
     "train_alone",
+    "train_federation",
     "train_islands",
 ]

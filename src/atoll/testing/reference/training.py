@@ -66,7 +66,7 @@ def train_islands(
     """
     each = microbatches // islands
     replicas = [
-        _Replica(recipe, seed, dtype, device, optimizer, first=at * each, microbatches=each) for at in range(islands)
+        Replica(recipe, seed, dtype, device, optimizer, first=at * each, microbatches=each) for at in range(islands)
     ]
     anchors = {name: nn.Parameter(value.detach().clone()) for name, value in replicas[0].trained.items()}
     stepping = {
@@ -108,7 +108,7 @@ def train_islands(
     return [replica.history for replica in replicas]
 
 
-class _Replica:
+class Replica:
     """An unsplit model, its optimizer, and the steps that it has taken.
 
     first, microbatches: its microbatches of a step.
@@ -216,7 +216,7 @@ def train_alone(
     balance: of experts, see `Balancing`.
     """
     own: dict[str, Any] = {"first": 0, "microbatches": microbatches, "codecs": codecs, "balance": balance}
-    replica = _Replica(recipe, seed, dtype, device, optimizer, **own)
+    replica = Replica(recipe, seed, dtype, device, optimizer, **own)
     for step in range(steps):
         samples = microbatches * microbatch
         replica.step(step, rows(recipe.batch(step, samples), 0, samples, device), microbatch, clip)

@@ -1,0 +1,302 @@
+"""Islands that come and go equal replicas in one process that take the records of their rounds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from atoll.base.labels import IGNORED_LABEL
+from atoll.plans.federation.records import RoundRecord
+from atoll.plans.outer import Apart, Outer
+from atoll.runtime.engine import Engine
+from atoll.runtime.federation.seat import IslandAddress, IslandSeat
+from atoll.runtime.sharding.optimizer import decay_matrices
+from atoll.runtime.sharding.replicas import digest_of
+from atoll.testing.parity import Case, difference, units_of
+from atoll.testing.progress import wait_until
+from atoll.testing.reference import train_federation
+from tests.runtime.federation.ports import held_ports
+
+APART = Apart(3, quorum=1, grace=30.0)
+CASE = Case(microbatches=2, steps=8, outer=Outer(3, apart=APART))
+
+
+@dataclass
+class Told:
+    """What an island has done, for the reference. digests: of anchors and momenta after each round."""
+
+    events: list[dict[str, Any]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    digests: dict[int, str] = field(default_factory=dict)
+
+
+class Islands:
+    """Islands of one rank each, in threads of this process. cases: of each."""
+
+    def __init__(self, folder: Path, cases: dict[str, Case], ports: dict[str, int], **seat: Any) -> None:
+        self.folder, self.cases, self.seat = folder, cases, seat
+        self.addresses = {name: IslandAddress("127.0.0.1", port) for name, port in ports.items()}
+        self.told = {name: Told() for name in cases}
+        self.records: dict[int, RoundRecord] = {}
+        self.engines: dict[str, Engine] = {}
+        self.threads: dict[str, threading.Thread] = {}
+        self.building = threading.Lock()
+        self.errors: list[BaseException] = []
+        self.units: tuple[tuple[str, ...], ...] = ()
+        self.saves: dict[str, int] = {}
+        # What an island waits for before a step.
+        self.gates: dict[str, Callable[[Engine], bool]] = {}
+
+    def start(
+        self, name: str, end: Callable[[Engine], bool], *, leaves: str = "finish", load: Path | None = None
+    ) -> None:
+        """Train on an island until `end`. leaves: finish, hand over, or be lost."""
+        thread = threading.Thread(target=self._run, args=(name, end, leaves, load), name=name)
+        self.threads[name] = thread
+        thread.start()
+
+    def join(self) -> None:
+        for thread in self.threads.values():
+            wait_until(lambda thread=thread: not thread.is_alive())
+        if self.errors:
+            raise self.errors[0]
+
+    def _run(self, name: str, end: Callable[[Engine], bool], leaves: str, load: Path | None) -> None:
+        try:
+            self._train(name, end, leaves, load)
+        except BaseException as error:
+            self.errors.append(error)
+
+    def engine(self, name: str) -> Engine:
+        case = self.cases[name]
+        options = {"silent": 1.0, "away": 600.0, "poll": 0.02, "stock": 40, **self.seat}
+        seat = IslandSeat(name, self.addresses, b"a secret of the tests", self.folder / name, **options)
+        with torch.device("meta"):
+            model = case.model.build()
+        return Engine(
+            model,
+            case.plan,
+            optimizer=case.make_optimizer,
+            groups=decay_matrices(0.1),
+            clip=case.clip,
+            seed=case.seed,
+            device="cpu",
+            seat=seat,
+        )
+
+    def _train(self, name: str, end: Callable[[Engine], bool], leaves: str, load: Path | None) -> None:
+        case, told = self.cases[name], self.told[name]
+        with self.building:  # initial values are drawn from the process's generator
+            engine = self.engine(name)
+        self.engines[name], self.units = engine, units_of(engine)
+        steps, size = engine.federation, case.samples
+        if load is None:
+            told.events.append({"what": "new"})
+        else:
+            engine.load(load)
+            told.events.append({"what": "loaded"})
+        while not end(engine):
+            steps.join(size)
+            self._note(name)
+            if name in self.gates:
+                wait_until(lambda: self.gates[name](engine) or bool(self.errors))
+            samples = steps.lots.read(steps.used, size)
+            batch = [case.model.batch(position, 1) for position in samples]
+            joined = {key: torch.cat([torch.as_tensor(each[key]) for each in batch]) for key in batch[0]}
+            told.events.append({"what": "stepped", "step": engine.step_number, "samples": samples})
+            steps.used += size
+            told.losses.append(engine.step(joined).loss)
+            self._note(name)
+            if engine.step_number == self.saves.get(name):
+                engine.save(self.folder / f"saved {name}")
+                told.events.append({"what": "saved"})
+        if leaves == "finish":
+            steps.finish(30.0)
+            self._note(name)
+        if leaves != "be lost":
+            steps.depart(30.0, hands_over=leaves == "hand over")
+            self._note(name)
+        engine.close()
+
+    def _note(self, name: str) -> None:
+        """Keep what the island has done since."""
+        steps, told = self.engines[name].federation, self.told[name]
+        for event in steps.events:
+            for record in event.records:
+                assert self.records.setdefault(record.round, record) == record
+            match event.what:
+                case "sent":
+                    told.events.append({"what": "sent", "fragment": event.fragment, "digest": event.digest})
+                case what:
+                    rounds = [record.round for record in event.records]
+                    told.events.append({"what": what, "rounds": rounds, "on_time": event.on_time})
+        if steps.events:
+            found = digest_of(tensor for anchor in steps._anchors() for tensor in anchor.tensors())
+            assert told.digests.setdefault(steps.rounds, found) == found
+        steps.events.clear()
+
+    def check(self) -> None:
+        """Losses and parameters are those of the reference; anchors have equal bits on all islands."""
+        any_case = next(iter(self.cases.values()))
+        outer = any_case.outer
+        assert outer is not None
+        unit_of = {name: at for at, names in enumerate(self.units) for name in names}
+        wanted = train_federation(
+            any_case.model,
+            islands={name: told.events for name, told in self.told.items()},
+            records={at: record.to_json() for at, record in self.records.items()},
+            outer={
+                "lr": outer.rate,
+                "momentum": outer.inertia,
+                "nesterov": outer.optimizer == "nesterov",
+                "mix": outer.own_share,
+                "tokens": outer.apart is None or outer.apart.weights == "tokens",
+            },
+            fragment_of=lambda name: outer.fragment_of(unit_of[name], len(self.units)),
+            seed=any_case.seed,
+            dtype=torch.float64,
+            microbatches={name: case.microbatches for name, case in self.cases.items()},
+            microbatch=any_case.microbatch,
+            optimizer=any_case.make_optimizer,
+            clip=any_case.clip,
+        )
+        for name, told in self.told.items():
+            torch.testing.assert_close(torch.tensor(told.losses), torch.tensor(wanted.losses[name]), atol=1e-9, rtol=0)
+        for rounds in {at for told in self.told.values() for at in told.digests}:
+            assert len({told.digests[rounds] for told in self.told.values() if rounds in told.digests}) == 1
+        for name, engine in self.engines.items():
+            for anchor in engine.federation._anchors():
+                for part in anchor.slices:
+                    held = anchor.own[part.offset : part.offset + part.stop - part.start]
+                    value = wanted.parameters[name][part.name].reshape(-1)[part.start : part.stop]
+                    assert difference(held, value) < 1e-9, (name, part.name)
+
+    @property
+    def counted(self) -> list[list[str]]:
+        """The islands whose contributions each round has counted."""
+        return [[each.island for each in self.records[at].contributions] for at in sorted(self.records)]
+
+
+@pytest.fixture
+def ports() -> Iterator[dict[str, int]]:
+    with held_ports("abc") as found:
+        yield found
+
+
+def after(steps: int) -> Callable[[Engine], bool]:
+    return lambda engine: engine.step_number >= steps
+
+
+def rounds(count: int) -> Callable[[Engine], bool]:
+    """Until the masters follow so many rounds that averaged."""
+    return lambda engine: engine.federation.at is not None and engine.federation.at.turn >= count
+
+
+EVERY = {
+    "one fragment": Outer(3, apart=APART),
+    "fragments and a delay": Outer(4, fragments=2, delay=1, apart=APART),
+    "two in flight": Outer(4, fragments=0, delay=3, mix=0.3, apart=APART),
+    "plain averaging, equal weights": Outer(2, optimizer="sgd", apart=replace(APART, weights="equal")),
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_islands_that_are_always_there_equal_replicas(name: str, tmp_path: Path, ports: dict[str, int]) -> None:
+    case = replace(CASE, outer=EVERY[name])
+    islands = Islands(tmp_path, dict.fromkeys("abc", case), ports)
+    for island in "abc":
+        islands.start(island, after(8))
+    islands.join()
+    islands.check()
+    assert islands.counted == [[], *[["a", "b", "c"]] * (len(islands.counted) - 1)]
+    for told in islands.told.values():
+        last = max(at for at, event in enumerate(told.events) if event["what"] == "stepped")
+        assert all(event["on_time"] for event in told.events[3:last] if event["what"] == "followed")
+    read = [at for told in islands.told.values() for event in told.events for at in event.get("samples", ())]
+    assert len(set(read)) == len(read), "no sample is read twice"
+
+
+def test_islands_are_weighted_by_their_tokens(tmp_path: Path, ports: dict[str, int]) -> None:
+    """One takes half as many steps between rounds, another has batches twice as large."""
+    cases = {"a": CASE, "b": replace(CASE, microbatches=4), "c": replace(CASE, outer=replace(CASE.outer, every=6))}
+    islands = Islands(tmp_path, cases, ports)
+    for name, steps in {"a": 6, "b": 6, "c": 12}.items():
+        islands.start(name, after(steps))
+    islands.join()
+    islands.check()
+    (first,) = [record for record in islands.records.values() if record.turn == 1 and record.contributions]
+    for each, steps in zip(first.contributions, (3, 3, 6), strict=True):
+        events = [event for event in islands.told[each.island].events if event["what"] == "stepped"][:steps]
+        read = [at for event in events for at in event["samples"]]
+        labels = [torch.as_tensor(CASE.model.batch(at, 1)["labels"]) for at in read]
+        assert each.tokens == sum(int((one != IGNORED_LABEL).sum()) for one in labels)
+        assert each.used == len(read)
+
+
+def test_a_lost_island_is_not_missed_and_a_new_one_takes_its_place(tmp_path: Path, ports: dict[str, int]) -> None:
+    outer = Outer(4, fragments=2, delay=1, apart=APART)
+    islands = Islands(tmp_path, dict.fromkeys("abc", replace(CASE, outer=outer)), ports)
+    for name in "ab":
+        islands.start(name, rounds(14))
+    islands.start("c", after(5), leaves="be lost")
+    wait_until(lambda: not islands.threads["c"].is_alive())
+    islands.gates = {}
+    wait_until(lambda: any(each == ["a", "b"] for each in islands.counted))
+    # With an empty folder, of other sizes and speed.
+    islands.cases["c"] = replace(CASE, outer=replace(outer, every=2), microbatches=4)
+    islands.folder = tmp_path / "other disk"
+    islands.start("c", rounds(14))
+    islands.join()
+    islands.check()
+    assert islands.counted[-1] == ["a", "b", "c"]
+    restarted = [event for event in islands.told["c"].events if event["what"] == "restarted"]
+    assert restarted
+
+
+def test_a_late_contribution_is_a_part_of_the_next(tmp_path: Path, ports: dict[str, int]) -> None:
+    outer = Outer(2, apart=Apart(3, grace=0.0))
+    islands = Islands(tmp_path, dict.fromkeys("abc", replace(CASE, outer=outer)), ports)
+    # It is slow in its second step, until the others have gone on.
+    islands.gates["c"] = lambda engine: engine.step_number != 1 or len(islands.records) > 2
+    for name in "abc":
+        islands.start(name, rounds(6))
+    islands.join()
+    islands.check()
+    assert any("c" not in each for each in islands.counted[1:])
+    assert any("c" in each for each in islands.counted)
+    assert not [event for event in islands.told["c"].events if event["what"] == "restarted" and event["rounds"][0] > 0]
+
+
+def test_an_island_that_leaves_hands_over_what_it_has_learned(tmp_path: Path, ports: dict[str, int]) -> None:
+    outer = Outer(4, fragments=2, apart=APART)
+    islands = Islands(tmp_path, dict.fromkeys("abc", replace(CASE, outer=outer)), ports)
+    # The others are in the middle of an interval until it has left.
+    for name in "ab":
+        islands.gates[name] = lambda engine: engine.step_number != 5 or not islands.threads["c"].is_alive()
+    islands.start("c", after(5), leaves="hand over")
+    for name in "ab":
+        islands.start(name, after(12))
+    islands.join()
+    islands.check()
+    assert [each for each in islands.counted if "c" in each][-2:] == [["a", "b", "c"]] * 2
+    assert "c" not in islands.counted[-1]
+    assert "c" not in {each.island for each in islands.records[max(islands.records)].members}
+
+
+def test_an_island_goes_on_from_its_checkpoint(tmp_path: Path, ports: dict[str, int]) -> None:
+    islands = Islands(tmp_path, dict.fromkeys("abc", replace(CASE, outer=Outer(2, delay=1, apart=APART))), ports)
+    islands.saves["c"] = 3
+    for name in "ab":
+        islands.start(name, rounds(8))
+    islands.start("c", after(4), leaves="be lost")
+    wait_until(lambda: not islands.threads["c"].is_alive())
+    islands.start("c", rounds(8), load=tmp_path / "saved c")
+    islands.join()
+    islands.check()
+    assert islands.counted[-1] == ["a", "b", "c"]
