@@ -275,18 +275,18 @@ class IslandExchange:
             self._publish(replace(self.notice, wish=Wish.OUT))
 
     def heard(self) -> dict[str, Notice]:
-        """Return the notices of the other islands that are not silent."""
+        """Return the notices of the other islands that take part and are not silent."""
         view, now = self._view, self._clock()
         return {
             island: notice
             for island, notice in view.others.items()
-            if now - view.heard.get(island, float("-inf")) <= self.rules.silent
+            if notice.wish is Wish.IN and now - view.heard.get(island, float("-inf")) <= self.rules.silent
         }
 
     def is_handed_over(self) -> bool:
         """Return True if another island that stays holds all contributions of this one that may still count."""
         own = {each.digest for each in self.notice.contributions}
-        return not own or any(own <= notice.holds for notice in self.heard().values() if notice.wish is Wish.IN)
+        return not own or any(own <= notice.holds for notice in self.heard().values())
 
     def wait(self, until: Callable[[], bool], seconds: float) -> bool:
         """Wait until something holds, or for so long; return whether it holds. Raises what a thread has raised."""
