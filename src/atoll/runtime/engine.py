@@ -72,8 +72,8 @@ class Engine:
     whole.
     balance: how the load of a mixture's experts is balanced, by selection biases or losses of its routers, which are
     part of the loss that a step returns.
-    seat: the island's part in a federation, with a plan whose islands are worlds of their own (`Outer.apart`). Before
-    the first step call `engine.federation.join()`: docs/islands.md.
+    seat: the island's part in a federation, with a plan whose islands are worlds of their own (`Outer.apart`). Call
+    `join` before the first step: docs/islands.md.
     away: bytes of activations in host memory of each pipeline rank, as `Prediction.away` predicts them, to be checked
     before the first step. If not given, each rank checks its own in the first step.
 
@@ -349,6 +349,25 @@ class Engine:
         finally:
             with self._agreement.guard("writing parameters back to the shards"):
                 inside.__exit__(None, None, None)
+
+    def join(self, enough: int = 0, *, stops: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until the island takes part in its federation and has `enough` samples, and be at its step; see
+        `FederatedSteps.join`. Every rank must call it."""
+        self._settle()
+        steps = self.federation
+        with self._agreement.guard("joining the other islands"):
+            joined = steps.join(enough, stops=stops)
+        self.step_number = steps.step_at(self.step_number)
+        return joined
+
+    def depart(self, seconds: float, *, hands_over: bool = False) -> None:
+        """Leave the federation: after the rounds of what was sent, or handing over what was learned since; see
+        `FederatedSteps.depart`. Every rank must call it."""
+        self._settle()
+        with self._agreement.guard("leaving the other islands"):
+            if not hands_over:
+                self.federation.finish(seconds)
+            self.federation.depart(seconds, hands_over=hands_over)
 
     @property
     def federation(self) -> FederatedSteps:

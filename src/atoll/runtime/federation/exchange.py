@@ -127,6 +127,11 @@ class FollowingRank:
         return IslandAddress(self._showcase.host, self._showcase.port)
 
     @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes that others have read here, and those of elements that were read from others."""
+        return self._showcase.sent, self.exchange.received
+
+    @property
     def error(self) -> BaseException | None:
         """What the thread has raised."""
         return self._loops.error
@@ -243,6 +248,11 @@ class IslandExchange:
     def notice(self) -> Notice:
         """The island's notice."""
         return self._view.own
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes that others have read here, and those of elements that were read from others."""
+        return self._showcase.sent, self.exchange.received
 
     @property
     def error(self) -> BaseException | None:

@@ -76,6 +76,7 @@ class ElementExchange:
         # True from the first fragment that is taken over to the last.
         self._is_mixed = False
         self._records: list[RoundRecord] = []
+        self.received = 0  # bytes of elements
         self._refused: set[str] = set()
         self._reads = ElementReads()
         # What this rank gives to a contribution, until the contribution has a name.
@@ -243,6 +244,7 @@ class ElementExchange:
             yield reach
         finally:
             for peer in known.values():
+                self.received += peer.received
                 peer.close()
 
 

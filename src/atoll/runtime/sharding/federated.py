@@ -187,6 +187,12 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
         """True between `join` and `depart`."""
         return self._exchange is not None
 
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes of this rank that other ranks have read, of its own island for documents alone, and those that it has
+        read."""
+        return (0, 0) if self._exchange is None else self._exchange.traffic
+
     def count(self, tokens: int) -> None:
         """Note that the parameters have learned from so many tokens more."""
         self._tokens = [each + tokens for each in self._tokens]
@@ -323,7 +329,7 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
     def act(self, step: int) -> int:
         """Do the outer work after `step`; see `AnchorSteps.act`. An island that has missed rounds is at their step."""
         if self._exchange is None:
-            raise RunError("the island takes part in no federation yet; call join of the engine's outer steps first")
+            raise RunError("the island takes part in no federation yet; call the engine's join first")
         if self._is_overdue:
             self._follow(step=step)
         for way, fragment in self.outer.turns(step, self._count):
@@ -338,6 +344,10 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
                 self._send(fragment, step)
                 self._turn += 1
         self._is_overdue = any(sent.step <= step - self.outer.delay for sent in self._sent.values())
+        return self.step_at(step)
+
+    def step_at(self, step: int) -> int:
+        """Return the step that an island after `step` is at: that of the others, if it has missed rounds."""
         last = self._averaged - 1
         return max(step, self.outer.step_of(last, self._count)) if last >= 0 else step
 

@@ -11,7 +11,7 @@ from atoll.base.errors import LayoutError, PlanError
 from atoll.plans.host import HostState
 from atoll.plans.ir.residency import current
 from atoll.plans.layouts import ROUNDINGS, Codec, Codecs, Layout
-from atoll.plans.outer import Outer
+from atoll.plans.outer import Apart, Outer
 from atoll.plans.plan import AXES, ORDERS
 from atoll.training.config.section import Natural, Positive, Section, as_tuple, join_or, raise_all
 
@@ -128,6 +128,13 @@ class OuterSection(Section):
     own parameters when the mean is applied"""
     codec: CodecName = "none"
     """codec of outer gradients, with rounding and feedback of `[parallel.codecs]`: docs/outer.md#codecs"""
+    quorum: Positive = 1
+    """with `[federation]`: contributions that a round needs at least"""
+    grace: Annotated[float, Field(ge=0)] = 30.0
+    """with `[federation]`: seconds that a round waits for other islands once it has its quorum, and that an island
+    waits for a round before it trains on"""
+    weights: Literal["tokens", "equal"] = "tokens"
+    """with `[federation]`: weights of islands in the mean, by the tokens that each has learned from, or all alike"""
 
     @model_validator(mode="after")
     def _check(self) -> OuterSection:
@@ -140,12 +147,22 @@ class OuterSection(Section):
         raise_all(problems)
         return self
 
-    def to_outer(self, codecs: CodecSection) -> Outer:
-        """Return the value that a plan has. codecs: their rounding and feedback."""
+    def to_outer(self, codecs: CodecSection, islands: int | None = None) -> Outer:
+        """Return the value that a plan has. codecs: their rounding and feedback.  islands: that are worlds of their
+        own, with `[federation]`."""
         codec = None if self.codec == "none" else Codec(self.codec, rounding=codecs.rounding)
         by = OuterOptimizer(**self.optimizer)
         given = self.model_dump(include={"every", "fragments", "delay"})
-        return Outer(**given, optimizer=by.name, lr=by.lr, momentum=by.momentum, codec=codec, feedback=codecs.feedback)
+        apart = None if islands is None else Apart(islands, self.quorum, self.grace, self.weights)
+        return Outer(
+            **given,
+            optimizer=by.name,
+            lr=by.lr,
+            momentum=by.momentum,
+            codec=codec,
+            feedback=codecs.feedback,
+            apart=apart,
+        )
 
 
 class Parallel(Section):

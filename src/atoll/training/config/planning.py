@@ -12,6 +12,7 @@ from atoll.plans import schedules
 from atoll.plans.ir import Op, Schedule
 from atoll.plans.ir.text import from_csv, from_text
 from atoll.plans.layouts import Layout, Precision
+from atoll.plans.outer import Outer
 from atoll.plans.plan import MeshShape, Plan
 from atoll.plans.stages import BlockWeight, split_blocks
 from atoll.prediction.cost.layer import head_problem
@@ -91,7 +92,7 @@ def plan_of(config: Config, world: int | None = None) -> Plan:
         vocabulary_parallel=parallel.vocabulary,
         layers_per_stage=parallel.layers_per_stage,
         codecs=parallel.codecs.value,
-        outer=None if parallel.outer is None else parallel.outer.to_outer(parallel.codecs),
+        outer=outer_of(config),
         expert_layout=None if parallel.expert_layout is None else Layout(parallel.expert_layout),
         imbalance=parallel.imbalance,
         host=None if parallel.host is None else parallel.host.value,
@@ -182,15 +183,34 @@ def _batch_problems(config: Config, shares: int) -> list[str]:
     ]
 
 
+def outer_of(config: Config) -> Outer | None:
+    """Return the outer steps of a config's plan."""
+    parallel, islands = config.parallel, None if config.federation is None else len(config.federation.islands)
+    return None if parallel.outer is None else parallel.outer.to_outer(parallel.codecs, islands)
+
+
 def _outer_problems(config: Config, groups: int) -> list[str]:
     """Return what cannot be combined with outer steps."""
     if config.parallel.outer is None:
-        return []
+        if config.federation is None:
+            return []
+        return ["federation: islands exchange outer gradients, and parallel.outer is missing; set parallel.outer.every"]
     problems = []
-    if groups < 2:
+    outer, federation = config.parallel.outer, config.federation
+    if federation is None:
+        alone = {key: getattr(outer, key) for key in ("quorum", "grace", "weights") if key in outer.model_fields_set}
+        if alone:
+            found = ", ".join(f"parallel.outer.{key} = {value!r}" for key, value in alone.items())
+            problems.append(f"{found}: of islands that come and go, which [federation] names; leave them out")
+    elif outer.quorum > len(federation.islands):
+        problems.append(
+            f"parallel.outer.quorum = {outer.quorum}, and federation.islands has {len(federation.islands)}; use at "
+            "most as many"
+        )
+    if groups < 2 and federation is None:
         problems.append(
             f"parallel.outer: outer steps are between groups, and with parallel.intra = {config.parallel.intra} there "
-            "is one; use more ranks or a smaller intra, or leave outer out"
+            "is one; use more ranks or a smaller intra, name islands in [federation], or leave outer out"
         )
     if BadStepPolicy.parse(config.train.bad_steps).steps:
         problems.append(

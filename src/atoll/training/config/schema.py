@@ -18,6 +18,7 @@ from atoll.base.toml import to_toml
 from atoll.plans.layouts import Layout
 from atoll.plans.plan import Plan
 from atoll.training.config.data import Data
+from atoll.training.config.federation import FederationSection
 from atoll.training.config.model import Lora, Model
 from atoll.training.config.parallel import Parallel
 from atoll.training.config.run import Checkpoint, Run
@@ -35,6 +36,7 @@ class Config(Section):
     parallel: Parallel = Field(default_factory=Parallel)
     run: Run = Field(default_factory=Run)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    federation: FederationSection | None = None
     _notes: tuple[str, ...] = PrivateAttr(default=())
 
     @property
@@ -99,7 +101,9 @@ class Config(Section):
 
         With train.epochs, train.steps is left out.
         """
-        left_out: Any = {"train": {"steps"}} if self.train.epochs is not None else None
+        left_out: dict[str, Any] = {"train": {"steps"}} if self.train.epochs is not None else {}
+        if self.federation is None:
+            left_out["federation"] = True
         return to_toml(self.model_dump(exclude=left_out))
 
 

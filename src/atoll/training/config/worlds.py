@@ -57,8 +57,9 @@ def _fitting(config: Config, world: int) -> tuple[str, ...] | None:
         data, rest = divmod(world, pipeline * parallel.tensor)
         if rest:
             continue
-        # Outer steps are between two groups or more.
-        sizes = [size for size in divisors(math.gcd(parallel.intra, data)) if parallel.outer is None or size < data]
+        # Outer steps are between two groups or more, unless islands are worlds of their own.
+        is_whole = parallel.outer is None or config.federation is not None
+        sizes = [size for size in divisors(math.gcd(parallel.intra, data)) if is_whole or size < data]
         intra = max(sizes, default=1)
         changed = {"pipeline": pipeline, "intra": intra, "expert": math.gcd(parallel.expert, intra)}
         changed["sequence"] = math.gcd(parallel.sequence, intra)

@@ -104,6 +104,11 @@ class RunFolder:
         return self.root / "incidents.jsonl"
 
     @property
+    def rounds(self) -> Path:
+        """One line for each thing that an island of a federation did."""
+        return self.root / "rounds.jsonl"
+
+    @property
     def trace(self) -> Path:
         """The timeline of one step."""
         return self.root / "trace.json"
@@ -226,7 +231,16 @@ class RunFolder:
 
     def clear(self) -> None:
         """Remove the files of an earlier run, and no others."""
-        written = (self.identity, self.config, self.plan, self.metrics, self.validation, self.incidents, self.trace)
+        written = (
+            self.identity,
+            self.config,
+            self.plan,
+            self.metrics,
+            self.validation,
+            self.incidents,
+            self.trace,
+            self.rounds,
+        )
         generated = (self.sample, self.tokenizer, *(self.root / name for name in BESIDE))
         compared = (self.prediction, self.cluster, self.timing, self.timeline, self.calibration)
         for path in (*written, *generated, *compared):

@@ -72,7 +72,7 @@ def _mlflow(config: Config, run: str) -> Logger:
         package.start_run(run_name=config.run.folder, tags={"atoll_run": run})
         values = config.model_dump(mode="json")
         package.log_params(
-            {f"{section}.{key}": value for section, keys in values.items() for key, value in keys.items()}
+            {f"{section}.{key}": value for section, keys in values.items() for key, value in (keys or {}).items()}
         )
     return Logger("mlflow", lambda values, step: package.log_metrics(dict(values), step=step), package.end_run)
 

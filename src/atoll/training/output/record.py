@@ -149,6 +149,10 @@ class Recorder:
         if result.rollback is not None:
             self.folder.forget(result.rollback.step)
 
+    def round(self, record: Mapping[str, Any]) -> None:
+        """Write what an island of a federation did: see docs/islands.md."""
+        files.append(self.folder.rounds, record)
+
     def evaluation(self, step: int, result: Evaluation, parts: Mapping[str, Evaluation]) -> None:
         """Write an evaluation after `step` steps. parts: of each source."""
         record = {"step": step, "loss": result.loss, "perplexity": perplexity(result.loss)}

@@ -110,6 +110,8 @@ class RunCheckpoints:
                 " and the order of samples with it: some may be seen twice"
             )
         position = self._position_of(self._engine.step_number, int(state["position"]))
+        if self._run.config.federation is not None:
+            position = self._engine.federation.used
         self._run.progress.restore(state, position=position)
 
     def _position_of(self, step: int, position: int) -> int:
@@ -129,6 +131,11 @@ class RunCheckpoints:
                     where = f"; set aside as {checkpoint.set_aside(path).name}"
             self._run.display.say(f"note: {error}{where}")
 
+    @property
+    def _island(self) -> dict[str, str]:
+        own = self._run.config.federation
+        return {} if own is None else {"island": own.island}
+
     # ---- during the run
 
     def save(self, *, is_extra: bool = False) -> None:
@@ -142,6 +149,7 @@ class RunCheckpoints:
             "corpus": self._run.corpus.fingerprint,
             "order": order_of(self._run.config),
             "config": config,
+            **self._island,
         }
         whose = {
             "run": self.run_id,

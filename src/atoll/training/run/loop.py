@@ -24,6 +24,7 @@ from atoll.training.data import Name
 from atoll.training.output.folder import Start
 from atoll.training.output.record import perplexity
 from atoll.training.run.checkpoints import RunCheckpoints
+from atoll.training.run.federated import FederatedRun
 from atoll.training.run.results import Results
 from atoll.training.run.run import RankRun
 from atoll.training.run.text import generate
@@ -61,15 +62,22 @@ class Loop:
         self._samples = run.progress.samples
         self._checkpoints = RunCheckpoints(run)
         self._results = Results(run, on_fault=self._go_on)
+        self._federated = None if run.config.federation is None else FederatedRun(run, self._results)
 
     def run(self, start: Start) -> LoopOutcome:
         """Train to the last step, or until a signal."""
         is_fresh = not self._checkpoints.resume(start)
+        if self._federated is not None:
+            if start is Start.OVERWRITE:
+                self._federated.forget()
+            self._federated.join(1)
         first = self._engine.step_number
         self._results.open(first, run_id=self._checkpoints.run_id, is_fresh=is_fresh)
         if is_fresh:
             self._evaluate()
         stopped = self._steps(first)
+        if self._federated is not None:
+            self._federated.leave(stopped)
         if stopped is None:
             self._evaluate()
         self._checkpoints.save()
@@ -92,21 +100,29 @@ class Loop:
         self._run.display.begin(first, train.steps)
         try:
             while self._engine.step_number < train.steps and not self._is_over():
-                step = self._engine.step_number + 1
+                if self._federated is not None and not self._federated.join(2):
+                    return self._federated.stopped
+                begin = step = self._engine.step_number + 1
                 rate = self._progress.schedule.rate
                 self._progress.begin(step, oldest=results.oldest(step - 1))
                 batch = self._samples.take()
+                if self._federated is not None:
+                    self._engine.federation.used = self._samples.position
                 following = self._samples.peek() if step < train.steps else None
                 with self._naming_samples(), nullcontext() if step < train.steps else self._engine.timing():
                     result = self._engine.submit(batch, following)
                 self._progress.schedule.advance()
                 results.expect(rate)
                 stop = results.record(result)
+                if self._federated is not None:
+                    step = self._federated.follow()
                 if self._engine.step_number != step and stop is None:
                     continue  # after a rollback
-                is_due = train.eval_every and step % train.eval_every == 0
-                is_kept = every and step % every == 0
-                is_compared = train.check_replicas and step % train.check_replicas == 0
+                # An island that has missed rounds goes on at the step of the others.
+                is_due, is_kept, is_compared = (
+                    each and step // each > (begin - 1) // each
+                    for each in (train.eval_every, every, train.check_replicas)
+                )
                 if stop is not None or is_due or is_kept or is_compared or step in (results.traced, train.steps):
                     with self._naming_samples():
                         result = self._engine.settle()

@@ -89,7 +89,9 @@ def _contradictions(state: Mapping[str, Any], *, step: Any, of_folder: int) -> I
         yield f"its state is of step {reprlib.repr(step)}, its folder of {of_folder}"
         return
     position = state["position"]
-    if type(position) is not int or not step <= position <= step * LARGEST_BATCH:
+    # An island counts from when it became a member.
+    least = 0 if "island" in state else step
+    if type(position) is not int or not least <= position <= step * LARGEST_BATCH:
         yield f"position {reprlib.repr(position)} after {step} steps, each of 1 to {LARGEST_BATCH} samples"
     schedule = state["schedule"]
     done = schedule.get("last_epoch") if isinstance(schedule, dict) else None

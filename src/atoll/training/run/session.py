@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from atoll.base.digests import digest
 from atoll.base.documents import LARGEST_BYTES, finite, read_json, whole_number
 from atoll.base.errors import CostWarning, WeightsWarning
 from atoll.base.units import format_bytes, format_count, format_rate, format_seconds
@@ -29,9 +30,10 @@ from atoll.training.output.lock import RunLock
 from atoll.training.run.loop import Loop, LoopOutcome
 from atoll.training.run.measure import peak_memory
 from atoll.training.run.progress import Progress
+from atoll.training.run.resumed import order_of
 from atoll.training.run.run import RankRun
 from atoll.training.run.signals import StopRequest
-from atoll.training.setup.build import build_as_stored, build_engine
+from atoll.training.setup.build import build_as_stored, build_engine, seat_of
 from atoll.training.setup.samples import prepare_corpus, vocabulary_of
 
 
@@ -173,7 +175,9 @@ def run_session(
     with warnings.catch_warnings():
         for said in (CostWarning, WeightsWarning):  # as notes, below
             warnings.simplefilter("ignore", said)
-        engine = build_engine(model, plan, config, device=device, vocabulary=vocabulary)
+        common = digest(repr([corpus.fingerprint, order_of(config)]).encode())
+        seat = seat_of(config, run=common)
+        engine = build_engine(model, plan, config, device=device, vocabulary=vocabulary, seat=seat)
     for note in (*engine.advice, *untied, *engine.notes):
         display.say(f"note: {note}")
     try:

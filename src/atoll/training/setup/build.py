@@ -6,16 +6,20 @@ import difflib
 from collections.abc import Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from atoll.base.documents import LARGEST_JSON, read_text
 from atoll.base.errors import ConfigError, PlanError, UserError
 from atoll.plans.plan import Plan
 from atoll.runtime.assemble.ties import untie_as_stored
 from atoll.runtime.engine import Engine
+from atoll.runtime.federation.http import own_secret
+from atoll.runtime.federation.seat import IslandAddress, IslandSeat
 from atoll.runtime.models import Decoder, DecoderConfig, check_documents
 from atoll.runtime.pipeline.routing import Balance
 from atoll.runtime.sharding.optimizer import decay_matrices, spare_vectors
@@ -99,11 +103,43 @@ def choose_trained(model: nn.Module, trainable: Sequence[str], frozen: Sequence[
         raise ConfigError("\n  ".join(problems))
 
 
+def seat_of(config: Config, *, run: str) -> IslandSeat | None:
+    """Return the island's part in its federation, if it has one. run: what all islands have in common besides their
+    model. Raises ConfigError for a secret that cannot be read."""
+    own, outer, train = config.federation, config.parallel.outer, config.train
+    if own is None or outer is None:
+        return None
+    try:
+        secret = own_secret(read_text(own.secret, limit=LARGEST_JSON))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"federation.secret = {own.secret!r}: {error}") from error
+    return IslandSeat(
+        own.island,
+        {name: IslandAddress.parse(address) for name, address in own.islands.items()},
+        secret,
+        Path(config.run.folder) / "federation",
+        founders=own.founders,
+        listen=None if own.listen is None else IslandAddress.parse(own.listen),
+        run=run,
+        # What it reads until the round after the next one.
+        stock=train.global_batch * (2 * outer.every + outer.delay + 2),
+        silent=own.silent,
+        away=own.away,
+        pace=own.pace,
+    )
+
+
 def build_engine(
-    model: nn.Module, plan: Plan, config: Config, device: torch.device, *, vocabulary: int | None = None
+    model: nn.Module,
+    plan: Plan,
+    config: Config,
+    device: torch.device,
+    *,
+    vocabulary: int | None = None,
+    seat: IslandSeat | None = None,
 ) -> Engine:
     """Return the engine, with an optimizer that applies weight decay to matrices only. vocabulary: the model's, to
-    predict its activations in host memory."""
+    predict its activations in host memory.  seat: the island's part in a federation."""
     train, away = config.train, list[int]()
     if plan.offloads:
         with suppress(UserError):  # of unknown costs: the engine finds them in the first step
@@ -123,6 +159,7 @@ def build_engine(
         bad_steps=train.bad_steps,
         balance=Balance(**train.router.model_dump()),
         away=away,
+        seat=seat,
     )
 
 
@@ -149,6 +186,11 @@ class RateSchedule:
     def advance(self) -> None:
         """Advance by one step."""
         self._inner.step()
+
+    def go_to(self, step: int) -> None:
+        """Advance to the rates after `step`, if that is later."""
+        while self._inner.last_epoch < step:
+            self.advance()
 
     def state(self) -> dict[str, Any]:
         """State for a checkpoint, as JSON."""

@@ -19,6 +19,7 @@ from atoll.prediction.cost import Cluster, Transformer, Workload
 from atoll.prediction.planner import BUDGET, Answer, Candidate, Goal, Order, PlanSearch, Space, settings
 from atoll.runtime.rendezvous import torchrun_environment
 from atoll.training.config import Config, load
+from atoll.training.config.planning import outer_of
 from atoll.training.config.worlds import check_world, fit_to_world
 from atoll.training.setup.here import measured_cluster
 from atoll.training.setup.optimizers import states_of, whole_matrices_of
@@ -164,7 +165,7 @@ def question(config: Config, cluster: Cluster, *, world: int | None = None) -> P
     workload = workload_of(config, expected_vocabulary(config), on_cpu=on_cpu)
     codecs = config.parallel.codecs.value
     space = space_of(config) if config.parallel.auto else Space(precision=(config.train.precision,), codecs=codecs)
-    outer = None if config.parallel.outer is None else config.parallel.outer.to_outer(config.parallel.codecs)
+    outer = outer_of(config)
     states, whole = states_of(config.train), whole_matrices_of(config.train)
     return PlanSearch(workload, cluster, goal, space, on_cpu, states=states, outer=outer, whole=whole)
 

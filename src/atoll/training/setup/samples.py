@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.base.errors import ConfigError
+from atoll.plans.federation.lots import LotsHeld
 from atoll.plans.plan import Place
 from atoll.runtime.places import cache_folder
 from atoll.training.config import Config
@@ -82,10 +83,15 @@ def mask_of(corpus: Supply) -> int:
     return corpus.tokenizer.size if own is None else own
 
 
+MOST_READ = 64
+"""Steps whose samples an island can still name."""
+
+
 class Samples:
     """A rank's share of each step of the common order, and of the validation split.
 
-    position: number of samples that all ranks together have taken since the run's start.
+    position: number of samples that all ranks together have taken since the run's start; of an island that comes and
+    goes, since it became a member.
     """
 
     def __init__(self, config: Config, corpus: Supply, place: Place) -> None:
@@ -97,6 +103,9 @@ class Samples:
         share = self._batch // place.mesh.shares
         self._share = slice(place.share * share, (place.share + 1) * share)
         self._next: TokenBatch | None = None
+        # Of an island: what it may read, and what its last steps have read, by the position before them.
+        self._lots: LotsHeld | None = None
+        self._read: dict[int, Sequence[int]] = {}
         self._train = config.train
         self._mask = mask_of(corpus)
         self._is_balanced, self._shares = config.data.balance, place.mesh.shares
@@ -106,6 +115,9 @@ class Samples:
         """Return the share of the next step: consecutive microbatches."""
         taken = self.peek()
         self._next = None
+        if self._lots is not None:
+            # The last steps, whose results may come after their samples were counted.
+            self._read = {**dict([*self._read.items()][-MOST_READ:]), self.position: self._places(self.position)}
         self.position += self._batch
         return taken
 
@@ -113,50 +125,74 @@ class Samples:
         """Continue with the samples from `position` on."""
         self.position, self._next = position, None
 
+    def follow(self, lots: LotsHeld, position: int) -> None:
+        """Read an island's samples from now on, `position` of them read already since it became a member."""
+        self._lots = lots
+        if position != self.position:
+            self.go_to(position)
+
     def sequences(self, position: int, samples: range) -> list[Name]:
         """Return the names of `samples` in the corpus, in a step that starts at `position`."""
-        if not self._is_balanced:
+        if not self._is_balanced and self._lots is None:
             return self._corpus.names(position + samples.start, len(samples))
         return [name for at in samples for name in self._corpus.names(self.position_of(position, at), 1)]
 
     def position_of(self, position: int, at: int) -> int:
         """Return the position of sample `at` of a step that starts at `position`."""
-        return self._order(position)[at] if self._is_balanced else position + at
+        return self._of_step(position)[at]
 
     def epoch(self, position: int) -> float:
-        """Return the number of passes over the corpus before `position`."""
-        return self._corpus.epoch(position)
+        """Return the number of passes over the corpus before `position`; for an island, before what it reads there."""
+        if self._lots is None:
+            return self._corpus.epoch(position)
+        before = self._read.get(position - self._batch)
+        return self._corpus.epoch(0 if before is None else before[-1] + 1)
 
     def peek(self) -> TokenBatch:
         """Return the next result of `take`."""
         if self._next is None:
+            places = self._of_step(self.position)[self._share]
             begin = self.position + self._share.start
-            if self._is_balanced:
-                taken = self._corpus.at(self._order(self.position)[self._share])
+            if isinstance(places, range):
+                taken = self._corpus.take(places.start, len(places))
             else:
-                taken = self._corpus.take(begin, self._share.stop - self._share.start)
-            self._next = self._objective(taken, begin)
+                taken = self._corpus.at(places)
+            count = self._share.stop - self._share.start
+            self._next = self._objective(taken, range(begin, begin + count) if self._lots is None else places)
         return self._next
 
-    def _order(self, position: int) -> list[int]:
-        """Return the positions of a step's samples, in the order in which ranks take them."""
-        work = self._corpus.work(position, self._batch)
-        return [position + at for at in balanced_order(work.tolist(), self._train.microbatch)]
+    def _places(self, position: int) -> Sequence[int]:
+        """Return the positions in the common order of the samples of a step that starts at `position`."""
+        if self._lots is None:
+            return range(position, position + self._batch)
+        known = self._read.get(position)
+        return self._lots.read(position, self._batch) if known is None else known
+
+    def _of_step(self, position: int) -> Sequence[int]:
+        """Return these in the order in which ranks take them."""
+        places = self._places(position)
+        if not self._is_balanced:
+            return places
+        return [places[at] for at in balanced_order(self._work(position), self._train.microbatch)]
+
+    def _work(self, position: int) -> list[float]:
+        if self._lots is None:
+            return self._corpus.work(position, self._batch).tolist()
+        return [float(self._corpus.work(place, 1)[0]) for place in self._places(position)]
 
     def imbalance(self, position: int) -> Imbalance | None:
         """Return the imbalance of the step that starts at `position`; None if all samples have the same work."""
         if not self._has_documents:
             return None
-        work = self._corpus.work(position, self._batch).tolist()
+        work = self._work(position)
         if self._is_balanced:
             work = [work[at] for at in balanced_order(work, self._train.microbatch)]
         return imbalance(work, self._train.microbatch, self._shares)
 
-    def _objective(self, taken: TokenBatch, position: int) -> TokenBatch:
-        """Return the batch with the labels of the objective, for samples from `position` on."""
+    def _objective(self, taken: TokenBatch, positions: Sequence[int]) -> TokenBatch:
+        """Return the batch with the labels of the objective, for samples at these positions."""
         if not self._train.is_masked:
             return taken
-        positions = range(position, position + len(taken["input_ids"]))
         kept = [*self._corpus.tokenizer.opening, *self._corpus.tokenizer.closing]
         return hide(taken, positions, seed=self._train.seed, ratio=self._train.mask_ratio, token=self._mask, kept=kept)
 
@@ -181,4 +217,5 @@ class Samples:
         one source, with its name."""
         for at, (source, each) in enumerate(self._corpus.validation(self._batch, limit=self._eval_batches)):
             share = {name: values[self._share] for name, values in each.items()}
-            yield source, self._objective(share, at * self._batch + self._share.start)
+            begin = at * self._batch + self._share.start
+            yield source, self._objective(share, range(begin, begin + len(share["input_ids"])))
