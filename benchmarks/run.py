@@ -60,6 +60,7 @@ SLOW = (
     "experts",
     "sequence",
     "slices",
+    "federation",
     "chunked_loss",
     *RACES,
 )

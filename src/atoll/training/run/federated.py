@@ -69,7 +69,7 @@ class FederatedRun:
         """Leave the federation: at the end after the rounds of what was sent, after a signal by handing over what was
         learned since."""
         rules = self._steps.rules
-        seconds = rules.grace + rules.silent if stopped is None else HANDOVER
+        seconds = rules.away if stopped is None else HANDOVER
         self._engine.depart(seconds, hands_over=stopped is not None)
         self.follow()
 
