@@ -192,6 +192,8 @@ class IslandExchange:
         self._notices: dict[str, Notice] = {}
         self._places: dict[str, tuple[str, ...]] = {}
         self._answers: dict[int, RankAnswer] = {}
+        # Islands that answered when they were read last.
+        self.reached: set[str] = set()
         self._published: Notice | None = None
         notice = self._kept(name, run, at)
         self._view = begin(notice, rules, clock())
@@ -370,8 +372,9 @@ class IslandExchange:
                     raise ValueError(f"island {island!r} has another number of fragments than {self.rules.fragments}")
                 self._places[island] = parse_ranks(peer.document("/ranks"))
                 self._notices[island] = notice
+                self.reached.add(island)
             except PeerError:
-                pass
+                self.reached.discard(island)
             except ValueError as error:
                 self._refuse(island, str(error))
 

@@ -134,6 +134,7 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
         self._meeting: Meeting | None = None
         self._exchange: IslandExchange | FollowingRank | None = None
         self._holdings = self._hold(None)
+        self._traffic = 0, 0
         self.used = 0
         self.events: list[RoundEvent] = []
         self._tokens = [0] * self.rules.fragments
@@ -191,7 +192,7 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
     def traffic(self) -> tuple[int, int]:
         """Bytes of this rank that other ranks have read, of its own island for documents alone, and those that it has
         read."""
-        return (0, 0) if self._exchange is None else self._exchange.traffic
+        return self._traffic if self._exchange is None else self._exchange.traffic
 
     def count(self, tokens: int) -> None:
         """Note that the parameters have learned from so many tokens more."""
@@ -235,12 +236,12 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
         self.close()
 
     def finish(self, seconds: float) -> None:
-        """Wait for the rounds of what was sent, while any other island is heard. Every rank calls it."""
+        """Wait for the rounds of what was sent, while any other island answers. Every rank calls it."""
         exchange, end = self._exchange, time.monotonic() + seconds
         while exchange is not None and self._sent:
             self._follow()
             is_over = time.monotonic() >= end
-            alone = isinstance(exchange, IslandExchange) and not exchange.heard() and len(self.members) > 1
+            alone = isinstance(exchange, IslandExchange) and not exchange.reached and len(self.members) > 1
             if not self._sent or self._met(is_over or alone, any):
                 break
             exchange.wait(lambda: False, min(GLANCE, self.seat.poll))
@@ -250,6 +251,7 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.close()
+            self._traffic = exchange.traffic
 
     def _open(self) -> None:
         seat, own = self.seat, self.seat.islands[self.seat.name]

@@ -1,0 +1,198 @@
+"""Runs of `atoll train` that are islands of a federation, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from atoll.base.errors import ConfigError
+from atoll.base.toml import nested_to_toml
+from atoll.testing.progress import finish, run, wait_until
+from atoll.training.config import from_dict
+from atoll.training.output.folder import read_records
+from atoll.training.setup.build import seat_of
+from tests.runtime.federation.ports import held_ports
+from tests.training.run.test_train import TEXT, settings
+
+OUTER = {"every": 4, "fragments": 2, "delay": 1, "grace": 60.0}
+
+
+@pytest.fixture
+def ports() -> Iterator[dict[str, int]]:
+    with held_ports("abc") as found:
+        yield found
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def island(
+    folder: Path,
+    corpus: Path,
+    ports: Mapping[str, int],
+    name: str,
+    *,
+    more: Mapping[str, Any] | None = None,
+    **parallel: Any,
+) -> Path:
+    """Write the config of an island, and return its path."""
+    found = settings(folder / name, corpus, parallel={"outer": OUTER, **parallel})
+    found["train"] |= {"steps": 8, "eval_every": 4}
+    (folder / "secret").write_text("0123456789abcdef")
+    found["federation"] = {
+        "island": name,
+        "islands": {each: f"127.0.0.1:{port}" for each, port in ports.items()},
+        "secret": str(folder / "secret"),
+        "silent": 60.0,
+        "away": 600.0,
+        **(more or {}),
+    }
+    path = folder / f"{name}.toml"
+    path.write_text(nested_to_toml(dict(found.items())))
+    return path
+
+
+def command(path: Path, *sets: str) -> list[str]:
+    return [sys.executable, "-m", "atoll", "train", str(path), *(word for each in sets for word in ("--set", each))]
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "rounds.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_islands_of_different_plans_end_with_the_same_anchors(
+    tmp_path: Path, corpus: Path, ports: dict[str, int]
+) -> None:
+    plans: dict[str, dict[str, Any]] = {
+        "a": {"ranks": 2, "pipeline": 2, "schedule": "zb-h1"},
+        "b": {"ranks": 2, "intra": 2, "layout": "IGG"},
+        "c": {},
+    }
+    ended = {}
+    paths = {name: island(tmp_path, corpus, ports, name, **plan) for name, plan in plans.items()}
+
+    def train(name: str) -> None:
+        ended[name] = run(command(paths[name]))
+
+    threads = [Thread(target=train, args=(name,)) for name in plans]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert {name: each.returncode for name, each in ended.items()} == dict.fromkeys("abc", 0), ended
+    records = {name: [record for event in events(tmp_path / name) for record in event["records"]] for name in "abc"}
+    assert records["a"] == records["b"] == records["c"]
+    assert [[each["island"] for each in record["contributions"]] for record in records["a"]] == [
+        [],
+        *[["a", "b", "c"]] * 4,
+    ]
+    # The validation loss is that of the anchors, computed in another order on each.
+    losses = [read_records(tmp_path / name / "validation.jsonl")[-1]["loss"] for name in "abc"]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-12)
+    shown = read_records(tmp_path / "a" / "metrics.jsonl")
+    assert [record["step"] for record in shown] == list(range(1, 9))
+    assert events(tmp_path / "a")[-1]["received_bytes"] > 0
+
+
+@pytest.mark.slow
+def test_a_signal_hands_over_and_the_island_returns(tmp_path: Path, corpus: Path, ports: dict[str, int]) -> None:
+    ports.pop("c")
+    started: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(name: str, steps: int) -> None:
+        path = island(tmp_path, corpus, ports, name)
+        with (tmp_path / f"{name}.log").open("ab") as log:
+            started[name] = subprocess.Popen(command(path, f"train.steps={steps}"), stdout=log, stderr=log)
+
+    for name in "ab":
+        start(name, 400)
+    try:
+        wait_until(lambda: len(events(tmp_path / "b")) > 4, started["b"])
+        started["b"].send_signal(signal.SIGTERM)
+        finish(started["b"])
+        assert started["b"].returncode == 143
+        wait_until(lambda: _counted(events(tmp_path / "a")) == ["a"], started["a"])
+        start("b", 400)
+        wait_until(lambda: _restarted(events(tmp_path / "b")), started["b"])
+        (at,) = _restarted(events(tmp_path / "b"))
+        wait_until(lambda: _counted(events(tmp_path / "b")[at:]) == ["a", "b"], started["b"])
+        # It is at the step of the other one, two for each round.
+        last = events(tmp_path / "b")[-1]
+        assert last["step"] >= 2 * (last["round"] - 2)
+    finally:
+        for process in started.values():
+            process.send_signal(signal.SIGTERM)
+        for process in started.values():
+            finish(process)
+
+
+def _restarted(found: list[dict[str, Any]]) -> list[int]:
+    return [at for at, event in enumerate(found) if event["what"] == "restarted"]
+
+
+def _counted(found: list[dict[str, Any]]) -> list[str]:
+    counted = [record["contributions"] for event in found for record in event["records"] if record["contributions"]]
+    return [each["island"] for each in counted[-1]] if counted else []
+
+
+def test_a_federation_needs_outer_steps_and_outer_keys_a_federation(
+    tmp_path: Path, corpus: Path, ports: dict[str, int]
+) -> None:
+    values = settings(tmp_path, corpus, parallel={"outer": {"every": 4, "quorum": 2}, "ranks": 2})
+    with pytest.raises(ConfigError, match=r"parallel.outer.quorum = 2: of islands that come and go"):
+        from_dict(values).to_plan()
+    own = {"island": "a", "islands": {"a": "127.0.0.1:1", "b": "127.0.0.1:2"}, "secret": "s"}
+    values = settings(tmp_path, corpus) | {"federation": own}
+    with pytest.raises(ConfigError, match=r"parallel.outer is missing"):
+        from_dict(values).to_plan()
+    values = settings(tmp_path, corpus, parallel={"outer": {"every": 4, "quorum": 3}}) | {"federation": own}
+    with pytest.raises(ConfigError, match=r"quorum = 3, and federation.islands has 2"):
+        from_dict(values).to_plan()
+    plan = from_dict(settings(tmp_path, corpus, parallel={"outer": {"every": 4}}) | {"federation": own}).to_plan()
+    assert plan.outer is not None
+    assert plan.outer.apart is not None
+    assert (plan.outer.apart.islands, plan.islands, plan.has_islands) == (2, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"island": "z"}, "'z' is none of federation.islands: a, b"),
+        ({"islands": {"a": "here", "b": "127.0.0.1:2"}}, "host:port"),
+        ({"islands": {"a": "127.0.0.1:2", "b": "127.0.0.1:2"}}, "two islands have one address"),
+        ({"founders": ["a", "q"]}, "'q' is none of federation.islands"),
+        ({"silent": 100.0, "away": 10.0}, "silent before it is away"),
+    ],
+)
+def test_bad_federations_are_refused(change: dict[str, Any], words: str, tmp_path: Path, corpus: Path) -> None:
+    own = {"island": "a", "islands": {"a": "127.0.0.1:1", "b": "127.0.0.1:2"}, "secret": "s", **change}
+    with pytest.raises(ConfigError, match=words):
+        from_dict(settings(tmp_path, corpus, parallel={"outer": {"every": 4}}) | {"federation": own})
+
+
+def test_a_secret_is_read_from_its_file(tmp_path: Path, corpus: Path) -> None:
+    own = {"island": "a", "islands": {"a": "127.0.0.1:1", "b": "[::1]:2"}, "secret": str(tmp_path / "secret")}
+    config = from_dict(settings(tmp_path, corpus, parallel={"outer": {"every": 4}}) | {"federation": own})
+    with pytest.raises(ConfigError, match=r"federation.secret"):
+        seat_of(config, run="x")
+    (tmp_path / "secret").write_text("short")
+    with pytest.raises(ConfigError, match=r"16 characters"):
+        seat_of(config, run="x")
+    (tmp_path / "secret").write_text("0123456789abcdef\n")
+    seat = seat_of(config, run="x")
+    assert seat is not None
+    assert (seat.secret, str(seat.islands["b"]), seat.first) == (b"0123456789abcdef", "::1:2", ("a", "b"))
+    assert "0123" not in repr(seat)
