@@ -33,7 +33,7 @@ members have to agree, and these vote as heirs of who they were.
 [Note: members] A record names the members of the next round, so all votes of a round are of the same members. An island
 that leaves, or that nobody has heard for `away` seconds, is no member from the next round on; one that has the anchors
 of this round becomes one. A record that averages nothing makes members of others if a round needs more contributions
-than there are members present, or of heirs; and it grants the first lots.
+than there are members present, or of heirs; it grants the first lots, and lets go who has left.
 
 [Note: late contributions] A contribution is valid for one round: the first of its fragment after the anchors that it
 started from were set. If that round does not count it, nothing ever does, so nothing is counted twice. What the island
@@ -349,6 +349,11 @@ def _outcome(view: IslandView, rules: FederationRules, now: float) -> RoundRecor
         latest = max(heard, key=lambda notice: notice.anchors)
         return _record(view, rules, now, counted=(), restored=latest)
     members = rules.members(own)
+    if any(notice.wish is Wish.OUT and notice.is_one_of(members) for notice in view.notices):
+        # Before it goes: who has left must not be needed for a majority any more. Its contributions still count.
+        record = _record(view, rules, now, counted=())
+        if set(record.members) != set(members):
+            return record
     if view.ready is None:
         record = _record(view, rules, now, counted=())
         present = sum(_can_lead(view, each, rules, now) for each in members if each.island != own.island)

@@ -194,6 +194,8 @@ class IslandExchange:
         self._answers: dict[int, RankAnswer] = {}
         # Islands that answered when they were read last.
         self.reached: set[str] = set()
+        # When a contribution was first seen, by digest.
+        self._seen: dict[str, float] = {}
         self._published: Notice | None = None
         notice = self._kept(name, run, at)
         self._view = begin(notice, rules, clock())
@@ -279,7 +281,14 @@ class IslandExchange:
             )
             others = tuple(each for each in own.contributions if each.fragment != fragment)
             self._publish(replace(own, contributions=(*others, made)))
+            self._seen[digest] = self._clock()
             return made
+
+    def behind(self, own: str, record: RoundRecord) -> float:
+        """Return how many seconds after the last contribution that a round has counted that of this island came."""
+        with self.lock:
+            before = [self._seen[each.digest] for each in record.contributions if each.digest in self._seen]
+            return self._seen[own] - max(before) if before and own in self._seen else 0.0
 
     def leave(self) -> None:
         """Say that the island leaves. Its contributions count as long as others hold them."""
@@ -294,6 +303,11 @@ class IslandExchange:
             for island, notice in view.others.items()
             if notice.wish is Wish.IN and now - view.heard.get(island, float("-inf")) <= self.rules.silent
         }
+
+    @property
+    def is_free(self) -> bool:
+        """Return True if no round needs this island: it is no member any more, or nobody is left who would decide."""
+        return not self.is_member or not (self.heard().keys() & self.reached)
 
     def is_handed_over(self) -> bool:
         """Return True if another island that stays holds all contributions of this one that may still count."""
@@ -314,6 +328,10 @@ class IslandExchange:
                     self.refused.pop(island, None)
                 except ValueError as error:
                     self._refuse(island, str(error))
+            offered = {each.digest for notice in self._view.notices for each in notice.contributions}
+            named = {each.digest for record in self.notice.records for each in record.contributions}
+            known = {digest: at for digest, at in self._seen.items() if digest in offered | named}
+            self._seen = {**dict.fromkeys(offered, self._clock()), **known}
             done = island_answer({0: self.exchange.answer, **self._answers}, 1 + len(self._ranks))
             own = replace(self.notice, at=done.at, holds=frozenset(done.held), stock=self.stock)
             self._view = advance(replace(self._view, own=own), self.rules, self._clock())

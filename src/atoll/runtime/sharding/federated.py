@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,11 +33,11 @@ from atoll.plans.federation.lots import LotsHeld
 from atoll.plans.federation.records import Member, RoundRecord, read_record
 from atoll.plans.federation.rounds import FederationRules
 from atoll.plans.outer import Outer, OuterAction
-from atoll.runtime.checkpoint.meeting import Meeting
-from atoll.runtime.federation.elements import PartElements, TensorPart, manifest_of
-from atoll.runtime.federation.exchange import FollowingRank, IslandExchange
-from atoll.runtime.federation.seat import IslandAddress, IslandSeat
-from atoll.runtime.rendezvous import own_address
+from atoll.runtime.federation.elements import PartElements, TensorPart
+from atoll.runtime.federation.events import RoundEvent, merged_manifest, run_digest
+from atoll.runtime.federation.exchange import IslandExchange
+from atoll.runtime.federation.link import IslandLink, agreed_rounds, are_here, stopped_or_ready
+from atoll.runtime.federation.seat import IslandSeat
 from atoll.runtime.sharding import coding
 from atoll.runtime.sharding.anchors import AnchorSteps
 from atoll.runtime.sharding.host_anchors import AnchorHoldings, HostAnchor, encoded, raw
@@ -47,9 +46,6 @@ from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Transport
 
 logger = logging.getLogger("atoll.federation")
-
-GLANCE = 0.5
-"""Seconds between two looks at the ranks of an island that waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,29 +58,6 @@ class SentFlow:
     used: int
     flows: Sequence[torch.Tensor]
     owed: Sequence[torch.Tensor | None]
-
-
-@dataclass(frozen=True, slots=True)
-class RoundEvent:
-    """What an island did, for its record.
-
-    what: "sent", "followed" or "restarted".  step: after which.  round: the last one that it knows then.
-    fragment, digest, tokens, used: of what was sent.  records: of the rounds that it followed.  on_time: fragments
-    whose masters were mixed with the anchors.  lost: tokens that it had learned from and no round has counted.
-    waited: seconds.
-    """
-
-    what: str
-    step: int
-    round: int
-    fragment: int | None = None
-    digest: str | None = None
-    tokens: int = 0
-    used: int = 0
-    records: tuple[RoundRecord, ...] = ()
-    on_time: tuple[int, ...] = ()
-    lost: int = 0
-    waited: float = 0.0
 
 
 class FederatedSteps(AnchorSteps[HostAnchor]):
@@ -129,10 +102,7 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
         )
         self._run = run_digest(outer, self.rules, {**facts, "run": seat.run, "seed": seed})
         self._item, self._seed = item, seed
-        self._rank = transport.place.rank
-        self._own = Member(seat.name, "")
-        self._meeting: Meeting | None = None
-        self._exchange: IslandExchange | FollowingRank | None = None
+        self._link: IslandLink | None = None
         self._holdings = self._hold(None)
         self._traffic = 0, 0
         self.used = 0
@@ -140,8 +110,10 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
         self._tokens = [0] * self.rules.fragments
         self._sent: dict[int, SentFlow] = {}
         self._is_overdue = False
-        # Outer gradients sent so far, as rounds count them.
-        self._turn = 0
+        # Of the last outer gradient that was sent: when, and after which step. Seconds of a step since the one before.
+        self._sent_at: tuple[float, int] | None = None
+        self._pace: float | None = None
+        self._skipped = 0
         # The record that the masters follow, and those after it.
         self.at: RoundRecord | None = None
         self._known: dict[int, RoundRecord] = {}
@@ -176,7 +148,8 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
         return self._is_among(self.members)
 
     def _is_among(self, members: Collection[Member]) -> bool:
-        return self._own in members or Member(self.seat.name, "") in members
+        own = Member(self.seat.name, "") if self._link is None else self._link.own
+        return own in members or Member(self.seat.name, "") in members
 
     @property
     def island(self) -> int:
@@ -186,13 +159,13 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
     @property
     def is_open(self) -> bool:
         """True between `join` and `depart`."""
-        return self._exchange is not None
+        return self._link is not None
 
     @property
     def traffic(self) -> tuple[int, int]:
         """Bytes of this rank that other ranks have read, of its own island for documents alone, and those that it has
         read."""
-        return self._traffic if self._exchange is None else self._exchange.traffic
+        return self._traffic if self._link is None else self._link.traffic
 
     def count(self, tokens: int) -> None:
         """Note that the parameters have learned from so many tokens more."""
@@ -200,126 +173,69 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
 
     # ---- joining and leaving
 
+    @property
+    def _opened(self) -> IslandLink:
+        if self._link is None:
+            raise RunError("the island takes part in no federation yet; call the engine's join first")
+        return self._link
+
     def join(self, enough: int = 0, *, stops: Callable[[], bool] = lambda: False) -> bool:
         """Wait until the island may train: it takes part, and has `enough` samples. Every rank calls it.
 
         stops: whether this rank gives up; return False if any does. Before the first round an island waits for the
         other founders, `silent` seconds at most before it goes on alone.
         """
-        if self._exchange is None:
-            self._open()
-        exchange, begin = self._exchange, time.monotonic()
-        assert exchange is not None, "it is open"
+        if self._link is None:
+            self._link = IslandLink(
+                self.seat, self.rules, self._holdings, run=self._run, rank=self._transport.place.rank, at=self.at
+            )
+        link, begin = self._link, time.monotonic()
         while True:
             self._follow()
-            is_ready = self.is_member and self.lots.end - self.used >= enough and self._is_caught_up(begin)
-            stopped, ready = self._met([stops(), is_ready], _stopped_or_ready)
+            if self.is_member and self.lots.end - self.used < enough:
+                # All that it may read is read, and no round has counted it: more is granted once one has.
+                self._send_next(-1)
+            is_ready = self.is_member and self.lots.end - self.used >= enough
+            is_ready = is_ready and link.is_caught_up(self.rounds, self.members, begin)
+            stopped, ready = link.met([stops(), is_ready], stopped_or_ready)
             if stopped or ready:
                 return not stopped
-            exchange.wait(lambda: exchange.exchange.answer.anchors > self.rounds, min(GLANCE, self.seat.poll))
+            link.glance(lambda: link.elements.answer.anchors > self.rounds)
 
     def depart(self, seconds: float, *, hands_over: bool = False) -> None:
         """Leave, with every rank: the others go on. seconds: to be taken at most for what is still to be done.
 
         hands_over: contribute what the parameters have learned since they last did, to the next round of each fragment.
         """
-        exchange, end = self._exchange, time.monotonic() + seconds
-        if exchange is None:
+        link, end = self._link, time.monotonic() + seconds
+        if link is None:
             return
         if hands_over and self.is_member:
             for fragment in range(self.rules.fragments):
                 if fragment not in self._sent and self._tokens[fragment]:
                     self._send(fragment, -1)
-        if isinstance(exchange, IslandExchange):
-            exchange.leave()
-        self._wait_for_all(exchange, lambda island: island.is_handed_over() if hands_over else _are_here(island), end)
+        if link.first is not None:
+            link.first.leave()
+        is_done = IslandExchange.is_handed_over if hands_over else are_here
+        link.wait_for_first(lambda first: is_done(first) and first.is_free, end)
         self.close()
 
     def finish(self, seconds: float) -> None:
         """Wait for the rounds of what was sent, while any other island answers. Every rank calls it."""
-        exchange, end = self._exchange, time.monotonic() + seconds
-        while exchange is not None and self._sent:
+        link, end = self._link, time.monotonic() + seconds
+        while link is not None and self._sent:
             self._follow()
-            is_over = time.monotonic() >= end
-            alone = isinstance(exchange, IslandExchange) and not exchange.reached and len(self.members) > 1
-            if not self._sent or self._met(is_over or alone, any):
+            gives_up = time.monotonic() >= end or (link.is_alone and len(self.members) > 1)
+            if not self._sent or link.met(gives_up, any):
                 break
-            exchange.wait(lambda: False, min(GLANCE, self.seat.poll))
+            link.glance()
 
     def close(self) -> None:
         """End the exchange. The others take it for an island that is lost, unless `depart` came before."""
-        exchange, self._exchange = self._exchange, None
-        if exchange is not None:
-            exchange.close()
-            self._traffic = exchange.traffic
-
-    def _open(self) -> None:
-        seat, own = self.seat, self.seat.islands[self.seat.name]
-        self._meeting = self._meeting or Meeting()
-        common: dict[str, Any] = {"secret": seat.secret, "at": self.at, "pace": seat.pace, "poll": seat.poll}
-        if self._rank == 0:
-            first = IslandExchange(
-                seat.name,
-                self._holdings,
-                self.rules,
-                run=self._run,
-                own=own,
-                others=seat.others,
-                folder=seat.folder,
-                listen=seat.listen,
-                stock=seat.stock,
-                **common,
-            )
-            self._tell(first)
-            self._exchange = first.start(self._gathered(None))
-        else:
-            at = self._tell(None)
-            host = own_address(at.host)
-            following = FollowingRank(
-                self._holdings, rank=self._rank, fragments=self.rules.fragments, host=host, first=at, **common
-            )
-            self._gathered(following.address)
-            self._exchange = following.start()
-
-    def _tell(self, first: IslandExchange | None) -> IslandAddress:
-        """Return rank 0's address on every rank, which then know the member that the island is."""
-        own = None if first is None else [first.address.host, first.address.port, first.notice.life]
-        host, port, life = self._met(own, lambda said: said[0])
-        self._own = Member(self.seat.name, life)
-        return IslandAddress(host, port)
-
-    def _gathered(self, own: IslandAddress | None) -> list[IslandAddress]:
-        """Return the addresses of all other ranks."""
-        said = self._met(None if own is None else [own.host, own.port], lambda said: said[1:])
-        return [IslandAddress(*each) for each in said]
-
-    def _met(self, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        """Return what rank 0 decides from the values of all ranks, on every rank."""
-        meeting = self._meeting
-        assert meeting is not None, "the exchange is open"
-        return meeting.round("agreeing on a round", lambda: value, lambda said: [decide(said)] * meeting.size)
-
-    def _is_caught_up(self, begin: float) -> bool:
-        """Return True if the first rank knows no round that the masters do not follow, and has heard whom it should."""
-        exchange = self._exchange
-        if not isinstance(exchange, IslandExchange):
-            return True
-        with exchange.lock:
-            view, notice = exchange.heard(), exchange.notice
-            if any(each.round > self.rounds for each in view.values()) or notice.round > self.rounds:
-                return False
-            others = {each.island for each in self.members} - {self.seat.name}
-            return others <= view.keys() or time.monotonic() - begin >= self.seat.silent
-
-    def _wait_for_all(
-        self, exchange: IslandExchange | FollowingRank, until: Callable[[IslandExchange], bool], end: float
-    ) -> None:
-        while True:
-            # The first rank knows.
-            is_done = not isinstance(exchange, IslandExchange) or time.monotonic() >= end or until(exchange)
-            if self._met(is_done, all):
-                return
-            exchange.wait(lambda: False, min(GLANCE, self.seat.poll))
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+            self._traffic = link.traffic
 
     # ---- steps
 
@@ -330,23 +246,18 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
     @torch.no_grad()
     def act(self, step: int) -> int:
         """Do the outer work after `step`; see `AnchorSteps.act`. An island that has missed rounds is at their step."""
-        if self._exchange is None:
-            raise RunError("the island takes part in no federation yet; call the engine's join first")
         if self._is_overdue:
             self._follow(step=step)
-        for way, fragment in self.outer.turns(step, self._count):
+        for way, _ in self.outer.turns(step, self._count):
             if way is OuterAction.ARRIVES:
                 self._arrive(step)
                 continue
             if not self._sent:
                 self._follow(step=step)
-            self._turn = max(self._turn, self._averaged)
-            fragment = self._turn % self.rules.fragments
-            if self.is_member and fragment not in self._sent:
-                self._send(fragment, step)
-                self._turn += 1
+            self._send_next(step)
         self._is_overdue = any(sent.step <= step - self.outer.delay for sent in self._sent.values())
-        return self.step_at(step)
+        skipped, self._skipped = self._skipped, 0
+        return self.step_at(step + skipped)
 
     def step_at(self, step: int) -> int:
         """Return the step that an island after `step` is at: that of the others, if it has missed rounds."""
@@ -358,10 +269,19 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
         """Rounds that have averaged, of those that the masters follow."""
         return 0 if self.at is None else self.at.turn
 
+    def _send_next(self, step: int) -> None:
+        """Contribute to the next round that the island has not contributed to."""
+        turns = range(self._averaged, self._averaged + self.rules.fragments)
+        fragment = next((turn % self.rules.fragments for turn in turns if not self._has_sent(turn)), None)
+        if self.is_member and fragment is not None and self._tokens[fragment]:
+            self._send(fragment, step)
+
+    def _has_sent(self, turn: int) -> bool:
+        return turn % self.rules.fragments in self._sent
+
     def _send(self, fragment: int, step: int) -> None:
         """Contribute the fragment's outer gradient."""
-        exchange = self._exchange
-        assert exchange is not None, "it is open"
+        link = self._opened
         anchors = list(self._anchors_of(fragment))
         owed = [None if each.residual is None else each.residual.clone() for each in anchors]
         flows, elements = [each.flow() for each in anchors], dict[TensorPart, memoryview]()
@@ -370,8 +290,7 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
             moved += anchor.moved(flow).cpu()
             elements |= self._elements(anchor, flow)
         is_finite = all(bool(flow.isfinite().all()) for flow in flows)
-        rows = exchange.exchange.offer(elements)
-        manifest = self._met([is_finite, rows], _merged)
+        manifest = link.met([is_finite, link.elements.offer(elements)], merged_manifest)
         if manifest is None:
             for anchor, before in zip(anchors, owed, strict=True):
                 if anchor.residual is not None and before is not None:
@@ -380,11 +299,15 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
             return
         if self._transport.place.intra == 0 and self._transport.place.inter == 0:
             self._moved += moved
-        named = exchange.exchange.hold(manifest.encode())
+        named = link.elements.hold(manifest.encode())
         tokens = self._tokens[fragment]
-        if isinstance(exchange, IslandExchange):
+        if link.first is not None:
             base = self._holdings.trail[fragment][0]
-            exchange.contribute(fragment, manifest.encode(), base=base, tokens=tokens, used=self.used)
+            link.first.contribute(fragment, manifest.encode(), base=base, tokens=tokens, used=self.used)
+        now = time.monotonic()
+        if self._sent_at is not None and step > self._sent_at[1] > 0:
+            self._pace = (now - self._sent_at[0]) / (step - self._sent_at[1])
+        self._sent_at = now, step
         self._sent[fragment] = SentFlow(step, named, tokens, used=self.used, flows=flows, owed=owed)
         self._note("sent", step, fragment=fragment, digest=named, tokens=tokens, used=self.used)
 
@@ -404,11 +327,9 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
 
     def _arrive(self, step: int) -> None:
         """Wait for the round of what was sent `delay` steps ago, and follow it."""
-        exchange = self._exchange
-        assert exchange is not None, "it is open"
         for fragment in [at for at, sent in self._sent.items() if sent.step == step - self.outer.delay]:
             begin = time.monotonic()
-            exchange.wait(partial(self._holdings.is_ahead, fragment), self.rules.grace)
+            self._opened.wait(partial(self._holdings.is_ahead, fragment), self.rules.grace)
             self._follow(fragment, step=step, waited=time.monotonic() - begin)
 
     # ---- following rounds
@@ -416,16 +337,15 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
     def _follow(self, arriving: int | None = None, *, step: int = 0, waited: float = 0.0) -> None:
         """Let the masters follow the rounds that all ranks know. arriving: no further than the round that sets this
         fragment, whose outer gradient arrives now; others that are in flight arrive later."""
-        exchange = self._exchange
-        assert exchange is not None, "it is open"
-        with exchange.exchange.lock:
-            self._known |= {record.round: record for record in exchange.exchange.records()}
-            rounds = exchange.exchange.answer.anchors
+        link = self._opened
+        with link.elements.lock:
+            self._known |= {record.round: record for record in link.elements.records()}
+            rounds = link.elements.answer.anchors
             trail = self._holdings.trail[arriving] if arriving is not None else []
             if arriving is not None and len(trail) > 1:
                 rounds = min(rounds, trail[1] + 1)
             taken = self._holdings.taken
-        rounds, taken = self._met([rounds, taken], _agreed)
+        rounds, taken = link.met([rounds, taken], agreed_rounds)
         if rounds <= self.rounds or rounds < taken:
             return
         stays = self.is_member and all(
@@ -442,7 +362,8 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
         counted = {each.digest for record in records for each in record.contributions}
         shifts: dict[int, list[torch.Tensor]] = {}
         mixed: list[int] = []
-        with self._locked():
+        late: str | None = None
+        with self._opened.elements.lock:
             for fragment in range(self.rules.fragments):
                 moves = self._holdings.follow(fragment, rounds)
                 if moves is None:
@@ -454,6 +375,7 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
                     moves = [move + flow for move, flow in zip(moves, sent.flows, strict=True)]
                 elif sent is not None:
                     self._owe(fragment, sent)
+                    late = sent.digest
                 if is_counted and fragment == arriving:
                     mixed.append(fragment)
                 else:
@@ -464,6 +386,19 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
         flat = [move for fragment in shifts for move in shifts[fragment]]
         self._write(lambda at, anchor: anchor.shift(flat[at]), list(shifts))
         self._note("followed", step, records=records, on_time=tuple(mixed), waited=waited)
+        if late is not None and step > 0:
+            self._skipped = self._steps_behind(late, records, step)
+
+    def _steps_behind(self, late: str, records: Sequence[RoundRecord], step: int) -> int:
+        """Return the steps that the island leaves out, so that it sends its next outer gradient with the others. One
+        that was late once would otherwise be so forever: all take equally many steps."""
+        behind = self._opened.behind(late, records) / self._pace if self._pace else 0.0
+        steps = int(self._opened.met(behind, max))
+        following = (at for at in range(step + 1, step + 1 + self.outer.every) if self._sends_after(at))
+        return max(0, min(steps, next(following, step + 1) - step - 1))
+
+    def _sends_after(self, step: int) -> bool:
+        return any(way is OuterAction.LEAVES for way, _ in self.outer.turns(step, self._count))
 
     def _owe(self, fragment: int, sent: SentFlow) -> None:
         """Nothing of what was sent has arrived, so nothing of it was lost in encoding."""
@@ -475,26 +410,18 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
         """Replace the masters by anchors. The island reads from where its data was counted."""
         records = tuple(self._known[each] for each in range(self.rounds, rounds) if each in self._known)
         lost = max(self._tokens)
-        with self._locked():
+        with self._opened.elements.lock:
             for fragment in range(self.rules.fragments):
                 self._holdings.follow(fragment, rounds)
             self.at = records[-1]
         self._write(lambda at, anchor: anchor.apply(share=0.0))
         self._tokens = [0] * self.rules.fragments
         self._sent.clear()
-        self._turn = self._averaged
         for anchor in self._anchors():
             if anchor.residual is not None:
                 anchor.residual.zero_()
         self.used = self.lots.counted
         self._note("restarted", step, records=records, lost=lost)
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        exchange = self._exchange
-        assert exchange is not None, "it is open"
-        with exchange.exchange.lock:
-            yield
 
     def _note(self, what: str, step: int, **facts: Any) -> None:
         self.events.append(RoundEvent(what, step, self.rounds - 1, **facts))
@@ -503,7 +430,7 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
 
     def adopt(self, names: Collection[str] | None = None) -> None:
         """Set anchors to the island's parameters; see `AnchorSteps.adopt`."""
-        if self._exchange is not None:
+        if self._link is not None:
             raise RunError(
                 "an island of a federation cannot change its parameters by hand: its anchors would differ from those "
                 "of the others; change them before it joins, on all islands"
@@ -515,7 +442,7 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
 
     def forget(self) -> None:
         """Drop what is in flight, before a load."""
-        if self._exchange is not None:
+        if self._link is not None:
             raise RunError("an island of a federation cannot load while it takes part; load before it joins")
         for anchor in self._anchors():
             # Loaded values are written in place, and states may be shown to others.
@@ -552,38 +479,4 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
         self.at = None if at is None else read_record(at)
         self._tokens = [0] * self.rules.fragments if own is None else list(own["tokens"])
         self.used = self.lots.counted if own is None else own["used"]
-        self._turn = self._averaged
         self._holdings = self._hold(self.at)
-
-
-def run_digest(outer: Outer, rules: FederationRules, facts: Mapping[str, Any]) -> str:
-    """Return what all islands of a federation must have in common, as a digest."""
-    apart = outer.apart
-    common = {
-        "outer": [outer.optimizer, outer.rate, outer.inertia, str(outer.codec), apart and apart.weights],
-        "rules": [rules.founders, rules.fragments, rules.quorum, rules.grace, rules.silent, rules.away],
-        **facts,
-    }
-    return digest(repr(sorted(common.items())).encode())
-
-
-def _are_here(exchange: IslandExchange) -> bool:
-    """Return True if all islands that are heard have the anchors of this one, so that they need nothing of it."""
-    own = exchange.notice.anchors
-    return all(each.anchors >= own for each in exchange.heard().values())
-
-
-def _merged(said: list[Any]) -> str | None:
-    """Return the manifest of all ranks' rows; None if any outer gradient is not finite."""
-    if not all(is_finite for is_finite, _ in said):
-        return None
-    return manifest_of([row for _, rows in said for row in rows]).decode()
-
-
-def _agreed(said: Sequence[Sequence[int]]) -> list[int]:
-    """Return the rounds that all ranks know, and those before which some cannot follow any more."""
-    return [min(rounds for rounds, _ in said), max(taken for _, taken in said)]
-
-
-def _stopped_or_ready(said: Sequence[Sequence[bool]]) -> list[bool]:
-    return [any(stops for stops, _ in said), all(is_ready for _, is_ready in said)]

@@ -7,7 +7,7 @@ import signal
 import time
 
 from atoll.base.units import format_count
-from atoll.runtime.sharding.federated import RoundEvent
+from atoll.runtime.federation.events import RoundEvent
 from atoll.runtime.sharding.outer import distance
 from atoll.training.output.folder import writing
 from atoll.training.run.results import Results
