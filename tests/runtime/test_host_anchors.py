@@ -133,6 +133,39 @@ def test_ranks_that_divide_a_model_hold_the_bits_of_one_that_does_not() -> None:
         assert b"".join(held for _, held in found) == wanted, name
 
 
+def test_islands_that_split_layers_read_parts_of_those_that_do_not() -> None:
+    """A tensor-parallel rank has boxes, of rows or columns: the elements are the same at each place of a parameter."""
+    case = Case(microbatches=2, tensor=2)
+    shown = run_ranks(_show_split, 2, case)
+    (alone,) = run_ranks(_assemble, 1, replace(case, tensor=1), [dict(each) for each in shown])
+    assert alone == "all are the same"
+    # And the other way round: what one rank has, both read.
+    (whole,) = run_ranks(_show_split, 1, replace(case, tensor=1))
+    assert run_ranks(_assemble, 2, case, [dict(whole)]) == ["all are the same"] * 2
+
+
+def _show_split(case: Case) -> list[tuple[TensorPart, bytes]]:
+    holdings, _ = _holdings(case)
+    return [(part, bytes(held)) for part, held in holdings.show(0).items() if not part.name.startswith("momentum")]
+
+
+def _assemble(case: Case, shown: list[dict[TensorPart, bytes]]) -> str:
+    """Take parts of other ranks as a contribution, and compare with what this rank has at the same places."""
+    holdings, anchors = _holdings(case)
+    elements = {part: memoryview(held) for each in shown for part, held in each.items()}
+    holdings.check(0, elements)
+    for missing in list(elements)[:3]:
+        with pytest.raises(ValueError, match="it does not have"):
+            holdings.check(0, {part: held for part, held in elements.items() if part.tensor != missing.tensor})
+    before = [anchor.newest.value for anchor in anchors]
+    moved = replace(OUTER, optimizer="sgd", lr=1.0, momentum=0.0)
+    holdings._outer = moved
+    holdings.step(0, 0, [(_contribution(1), elements)])
+    # anchor - 1 * (the same anchor) is zero wherever all elements were found in their places.
+    left = [float(anchor.newest.value.abs().max()) for anchor in anchors]
+    return "all are the same" if not any(left) and any(float(each.abs().max()) for each in before) else f"{left}"
+
+
 def _take(case: Case) -> tuple[bool, bool, int]:
     holdings, anchors = _holdings(case)
     holdings.step(0, 3, [(_contribution(1), _flows(anchors, 3, cut=50))])

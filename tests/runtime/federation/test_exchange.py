@@ -50,6 +50,9 @@ class Anchors:
 
     state_bytes = contribution_bytes
 
+    def check(self, fragment: int, elements: PartElements) -> None:
+        """Tests cut parts of whole parameters."""
+
     def version(self, fragment: int) -> int:
         return self.versions[fragment]
 

@@ -15,11 +15,20 @@ from atoll.runtime.federation.http import Showcase
 
 
 class TensorPart(NamedTuple):
-    """Elements `start` to `stop` - 1 of a flattened tensor. name: of a parameter, or of a state of it."""
+    """Elements `start` to `stop` - 1 of a flattened tensor.
+
+    name: of a parameter, or of a state of it; of a box of it, as `weight[0:4, 2:4]`, where a tensor-parallel rank has
+    no more.
+    """
 
     name: str
     start: int
     stop: int
+
+    @property
+    def tensor(self) -> str:
+        """The name without the box."""
+        return self.name.partition("[")[0]
 
 
 PartElements = Mapping[TensorPart, memoryview]
@@ -43,6 +52,9 @@ class Holdings(Protocol):
 
     def version(self, fragment: int) -> int:
         """Return the round that last set a fragment, -1 for the initial values."""
+
+    def check(self, fragment: int, elements: PartElements) -> None:
+        """Raise ValueError if a contribution lacks elements of this rank's parts."""
 
     def step(self, fragment: int, version: int, averaged: Sequence[tuple[Contribution, PartElements]]) -> None:
         """Take the outer step of a fragment, with elements that overlap its parts."""
@@ -109,7 +121,10 @@ def check_covered(own: Sequence[TensorPart], others: Iterable[TensorPart]) -> No
     by_name: dict[str, list[TensorPart]] = {}
     for part in sorted(others):
         by_name.setdefault(part.name, []).append(part)
+    boxes = {parts[0].tensor for parts in by_name.values()}
     for part in own:
+        if part.name not in by_name and part.tensor in boxes:
+            continue  # divided along other dims: what is missing is found when it is put together
         at = part.start
         for each in by_name.get(part.name, ()):
             if each.start <= at:
@@ -126,8 +141,11 @@ def check_sizes(names: Mapping[TensorPart, ElementName], size_of: Callable[[Tens
 
 
 def is_part_of(part: TensorPart, own: Sequence[TensorPart]) -> bool:
-    """Return True if some of a part's elements are in `own`."""
-    return any(part.name == each.name and part.start < each.stop and each.start < part.stop for each in own)
+    """Return True if some of a part's elements are in `own`, or may be: boxes of a tensor are not compared."""
+    return any(
+        part.tensor == each.tensor and (part.name != each.name or (part.start < each.stop and each.start < part.stop))
+        for each in own
+    )
 
 
 class Shelf:

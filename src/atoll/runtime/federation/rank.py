@@ -148,6 +148,7 @@ class ElementExchange:
                 for rank in sorted({name.rank for name in wanted.values()}):
                     of_rank = {part: name for part, name in wanted.items() if name.rank == rank}
                     found |= self._reads.read(_beginning_with(source, rank), of_rank, reach)
+                self.holdings.check(contribution.fragment, found)
             except PeerError:
                 continue
             except ValueError as error:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn.functional import pad
@@ -107,11 +107,24 @@ class AnchorHoldings:
         """Return the round that last set a fragment, -1 for the initial values."""
         return self.trail[fragment][-1]
 
+    def check(self, fragment: int, elements: PartElements) -> None:
+        """Raise ValueError if a contribution lacks elements of this rank's parts."""
+        found = _by_tensor(elements)
+        for anchor in self._anchors[fragment]:
+            for part, each in anchor.parts():
+                missing = (
+                    part.stop
+                    - part.start
+                    - sum(len(_place_in(anchor, each, part, other)[0]) for other, _ in found.get(part.tensor, ()))
+                )
+                if missing > 0:
+                    raise ValueError(f"it does not have {missing} elements of {part.name}")
+
     def step(self, fragment: int, version: int, averaged: Sequence[tuple[Contribution, PartElements]]) -> None:
         """Take the outer step of a fragment."""
         codec = self._outer.codec
         shares = weights_of([each for each, _ in averaged], self._outer)
-        found = [_by_name(elements) for _, elements in averaged]
+        found = [_by_tensor(elements) for _, elements in averaged]
         for anchor in self._anchors[fragment]:
             before = anchor.newest
             mean = torch.zeros_like(before.value)
@@ -134,7 +147,7 @@ class AnchorHoldings:
 
     def take(self, fragment: int, version: int, elements: PartElements) -> None:
         """Replace a fragment's anchors by those of another island; without elements they stay as they are."""
-        found = _by_name(elements)
+        found = _by_tensor(elements)
         for anchor in self._anchors[fragment]:
             before = anchor.newest
             value, momentum = before.value, before.momentum
@@ -209,10 +222,10 @@ def _named(name: str, box: Box) -> str:
     return f"{name}[{dims}]"
 
 
-def _by_name(elements: PartElements) -> dict[str, list[tuple[TensorPart, memoryview]]]:
+def _by_tensor(elements: PartElements) -> dict[str, list[tuple[TensorPart, memoryview]]]:
     found: dict[str, list[tuple[TensorPart, memoryview]]] = {}
     for part, held in elements.items():
-        found.setdefault(part.name, []).append((part, held))
+        found.setdefault(part.tensor, []).append((part, held))
     return found
 
 
@@ -226,13 +239,60 @@ def _assembled(
     """Return the anchor's elements from parts that islands cut in any way. What is padding is zero."""
     whole = torch.zeros_like(anchor.value)
     for own, each in anchor.parts():
-        for part, held in elements.get(prefix + own.name, ()):
-            begin, end = max(own.start, part.start), min(own.stop, part.stop)
-            if begin < end:
+        for part, held in elements.get(prefix + own.tensor, ()):
+            to, of = _place_in(anchor, each, own._replace(name=prefix + own.name), part)
+            if len(to):
                 values = _decoded(held, part.stop - part.start, codec, whole.dtype)
-                at = each.offset + begin - own.start
-                whole[at : at + end - begin] = values[begin - part.start : end - part.start]
+                whole[_index(to)] = values[_index(of)]
     return whole
+
+
+Places: TypeAlias = range | torch.Tensor
+
+
+def _index(places: Places) -> slice | torch.Tensor:
+    return slice(places.start, places.stop) if isinstance(places, range) else places
+
+
+def _place_in(anchor: HostAnchor, each: Slice, own: TensorPart, part: TensorPart) -> tuple[Places, Places]:
+    """Return where elements of an anchor's slice are in the anchor, and in another part of the same tensor.
+
+    own: the slice as a part.
+    """
+    if part.name == own.name:
+        begin, end = max(own.start, part.start), min(own.stop, part.stop)
+        at = each.offset + begin - own.start
+        return range(at, max(at, at + end - begin)), range(begin - part.start, max(begin, end) - part.start)
+    # Boxes of other shapes: by the position of each element in the whole tensor.
+    box = anchor.segment.flat.boxes[each.name]
+    theirs = _box_of(part.name, box.shape)
+    of = torch.arange(part.start, part.stop)
+    places = torch.zeros_like(of)
+    is_inside = torch.ones_like(of, dtype=torch.bool)
+    rest, sizes = of, list(zip(theirs.offsets, theirs.sizes, box.offsets, box.sizes, strict=True))
+    step = 1
+    for offset, size, own_offset, own_size in reversed(sizes):
+        coordinate = rest % size + offset - own_offset
+        rest = rest // size
+        is_inside &= (coordinate >= 0) & (coordinate < own_size)
+        places += coordinate * step
+        step *= own_size
+    is_inside &= (places >= own.start) & (places < own.stop)
+    return places[is_inside] + (each.offset - own.start), of[is_inside] - part.start
+
+
+def _box_of(name: str, shape: Sequence[int]) -> Box:
+    """Return the box that a part's name says, of a tensor of this shape. Raises ValueError for any other."""
+    _, has_box, dims = name.rstrip("]").partition("[")
+    if not has_box:
+        return Box.whole(shape)
+    try:
+        ranges = [(int(begin), int(end)) for begin, end in (each.split(":") for each in dims.split(","))]
+    except ValueError:
+        raise ValueError(f"{name} is no part of a tensor") from None
+    if len(ranges) != len(shape) or any(not 0 <= a < b <= size for (a, b), size in zip(ranges, shape, strict=True)):
+        raise ValueError(f"{name} is no part of a tensor of shape {tuple(shape)}")
+    return Box(tuple(shape), tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges))
 
 
 def _decoded(held: memoryview, count: int, codec: Codec | None, dtype: torch.dtype) -> torch.Tensor:
