@@ -95,14 +95,14 @@ class Islands:
         with self.building:  # initial values are drawn from the process's generator
             engine = self.engine(name)
         self.engines[name], self.units = engine, units_of(engine)
-        steps, size = engine.federation, case.samples
+        steps, size = engine.federation.steps, case.samples
         if load is None:
             told.events.append({"what": "new"})
         else:
             engine.load(load)
             told.events.append({"what": "loaded"})
         while not end(engine):
-            steps.join(size)
+            engine.federation.join(size)
             self._note(name)
             if name in self.gates:
                 wait_until(lambda: self.gates[name](engine) or bool(self.errors))
@@ -120,13 +120,13 @@ class Islands:
             steps.finish(30.0)
             self._note(name)
         if leaves != "be lost":
-            steps.depart(30.0, hands_over=leaves == "hand over")
+            engine.federation.depart(30.0, hands_over=leaves == "hand over")
             self._note(name)
         engine.close()
 
     def _note(self, name: str) -> None:
         """Keep what the island has done since."""
-        steps, told = self.engines[name].federation, self.told[name]
+        steps, told = self.engines[name].federation.steps, self.told[name]
         for event in steps.events:
             for record in event.records:
                 assert self.records.setdefault(record.round, record) == record
@@ -171,7 +171,7 @@ class Islands:
         for rounds in {at for told in self.told.values() for at in told.digests}:
             assert len({told.digests[rounds] for told in self.told.values() if rounds in told.digests}) == 1
         for name, engine in self.engines.items():
-            for anchor in engine.federation._anchors():
+            for anchor in engine.federation.steps._anchors():
                 for part in anchor.slices:
                     held = anchor.own[part.offset : part.offset + part.stop - part.start]
                     value = wanted.parameters[name][part.name].reshape(-1)[part.start : part.stop]
@@ -196,7 +196,7 @@ def after(steps: int) -> Callable[[Engine], bool]:
 
 def rounds(count: int) -> Callable[[Engine], bool]:
     """Until the masters follow so many rounds that averaged."""
-    return lambda engine: engine.federation.at is not None and engine.federation.at.turn >= count
+    return lambda engine: engine.federation.steps.at is not None and engine.federation.steps.at.turn >= count
 
 
 EVERY = {
@@ -247,7 +247,8 @@ def test_a_lost_island_is_not_missed_and_a_new_one_takes_its_place(tmp_path: Pat
     islands = Islands(tmp_path, dict.fromkeys("abc", replace(CASE, outer=outer)), ports, silent=2.0)
     for name in "ab":
         islands.gates[name] = lambda engine: (
-            engine.federation.rounds < 8 or ("new c" in islands.engines and islands.engines["c"].federation.is_member)
+            engine.federation.steps.rounds < 8
+            or ("new c" in islands.engines and islands.engines["c"].federation.steps.is_member)
         )
         islands.start(name, rounds(12))
     islands.start("c", after(5), leaves="be lost")
@@ -256,7 +257,7 @@ def test_a_lost_island_is_not_missed_and_a_new_one_takes_its_place(tmp_path: Pat
     islands.cases["c"] = replace(CASE, outer=replace(outer, every=2), microbatches=4)
     islands.folder = tmp_path / "other disk"
     islands.start("c", rounds(12))
-    wait_until(lambda: bool(islands.errors) or islands.engines["c"].federation.is_open)
+    wait_until(lambda: bool(islands.errors) or islands.engines["c"].federation.steps.is_open)
     islands.engines["new c"] = islands.engines["c"]
     islands.join()
     islands.engines.pop("new c")
@@ -272,7 +273,7 @@ def test_a_late_contribution_is_a_part_of_the_next(tmp_path: Path, ports: dict[s
     # It is slow in its second step, until the others have gone on; these wait for it later.
     islands.gates["c"] = lambda engine: engine.step_number != 1 or _round_of(engine) > 2
     for name in "ab":
-        islands.gates[name] = lambda engine: engine.federation.rounds < 3 or _holds_one_of(engine, "c")
+        islands.gates[name] = lambda engine: engine.federation.steps.rounds < 3 or _holds_one_of(engine, "c")
     for name in "abc":
         islands.start(name, rounds(5))
     islands.join()
@@ -283,13 +284,13 @@ def test_a_late_contribution_is_a_part_of_the_next(tmp_path: Path, ports: dict[s
 
 
 def _round_of(engine: Engine) -> int:
-    link = engine.federation._link
+    link = engine.federation.steps._link
     return 0 if link is None or link.first is None else link.first.notice.round
 
 
 def _holds_one_of(engine: Engine, island: str) -> bool:
     """Return True if the engine's island holds a contribution of another one that the round can count."""
-    link = engine.federation._link
+    link = engine.federation.steps._link
     assert link is not None
     exchange = link.first
     assert exchange is not None
@@ -319,7 +320,7 @@ def test_an_island_goes_on_from_its_checkpoint(tmp_path: Path, ports: dict[str, 
     islands = Islands(tmp_path, dict.fromkeys("abc", case), ports, silent=2.0)
     islands.saves["c"] = 3
     for name in "ab":
-        islands.gates[name] = lambda engine: engine.federation.rounds < 5 or _holds_one_of(engine, "c")
+        islands.gates[name] = lambda engine: engine.federation.steps.rounds < 5 or _holds_one_of(engine, "c")
         islands.start(name, rounds(8))
     islands.start("c", after(4), leaves="be lost")
     wait_until(lambda: not islands.threads["c"].is_alive())

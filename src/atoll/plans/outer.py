@@ -46,7 +46,7 @@ MIX = 0.5
 """Default `mix` with a delay, as in Streaming DiLoCo. Without a delay it is 0."""
 
 
-WEIGHTS = ("tokens", "equal")
+ROUND_WEIGHTS = ("tokens", "equal")
 """Weights of contributions in the mean of a round: by the tokens that each has learned from, or all alike."""
 
 
@@ -55,7 +55,7 @@ class Apart:
     """Islands that are worlds of their own, which may come and go: see `atoll.plans.federation`.
 
     islands: number of them at full strength.  quorum: contributions that a round needs at least.  grace: seconds that a
-    round waits for others once it has them.  weights: one of `WEIGHTS`.
+    round waits for others once it has them.  weights: one of `ROUND_WEIGHTS`.
 
     Raises PlanError for values outside their domain.
     """
@@ -74,8 +74,8 @@ class Apart:
             )
         if not (math.isfinite(self.grace) and self.grace >= 0):
             raise PlanError(f"outer.grace = {self.grace} seconds; 0 or more")
-        if self.weights not in WEIGHTS:
-            raise PlanError(f"outer.weights = {self.weights!r}; known: {', '.join(WEIGHTS)}")
+        if self.weights not in ROUND_WEIGHTS:
+            raise PlanError(f"outer.weights = {self.weights!r}; known: {', '.join(ROUND_WEIGHTS)}")
 
     def __str__(self) -> str:
         """`4 islands that come and go, quorum 2, grace 30 s, weighted by tokens`."""

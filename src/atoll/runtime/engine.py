@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
-from atoll.base.digests import digest
 from atoll.base.errors import BadStepError, PlanError, RunError
 from atoll.base.faults import BadStepPolicy
 from atoll.base.labels import IGNORED_LABEL
@@ -43,10 +42,10 @@ from atoll.runtime.services.bad_steps import BadSteps
 from atoll.runtime.services.buffers import Buffers
 from atoll.runtime.services.checkpoints import Checkpoints
 from atoll.runtime.services.evaluation import Evaluation
+from atoll.runtime.services.membership import IslandMembership
 from atoll.runtime.services.parameters import Parameters
 from atoll.runtime.services.timing import StepTiming
 from atoll.runtime.sharding.coding import Moment
-from atoll.runtime.sharding.federated import FederatedSteps
 from atoll.runtime.sharding.matrices import MatrixUpdate
 from atoll.runtime.sharding.optimizer import GroupOptions, OptimizerFactory
 from atoll.runtime.sharding.state import load_values
@@ -72,8 +71,8 @@ class Engine:
     whole.
     balance: how the load of a mixture's experts is balanced, by selection biases or losses of its routers, which are
     part of the loss that a step returns.
-    seat: the island's part in a federation, with a plan whose islands are worlds of their own (`Outer.apart`). Call
-    `join` before the first step: docs/islands.md.
+    seat: the island's part in a federation, if the plan's outer steps have `Apart`. Join before the first step:
+    docs/islands.md.
     away: bytes of activations in host memory of each pipeline rank, as `Prediction.away` predicts them, to be checked
     before the first step. If not given, each rank checks its own in the first step.
 
@@ -82,7 +81,7 @@ class Engine:
 
     program: the instructions of this rank in a step.
     checkpoints: folders that a rollback may load, by step: those that this engine has saved and loaded, and those that
-    the caller adds on every rank. Rank 0 checks which of them still exist.
+    the caller adds on every rank. Rank 0 checks which of them still exist.  federation: of an island that comes and goes.
     timing: timelines and durations of the last step, and the context in which instructions are timed.
     """
 
@@ -111,9 +110,6 @@ class Engine:
         folder = None if weights is None else Path(weights)
         balance = Balance() if balance is None else balance
         self._moment = Moment()
-        if seat is not None:
-            shapes = [(name, tuple(each.shape)) for name, each in model.named_parameters()]
-            seat = replace(seat, run=digest(f"{seat.run} {shapes}".encode()))
         options = EngineOptions(
             optimizer,
             groups,
@@ -179,10 +175,14 @@ class Engine:
         check_host(rank, self.program)
         self.timing = StepTiming(rank)
         self._buffers, self._parameters = Buffers(self.model, rank), Parameters(rank)
+        self.federation = IslandMembership.of(rank, settle=self._settle, go_on=self._go_to)
         self.saving = Checkpoints(
             rank, self._buffers, self._parameters, background=self._background, known=self.checkpoints
         )
         self.bad_steps = BadSteps(policy, rank, self.saving, replay=self._play, load=self._load)
+
+    def _go_to(self, step: int) -> None:
+        self.step_number = max(self.step_number, step)
 
     # ---- training
 
@@ -350,32 +350,6 @@ class Engine:
             with self._agreement.guard("writing parameters back to the shards"):
                 inside.__exit__(None, None, None)
 
-    def join(self, enough: int = 0, *, stops: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until the island takes part in its federation and has `enough` samples, and be at its step; see
-        `FederatedSteps.join`. Every rank must call it."""
-        self._settle()
-        steps = self.federation
-        with self._agreement.guard("joining the other islands"):
-            joined = steps.join(enough, stops=stops)
-        self.step_number = steps.step_at(self.step_number)
-        return joined
-
-    def depart(self, seconds: float, *, hands_over: bool = False) -> None:
-        """Leave the federation: after the rounds of what was sent, or handing over what was learned since; see
-        `FederatedSteps.depart`. Every rank must call it."""
-        self._settle()
-        with self._agreement.guard("leaving the other islands"):
-            if not hands_over:
-                self.federation.finish(seconds)
-            self.federation.depart(seconds, hands_over=hands_over)
-
-    @property
-    def federation(self) -> FederatedSteps:
-        """The island's part in its federation. Raises PlanError if the plan has none."""
-        if not isinstance(self.outer, FederatedSteps):
-            raise PlanError("this engine's plan has no islands that are worlds of their own; see Outer.apart")
-        return self.outer
-
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The torch optimizer of this rank's slices, for learning-rate schedules."""
@@ -383,10 +357,8 @@ class Engine:
 
     def memory(self) -> Footprint:
         """Return the bytes of parameters, gradients and optimizer state that this rank stores now; see `footprint`."""
-        anchors = [] if self.outer is None else self.outer.tensors()
-        on_host = [] if self.plan.has_islands else anchors
-        states = [*self._optimizer.state_tensors(), *(anchors if self.plan.has_islands else ())]
-        found, kept = stored_now(self.units, states, on_host=on_host), self._executor.kept
+        anchors, states = [] if self.outer is None else self.outer.tensors(), self._optimizer.state_tensors()
+        found, kept = stored_now(self.units, states, anchors, on_host=not self.plan.has_islands), self._executor.kept
         return found if kept is None else replace(found, host=found.host + kept.nbytes)
 
     def footprint(self, *, states: int | None = None) -> Footprint:
@@ -496,8 +468,8 @@ class Engine:
         destroyed; it is also called when the interpreter exits."""
         with suppress(Exception):  # finish_saving raises the error
             self._background.wait()
-        if isinstance(self.outer, FederatedSteps):
-            self.outer.close()
+        if self.federation is not None:
+            self.federation.steps.close()
         self._agreement.close()
         for lane in self._lanes.values():
             lane.close()

@@ -275,7 +275,8 @@ PLACES = (
 
 def _shared_keys(config: Config) -> dict[str, str]:
     """Options that must be equal on all ranks."""
-    values = {f"{section}.{key}": value for section, keys in config.model_dump().items() for key, value in keys.items()}
+    tables = {section: keys or {} for section, keys in config.model_dump().items()}
+    values = {f"{section}.{key}": value for section, keys in tables.items() for key, value in keys.items()}
     return {
         f"{name} =": "not set" if value is None else repr(value)
         for name, value in values.items()

@@ -349,13 +349,15 @@ def _outcome(view: IslandView, rules: FederationRules, now: float) -> RoundRecor
         latest = max(heard, key=lambda notice: notice.anchors)
         return _record(view, rules, now, counted=(), restored=latest)
     members = rules.members(own)
-    if any(notice.wish is Wish.OUT and notice.is_one_of(members) for notice in view.notices):
-        # Before it goes: who has left must not be needed for a majority any more. Its contributions still count.
-        record = _record(view, rules, now, counted=())
-        if set(record.members) != set(members):
-            return record
+    changed = _record(view, rules, now, counted=())
+    known = {*members, *(notice.own for notice in view.notices if notice.is_one_of(members))}
+    leaving = any(notice.wish is Wish.OUT and notice.is_one_of(members) for notice in view.notices)
+    if (leaving and set(changed.members) != set(members)) or set(changed.members) - known:
+        # At once: who has left must not be needed for a majority any more, though its contributions still count; who
+        # has come can contribute to this round.
+        return changed
     if view.ready is None:
-        record = _record(view, rules, now, counted=())
+        record = changed
         present = sum(_can_lead(view, each, rules, now) for each in members if each.island != own.island)
         grows = 1 + present < rules.quorum and not set(record.members) <= set(members)
         # Nobody has anything to read before the first record.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -139,6 +139,7 @@ def assemble(
     """Assemble this rank. Raises PlanError if model, plan and options do not match."""
     options.check(plan)
     place = transport.place
+    shapes = {name: list(each.shape) for name, each in model.named_parameters()}
     adapter, stored, notes = _adapt(model, options)
     for note in notes if place.rank == 0 else ():
         warnings.warn(note, WeightsWarning, stacklevel=3)
@@ -185,7 +186,7 @@ def assemble(
         lanes=timed,
         kept=kept,
     )
-    outer = _outer(plan, options, sharded, lanes, transport=transport)
+    outer = _outer(plan, options, sharded, transport=transport, lanes=lanes, shapes=shapes)
     return Rank(
         plan,
         transport,
@@ -259,11 +260,13 @@ def _outer(
     plan: Plan,
     options: EngineOptions,
     sharded: Sharded,
-    lanes: dict[LaneKind, JobLane],
     *,
     transport: Transport,
+    lanes: dict[LaneKind, JobLane],
+    shapes: Mapping[str, list[int]],
 ) -> AnchorSteps[Any] | None:
-    """Return the outer steps of a plan, with a lane of their own among islands of one world."""
+    """Return the outer steps of a plan, with a lane of their own among islands of one world. shapes: of the model's
+    parameters, before it is split."""
     seed = options.seed
     if plan.outer is None:
         return None
@@ -275,7 +278,11 @@ def _outer(
             seat=options.seat,
             count=len(sharded.specs),
             item=ITEM_BYTES[plan.precision.master],
-            facts={"units": [spec.names for spec in sharded.specs], "master": str(plan.precision.master)},
+            facts={
+                "shapes": sorted(shapes.items()),
+                "units": [spec.names for spec in sharded.specs],
+                "master": str(plan.precision.master),
+            },
             seed=seed,
         )
     lane = lanes["outer"] = lane_of("outer", transport.device, waits_on_host=transport.waits_on_host)

@@ -11,10 +11,14 @@ from atoll.runtime.sharding.unit import Unit
 
 
 def stored_now(
-    units: Iterable[Unit], states: Iterable[torch.Tensor], *, on_host: Iterable[torch.Tensor] = ()
+    units: Iterable[Unit],
+    states: Iterable[torch.Tensor],
+    anchors: Iterable[torch.Tensor] = (),
+    *,
+    on_host: bool = False,
 ) -> Footprint:
-    """Return the bytes of the storages of some units and of the optimizer's states on the device, each storage once.
-    on_host: other tensors in host memory."""
+    """Return the bytes of the storages of some units, of the optimizer's states and of anchors, each storage once.
+    on_host: whether anchors are in host memory."""
     held: dict[str, dict[int, int]] = {"parameters": {}, "gradients": {}, "optimizer": {}, "host": {}}
     for unit in units:
         for segment in unit.segments:
@@ -24,6 +28,7 @@ def stored_now(
                     held[component][id(tensor) if storage.nbytes() == 0 else storage.data_ptr()] = storage.nbytes()
     for tensor in states:
         held["optimizer"][tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    for tensor in on_host:
-        held["host"][tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    kept = held["host" if on_host else "optimizer"]
+    for tensor in anchors:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return Footprint(**{component: sum(sizes.values()) for component, sizes in held.items()})

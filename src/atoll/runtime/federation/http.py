@@ -210,7 +210,7 @@ class Peer:
             raise self._refuse(f"{length} bytes of elements {next(iter(sizes))[:12]}, expected {len(into) - begin}")
         end = self._fill(answer, into, begin)
         if end == len(into):
-            for digest, held in in_order(sizes, into).items():
+            for digest, held in elements_in(sizes, into).items():
                 if hashlib.sha256(held).hexdigest() != digest:
                     raise self._refuse(f"other elements than {digest[:12]}")
         return end
@@ -281,7 +281,7 @@ class Peer:
         return PeerError(f"{self} has {what}")
 
 
-def in_order(sizes: Mapping[str, int], content: bytearray) -> dict[str, memoryview]:
+def elements_in(sizes: Mapping[str, int], content: bytearray) -> dict[str, memoryview]:
     """Return the elements in a buffer, by digest."""
     found, at, view = {}, 0, memoryview(content)
     for digest, size in sizes.items():

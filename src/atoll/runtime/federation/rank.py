@@ -38,7 +38,7 @@ from atoll.runtime.federation.elements import (
     read_anchors,
     read_manifest,
 )
-from atoll.runtime.federation.http import Peer, PeerError, Showcase, in_order
+from atoll.runtime.federation.http import Peer, PeerError, Showcase, elements_in
 
 MOST_AT_ONCE = 256
 """Elements that are asked for in one request, at most."""
@@ -288,7 +288,7 @@ class ElementReads:
                 error = found
                 continue
             if begin == len(into):
-                self._done |= in_order(sizes, into)
+                self._done |= elements_in(sizes, into)
                 return
             error = PeerError(f"{address} has gone")
         self._begun[key] = into, begin

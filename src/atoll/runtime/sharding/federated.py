@@ -18,7 +18,6 @@ is what the training thread does: it contributes outer gradients, waits for roun
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from atoll.runtime.federation.elements import PartElements, TensorPart
 from atoll.runtime.federation.events import RoundEvent, merged_manifest, run_digest
 from atoll.runtime.federation.exchange import IslandExchange
 from atoll.runtime.federation.link import IslandLink, agreed_rounds, are_here, stopped_or_ready
+from atoll.runtime.federation.rank import logger
 from atoll.runtime.federation.seat import IslandSeat
 from atoll.runtime.sharding import coding
 from atoll.runtime.sharding.anchors import AnchorSteps
@@ -44,8 +44,6 @@ from atoll.runtime.sharding.host_anchors import AnchorHoldings, HostAnchor, enco
 from atoll.runtime.sharding.segment import Segment
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Transport
-
-logger = logging.getLogger("atoll.federation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +174,7 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
     @property
     def _opened(self) -> IslandLink:
         if self._link is None:
-            raise RunError("the island takes part in no federation yet; call the engine's join first")
+            raise RunError("the island takes part in no federation yet; call engine.federation.join first")
         return self._link
 
     def join(self, enough: int = 0, *, stops: Callable[[], bool] = lambda: False) -> bool:
@@ -257,12 +255,13 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
             self._send_next(step)
         self._is_overdue = any(sent.step <= step - self.outer.delay for sent in self._sent.values())
         skipped, self._skipped = self._skipped, 0
-        return self.step_at(step + skipped)
+        return max(step + skipped, self.rounds_step)
 
-    def step_at(self, step: int) -> int:
-        """Return the step that an island after `step` is at: that of the others, if it has missed rounds."""
+    @property
+    def rounds_step(self) -> int:
+        """The step that islands are at, at least, after the rounds that the masters follow."""
         last = self._averaged - 1
-        return max(step, self.outer.step_of(last, self._count)) if last >= 0 else step
+        return self.outer.step_of(last, self._count) if last >= 0 else 0
 
     @property
     def _averaged(self) -> int:

@@ -115,7 +115,7 @@ class AnchorHoldings:
                 missing = (
                     part.stop
                     - part.start
-                    - sum(len(_place_in(anchor, each, part, other)[0]) for other, _ in found.get(part.tensor, ()))
+                    - sum(len(_place_in(anchor, each, part, part=other)[0]) for other, _ in found.get(part.tensor, ()))
                 )
                 if missing > 0:
                     raise ValueError(f"it does not have {missing} elements of {part.name}")
@@ -201,7 +201,7 @@ def encoded(codec: Codec, values: torch.Tensor, *, residual: torch.Tensor | None
     padded, lost = (None if each is None else pad(each, (0, _even(count) - count)) for each in (values, residual))
     assert padded is not None, "values are given"
     message = torch.zeros(codec.nbytes(_even(count)), dtype=torch.uint8)
-    noise = coding.draw_uniform(codec, _even(count), seed, values.device)
+    noise = coding.draw_uniform(codec, _even(count), seed, device=values.device)
     coding.encode(codec, padded, message, residual=lost, noise=noise)
     coding.decode(codec, message, padded)
     values.copy_(padded[:count])
@@ -240,9 +240,9 @@ def _assembled(
     whole = torch.zeros_like(anchor.value)
     for own, each in anchor.parts():
         for part, held in elements.get(prefix + own.tensor, ()):
-            to, of = _place_in(anchor, each, own._replace(name=prefix + own.name), part)
+            to, of = _place_in(anchor, each, own._replace(name=prefix + own.name), part=part)
             if len(to):
-                values = _decoded(held, part.stop - part.start, codec, whole.dtype)
+                values = _decoded(held, part.stop - part.start, codec=codec, dtype=whole.dtype)
                 whole[_index(to)] = values[_index(of)]
     return whole
 
@@ -254,7 +254,7 @@ def _index(places: Places) -> slice | torch.Tensor:
     return slice(places.start, places.stop) if isinstance(places, range) else places
 
 
-def _place_in(anchor: HostAnchor, each: Slice, own: TensorPart, part: TensorPart) -> tuple[Places, Places]:
+def _place_in(anchor: HostAnchor, each: Slice, own: TensorPart, *, part: TensorPart) -> tuple[Places, Places]:
     """Return where elements of an anchor's slice are in the anchor, and in another part of the same tensor.
 
     own: the slice as a part.
@@ -295,7 +295,7 @@ def _box_of(name: str, shape: Sequence[int]) -> Box:
     return Box(tuple(shape), tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges))
 
 
-def _decoded(held: memoryview, count: int, codec: Codec | None, dtype: torch.dtype) -> torch.Tensor:
+def _decoded(held: memoryview, count: int, *, codec: Codec | None, dtype: torch.dtype) -> torch.Tensor:
     # A copy where memory is not writable, as torch asks for.
     message = torch.frombuffer(held if not held.readonly else bytearray(held), dtype=torch.uint8)
     if codec is None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from atoll.testing.reference.model import Recipe
-from atoll.testing.reference.training import Replica
+from atoll.testing.reference.training import ReferenceReplica
 
 
 @dataclass(slots=True)
@@ -26,14 +26,14 @@ class FederatedHistory:
 class _Island:
     """What one island does, one event after the other."""
 
-    def __init__(self, make: Callable[[], Replica], events: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, make: Callable[[], ReferenceReplica], events: Sequence[Mapping[str, Any]]) -> None:
         self.make, self.events = make, events
         self.at = 0
         self.replica = make()
         self.losses: list[float] = []
         self.base: dict[str, Tensor] = {}
         self.sent: dict[str, dict[str, Tensor]] = {}
-        self.saved: tuple[Replica, dict[str, Tensor]] | None = None
+        self.saved: tuple[ReferenceReplica, dict[str, Tensor]] | None = None
 
 
 def train_federation(
@@ -69,8 +69,8 @@ def train_federation(
     outer optimizer is torch's SGD.
     """
 
-    def make(name: str) -> Replica:
-        return Replica(recipe, seed, dtype, "cpu", optimizer, first=0, microbatches=microbatches[name])
+    def make(name: str) -> ReferenceReplica:
+        return ReferenceReplica(recipe, seed, dtype, "cpu", optimizer, first=0, microbatches=microbatches[name])
 
     played = {name: _Island(lambda name=name: make(name), events) for name, events in islands.items()}  # type: ignore[misc]
     first = next(iter(played.values())).replica.trained

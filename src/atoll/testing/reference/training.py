@@ -56,7 +56,7 @@ def train_islands(
 ) -> list[History]:
     """Train k replicas of the unsplit model in this process, with outer steps: the history of each.
 
-    Replica m takes the m-th part of each step's microbatches.
+    ReferenceReplica m takes the m-th part of each step's microbatches.
 
     outer: every, fragments, delay, lr, momentum, nesterov, mix.  fragment_of: the fragment of a parameter, by name.
     codecs: where outer gradients are encoded, if they are.
@@ -65,9 +65,8 @@ def train_islands(
     optimizer is torch's SGD on the anchors.
     """
     each = microbatches // islands
-    replicas = [
-        Replica(recipe, seed, dtype, device, optimizer, first=at * each, microbatches=each) for at in range(islands)
-    ]
+    common = (recipe, seed, dtype, device, optimizer)
+    replicas = [ReferenceReplica(*common, first=at * each, microbatches=each) for at in range(islands)]
     anchors = {name: nn.Parameter(value.detach().clone()) for name, value in replicas[0].trained.items()}
     stepping = {
         name: torch.optim.SGD([anchor], lr=outer["lr"], momentum=outer["momentum"], nesterov=outer["nesterov"])
@@ -108,7 +107,7 @@ def train_islands(
     return [replica.history for replica in replicas]
 
 
-class Replica:
+class ReferenceReplica:
     """An unsplit model, its optimizer, and the steps that it has taken.
 
     first, microbatches: its microbatches of a step.
@@ -216,7 +215,7 @@ def train_alone(
     balance: of experts, see `Balancing`.
     """
     own: dict[str, Any] = {"first": 0, "microbatches": microbatches, "codecs": codecs, "balance": balance}
-    replica = Replica(recipe, seed, dtype, device, optimizer, **own)
+    replica = ReferenceReplica(recipe, seed, dtype, device, optimizer, **own)
     for step in range(steps):
         samples = microbatches * microbatch
         replica.step(step, rows(recipe.batch(step, samples), 0, samples, device), microbatch, clip)

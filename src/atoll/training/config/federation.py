@@ -16,8 +16,8 @@ def _address(value: str) -> str:
     return value
 
 
-Address = Annotated[str, AfterValidator(_address)]
-Seconds = Annotated[float, Field(gt=0)]
+_Address = Annotated[str, AfterValidator(_address)]
+_Seconds = Annotated[float, Field(gt=0)]
 
 
 class FederationSection(Section):
@@ -25,17 +25,17 @@ class FederationSection(Section):
 
     island: str
     """name of this island, one of `islands`"""
-    islands: dict[str, Address]
+    islands: dict[str, _Address]
     """where the first rank of each island is reached by the others, as `{ a = "10.0.0.1:29600", b = "..." }`"""
     secret: str
     """file with a secret that all islands have, 16 characters or more, as of `openssl rand -hex 32`"""
     founders: Names = ()
     """islands that begin the run together, those that have to be there before the first step; all if not given"""
-    listen: Address | None = None
+    listen: _Address | None = None
     """where this island listens, if it is not at its address in `islands`, as behind a gateway: "0.0.0.0:29600\""""
-    silent: Seconds = 15.0
+    silent: _Seconds = 15.0
     """seconds without a sign of an island after which no round waits for it"""
-    away: Seconds = 120.0
+    away: _Seconds = 120.0
     """seconds without a sign of an island after which it is no member any more, and others read its data"""
     pace: Annotated[float, Field(gt=0)] | None = None
     """bytes a second, at most, at which this island takes over anchors from others; not limited if not given"""

@@ -110,8 +110,8 @@ class RunCheckpoints:
                 " and the order of samples with it: some may be seen twice"
             )
         position = self._position_of(self._engine.step_number, int(state["position"]))
-        if self._run.config.federation is not None:
-            position = self._engine.federation.used
+        if self._engine.federation is not None:
+            position = self._engine.federation.steps.used
         self._run.progress.restore(state, position=position)
 
     def _position_of(self, step: int, position: int) -> int:

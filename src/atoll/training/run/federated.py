@@ -23,7 +23,9 @@ class FederatedRun:
     def __init__(self, run: RankRun, results: Results) -> None:
         self.stopped: signal.Signals | None = None
         self._run, self._results = run, results
-        self._engine, self._steps = run.engine, run.engine.federation
+        assert run.engine.federation is not None, "the run is an island of a federation"
+        self._engine, self._membership = run.engine, run.engine.federation
+        self._steps = self._membership.steps
         self._batch = run.config.train.global_batch
         self._counted: tuple[str, ...] = ()
 
@@ -32,6 +34,10 @@ class FederatedRun:
         if self._run.is_writer and self._steps.seat.folder.exists():
             with writing(self._steps.seat.folder):
                 shutil.rmtree(self._steps.seat.folder)
+
+    def read(self, position: int) -> None:
+        """Note that the island has read the samples before `position`."""
+        self._steps.used = position
 
     def join(self, steps: int) -> bool:
         """Wait until the island takes part and has the samples of so many steps; False if a rank got a signal first."""
@@ -42,7 +48,7 @@ class FederatedRun:
             self._run.display.say(f"island {self._steps.seat.name}: joining {names}")
         elif self._steps.is_member and self._steps.lots.end - self._steps.used >= enough:
             return True
-        joined = self._engine.join(enough, stops=lambda: self._run.stop.received is not None)
+        joined = self._membership.join(enough, stops=lambda: self._run.stop.received is not None)
         if not joined:
             self.stopped = self._run.stop.received or signal.SIGTERM
         self.follow()
@@ -70,7 +76,7 @@ class FederatedRun:
         learned since."""
         rules = self._steps.rules
         seconds = rules.away if stopped is None else HANDOVER
-        self._engine.depart(seconds, hands_over=stopped is not None)
+        self._membership.depart(seconds, hands_over=stopped is not None)
         self.follow()
 
     def _write(self, event: RoundEvent, apart: float | None) -> None:

@@ -107,7 +107,7 @@ class Loop:
                 self._progress.begin(step, oldest=results.oldest(step - 1))
                 batch = self._samples.take()
                 if self._federated is not None:
-                    self._engine.federation.used = self._samples.position
+                    self._federated.read(self._samples.position)
                 following = self._samples.peek() if step < train.steps else None
                 with self._naming_samples(), nullcontext() if step < train.steps else self._engine.timing():
                     result = self._engine.submit(batch, following)
