@@ -253,6 +253,7 @@ def test_a_lost_island_is_not_missed_and_a_new_one_takes_its_place(tmp_path: Pat
         islands.start(name, rounds(12))
     islands.start("c", after(5), leaves="be lost")
     wait_until(lambda: not islands.threads["c"].is_alive())
+    wait_until(lambda: bool(islands.errors) or ["a", "b"] in islands.counted)
     # With an empty folder, of other sizes and speed.
     islands.cases["c"] = replace(CASE, outer=replace(outer, every=2), microbatches=4)
     islands.folder = tmp_path / "other disk"

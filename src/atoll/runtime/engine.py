@@ -71,17 +71,16 @@ class Engine:
     whole.
     balance: how the load of a mixture's experts is balanced, by selection biases or losses of its routers, which are
     part of the loss that a step returns.
-    seat: the island's part in a federation, if the plan's outer steps have `Apart`. Join before the first step:
-    docs/islands.md.
+    seat: the island's part in a federation, if outer steps have `Apart`: docs/islands.md.
     away: bytes of activations in host memory of each pipeline rank, as `Prediction.away` predicts them, to be checked
     before the first step. If not given, each rank checks its own in the first step.
 
     torch.distributed must be initialised with the world size of the plan's mesh, unless that is one.
     Raises PlanError on every rank if model and plan do not match.
 
-    program: the instructions of this rank in a step.
+    program: the instructions of this rank in a step.  federation: of an island that comes and goes.
     checkpoints: folders that a rollback may load, by step: those that this engine has saved and loaded, and those that
-    the caller adds on every rank. Rank 0 checks which of them still exist.  federation: of an island that comes and goes.
+    the caller adds on every rank. Rank 0 checks which of them still exist.
     timing: timelines and durations of the last step, and the context in which instructions are timed.
     """
 
@@ -175,14 +174,11 @@ class Engine:
         check_host(rank, self.program)
         self.timing = StepTiming(rank)
         self._buffers, self._parameters = Buffers(self.model, rank), Parameters(rank)
-        self.federation = IslandMembership.of(rank, settle=self._settle, go_on=self._go_to)
+        self.federation = IslandMembership.of(rank, settle=self._settle, go_on=partial(_go_on, self))
         self.saving = Checkpoints(
             rank, self._buffers, self._parameters, background=self._background, known=self.checkpoints
         )
         self.bad_steps = BadSteps(policy, rank, self.saving, replay=self._play, load=self._load)
-
-    def _go_to(self, step: int) -> None:
-        self.step_number = max(self.step_number, step)
 
     # ---- training
 
@@ -474,6 +470,10 @@ class Engine:
         for lane in self._lanes.values():
             lane.close()
         self.transport.close()
+
+
+def _go_on(engine: Engine, step: int) -> None:
+    engine.step_number = max(engine.step_number, step)
 
 
 def _scale(end: StepEnd, moment: Moment, tokens: int) -> float:

@@ -187,18 +187,22 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
             self._link = IslandLink(
                 self.seat, self.rules, self._holdings, run=self._run, rank=self._transport.place.rank, at=self.at
             )
+        elif self._has(enough):
+            return True  # rounds are followed where they arrive
         link, begin = self._link, time.monotonic()
         while True:
             self._follow()
-            if self.is_member and self.lots.end - self.used < enough:
+            if self.is_member and not self._has(enough):
                 # All that it may read is read, and no round has counted it: more is granted once one has.
                 self._send_next(-1)
-            is_ready = self.is_member and self.lots.end - self.used >= enough
-            is_ready = is_ready and link.is_caught_up(self.rounds, self.members, begin)
+            is_ready = self._has(enough) and link.is_caught_up(self.rounds, self.members, begin)
             stopped, ready = link.met([stops(), is_ready], stopped_or_ready)
             if stopped or ready:
                 return not stopped
             link.glance(lambda: link.elements.answer.anchors > self.rounds)
+
+    def _has(self, enough: int) -> bool:
+        return self.is_member and self.lots.end - self.used >= enough
 
     def depart(self, seconds: float, *, hands_over: bool = False) -> None:
         """Leave, with every rank: the others go on. seconds: to be taken at most for what is still to be done.

@@ -46,8 +46,6 @@ class FederatedRun:
         if not self._steps.is_open:
             names = ", ".join(name for name in self._steps.seat.islands if name != self._steps.seat.name)
             self._run.display.say(f"island {self._steps.seat.name}: joining {names}")
-        elif self._steps.is_member and self._steps.lots.end - self._steps.used >= enough:
-            return True
         joined = self._membership.join(enough, stops=lambda: self._run.stop.received is not None)
         if not joined:
             self.stopped = self._run.stop.received or signal.SIGTERM
