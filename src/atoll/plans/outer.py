@@ -204,6 +204,11 @@ class Outer:
         """Bytes that a rank sends for one outer gradient of `numel` elements: a reduce-scatter and an all-gather."""
         return 2 * (islands - 1) * self.block_bytes(numel, islands, item)
 
+    def part_bytes(self, numel: int, item: int) -> int:
+        """Bytes of a part of an outer gradient that an island apart shows, of `numel` elements of `item` bytes each."""
+        # int4 has pairs of elements.
+        return numel * item if self.codec is None else self.codec.nbytes(numel + numel % 2)
+
     # ---- fragments and steps
 
     def count(self, units: int) -> int:
