@@ -10,6 +10,7 @@ import typer
 
 from atoll.base.units import format_bytes, format_count, format_rate, format_seconds
 from atoll.cli.arguments import CLUSTER, AsJson, ConfigFile, Overrides, cluster_of, with_cluster
+from atoll.cli.islands import Island, archipelago_of, refuse_island, report_islands
 
 if TYPE_CHECKING:
     from atoll.prediction.cost import Breakdown, Held, Prediction
@@ -21,6 +22,7 @@ def predict_command(
     config: ConfigFile,
     overrides: Overrides = None,
     cluster: Annotated[Path | None, typer.Option(help=CLUSTER)] = None,
+    island: Island = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict step time and peak memory of each rank, for any number of ranks, without running any.
@@ -33,12 +35,32 @@ def predict_command(
     seconds by part of that rank and the mean of all; ranks, one object a pipeline rank with rank, peak and rest (bytes
     by component), saved_bytes (of host memory, for saving in the background), fits, margin_bytes and breakdown; fits
     and margin_bytes of the fullest rank; outer, null without outer steps: seconds that they add to a step on average
-    (part of `seconds`) and at worst, bytes that a rank sends between islands on average and after one step at most.
+    (part of `seconds`) and at worst, bytes that a rank sends between islands on average and after one step at most;
+    apart, null unless islands are worlds of their own: island_bytes of all ranks a step, exchange (seconds of a round),
+    is_overdue, busy (share of the uplink's time), held (bytes of a rank in host memory by component), returns (nbytes
+    and seconds of anchors that an island takes over, and whether it catches_up) and notes.
+
+    On a cluster file with islands, without --island: the plan of the config on all devices of each. Keys of the JSON
+    object then: seconds of an interval, tokens_per_second of all islands, bound (island, is_uplink), late (islands that
+    rounds do not count), is_overdue, fits, and islands, by name: devices, step, every, batch, interval, waited, early,
+    tokens, share, sent, busy, peak, margin, held and returns.
     """
+    from atoll.training.config import load
     from atoll.training.setup.choosing import load_chosen
+    from atoll.training.setup.islands import predict_island, predict_islands
     from atoll.training.setup.prediction import predict
 
-    loaded, _ = load_chosen(config, with_cluster(overrides, cluster))
+    sets = with_cluster(overrides, cluster)
+    loaded = load(config, sets)
+    every = archipelago_of(loaded)
+    if every is not None and island is None:
+        report_islands(predict_islands(loaded, every), as_json=as_json)
+        return
+    if every is not None and island is not None:
+        report(predict_island(loaded, every, island), as_json=as_json)
+        return
+    refuse_island(island)
+    loaded, _ = load_chosen(config, sets, config=loaded)
     found = cluster_of(loaded)
     for note in loaded.notes:
         typer.echo(f"note: {note}", err=True)
@@ -136,13 +158,14 @@ def _seconds(prediction: Prediction) -> Iterator[str]:
 def _apart(cost: ApartCost) -> Iterator[str]:
     """Yield what an island needs that is a world of its own."""
     busy = "" if cost.busy is None else f", which is busy for {cost.busy:.1%} of the time"
-    late = "; longer than delay and grace, so rounds are followed later" if cost.is_late else ""
+    late = "; longer than delay and grace, so rounds are followed later" if cost.is_overdue else ""
     yield (
         f"uplink  {format_bytes(cost.island_bytes)} a step of all ranks{busy}; a round takes "
         f"{format_seconds(cost.exchange)} from sending to following{late}"
     )
     seconds = "" if cost.returns.seconds is None else f" in {format_seconds(cost.returns.seconds)}"
-    yield f"return  anchors and momentum, {format_bytes(cost.returns.nbytes)} of all ranks{seconds}"
+    never = "" if cost.returns.catches_up else ", more slowly than rounds set them"
+    yield f"return  anchors and momentum, {format_bytes(cost.returns.nbytes)} of all ranks{seconds}{never}"
     yield from (f"note    {note}" for note in cost.notes)
 
 

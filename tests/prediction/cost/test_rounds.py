@@ -80,7 +80,9 @@ def test_a_codec_is_a_matter_of_the_uplink_and_a_pace_of_a_return() -> None:
     assert own.returns(pace=1e5).seconds == pytest.approx(own.returns().nbytes / 1e5, rel=0.01)
     assert own.returns(slowest=1e4).seconds == pytest.approx(own.returns().nbytes / 1e4, rel=0.01)
     unknown = replace(own, speeds=replace(own.speeds, uplink=None))
-    assert unknown.returns() == (own.returns().nbytes, None)
+    assert unknown.returns() == (own.returns().nbytes, None, True)
+    assert own.returns(interval=30.0) == (own.returns().nbytes, None, False)
+    assert own.returns(interval=100.0).seconds == pytest.approx(32 / (1 - 0.32), rel=0.02)
 
 
 @settings(max_examples=60, deadline=None)

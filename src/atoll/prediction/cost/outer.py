@@ -147,10 +147,10 @@ def cost_apart(ranks: Ranks, outer: Outer, *, step: float, cluster: Cluster) -> 
     own = ApartCost(
         island_bytes=island.carried / outer.every,
         exchange=island.exchange,
-        is_late=island.exchange > outer.delay * step + parts.apart.grace,
+        is_overdue=played.is_overdue,
         busy=None if link is None else link.seconds(island.carried) / played.seconds,
         held=max((parts.held(rank) for rank in every), key=lambda held: held.total),
-        returns=island.returns(),
+        returns=island.returns(interval=played.seconds),
         notes=island.speeds.notes,
     )
     return OuterCost(

@@ -54,11 +54,13 @@ _ASSUMED_HOST = "workstation-pcie4"
 class ReturnCost(NamedTuple):
     """What an island that was away, or has lost its anchors, takes over from the others: anchors and momentum.
 
-    nbytes: of all its ranks.  seconds: None if no link between islands is known.
+    nbytes: of all its ranks, once.  seconds: until it has the current ones; None if no link between islands is known.
+    catches_up: whether they arrive faster than rounds set them; if not, seconds is None too.
     """
 
     nbytes: int
     seconds: float | None
+    catches_up: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +69,8 @@ class ApartCost:
 
     island_bytes: that all ranks send on the uplink a step, on average.
     exchange: seconds from sending the largest fragment to its round, if all islands send theirs then, without transfers
-    if the uplink is unknown.  is_late: whether these are more than `delay` steps and `grace`, so that the island trains
-    on and follows rounds later.
+    if the uplink is unknown.  is_overdue: whether these are more than `delay` steps and `grace`, so that the island
+    trains on and follows rounds later.
     busy: share of the time during which the uplink is busy, None if it is unknown; more than 1 if it is too slow.
     held: in the host memory of the rank that has most there.  returns: what the island takes over when it returns.
     notes: what is not known of the cluster, and what was assumed.
@@ -76,7 +78,7 @@ class ApartCost:
 
     island_bytes: float
     exchange: float
-    is_late: bool
+    is_overdue: bool
     busy: float | None
     held: AnchorBytes
     returns: ReturnCost
@@ -167,10 +169,13 @@ class PacedIsland:
         each = (link.seconds(others * parts.contribution(at)) + self.stepped(at) for at in parts.fragments)
         return max(each) + 2 * link.latency + AGREEMENT
 
-    def returns(self, *, pace: float | None = None, slowest: float = math.inf) -> ReturnCost:
+    def returns(
+        self, *, interval: float = math.inf, pace: float | None = None, slowest: float = math.inf
+    ) -> ReturnCost:
         """Return what the island takes over when it returns.
 
-        pace: bytes a second, at most.  slowest: bytes a second of the slowest uplink of the other islands.
+        interval: seconds in which rounds set all fragments.  pace: bytes a second, at most.  slowest: bytes a second of
+        the slowest uplink of the other islands.
         """
         parts, link = self.parts, self.speeds.uplink
         each = [parts.taken_over(rank) for rank in range(len(parts.parts))]
@@ -180,7 +185,11 @@ class PacedIsland:
         rate = min(link.rate, slowest, math.inf if pace is None else pace)
         # Names and elements of each fragment are requests one after the other.
         latency = 2 * 2 * link.latency * len(parts.fragments)
-        return ReturnCost(nbytes, nbytes / rate + latency + max(each) / DIGESTED)
+        once = nbytes / rate + latency + max(each) / DIGESTED
+        if once >= interval:
+            return ReturnCost(nbytes, None, catches_up=False)
+        # What rounds set meanwhile is read again, and what they set during that.
+        return ReturnCost(nbytes, once / (1.0 - once / interval))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +198,7 @@ class PlayedRounds:
 
     seconds: of the interval.  added: by outer steps.  waited: for rounds, of these.  worst: added after one step.
     early: seconds for which this island's outer gradients were there before those of the last island, at most.
+    is_overdue: whether a wait ended after `grace`, so that the island follows the round later.
     """
 
     seconds: float
@@ -196,6 +206,7 @@ class PlayedRounds:
     waited: float
     worst: float
     early: float
+    is_overdue: bool
 
 
 @dataclass(slots=True)
@@ -242,7 +253,8 @@ def _last(island: PacedIsland, own: _Played, fragments: int) -> PlayedRounds:
     every = island.outer.every
     added, waited = own.added[-every:], own.waited[-every:]
     seconds = every * island.step + sum(added)
-    return PlayedRounds(seconds, sum(added), sum(waited), max(added), max(own.early[-fragments:]))
+    is_overdue = max(waited) >= island.parts.apart.grace > 0
+    return PlayedRounds(seconds, sum(added), sum(waited), max(added), max(own.early[-fragments:]), is_overdue)
 
 
 def _walk(island: PacedIsland, own: _Played, done: Sequence[float]) -> Iterator[float]:
