@@ -8,6 +8,7 @@ from typing import Any
 from atoll.base.units import format_bytes, format_count, format_rate, format_seconds
 from atoll.prediction.cost.federation import FederatedPrediction, IslandRow
 from atoll.prediction.cost.rounds import ReturnCost
+from atoll.prediction.cost.summary import held_bytes
 from atoll.prediction.explain.phrases import columns, percent
 
 
@@ -143,10 +144,9 @@ def describe_outer_alternatives(found: FederatedPrediction) -> list[str]:
 def islands_summary(found: FederatedPrediction, *, explains: bool = False) -> dict[str, Any]:
     """Return the JSON object of islands. explains: with other settings of outer steps."""
     rows = {
-        row.name: {**row._asdict(), "held": {**row.held._asdict(), "total": row.held.total},
-                   "returns": row.returns._asdict()}
+        row.name: {**row._asdict(), "held": held_bytes(row.held), "returns": row.returns._asdict()}
         for row in found.rows
-    }  # fmt: skip
+    }
     summary: dict[str, Any] = {
         "seconds": found.seconds,
         "tokens_per_second": found.tokens_a_second,
