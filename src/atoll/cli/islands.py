@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -85,7 +86,7 @@ def plan_all(
     for name, each in found.choices.items():
         own = choices(each.answer.best)
         plan = ", ".join(f"{choice} {own[choice]}" for choice in MAIN)
-        lines += ["", f"island {name}: {plan}", *(f"  --set {given}" for given in overrides[name])]
+        lines += ["", f"island {name}: {plan}", *(f"  --set {quote(given)}" for given in overrides[name])]
     typer.echo("\n".join(lines))
 
 

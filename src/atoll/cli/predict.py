@@ -42,8 +42,8 @@ def predict_command(
 
     On a cluster file with islands, without --island: the plan of the config on all devices of each. Keys of the JSON
     object then: seconds of an interval, tokens_per_second of all islands, bound (island, is_uplink), late (islands that
-    rounds do not count), is_overdue, fits, and islands, by name: devices, step, every, batch, interval, waited, early,
-    tokens, share, sent, busy, peak, margin, held and returns.
+    rounds leave behind), is_overdue, fits, and islands, by name: devices, step, every, batch, interval, waited, tokens,
+    share, sent, busy, peak, margin, held and returns.
     """
     from atoll.training.config import load
     from atoll.training.setup.choosing import load_chosen

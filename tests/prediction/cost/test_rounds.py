@@ -30,7 +30,6 @@ def test_islands_that_are_alike_wait_for_the_exchange_alone() -> None:
         exchange = island(rate=1e6).exchange
         assert each.waited == pytest.approx(2 * exchange)
         assert each.seconds == pytest.approx(8 + each.added)
-        assert each.early == 0.0
     assert exchange == pytest.approx(2 * 4 * NUMEL / 1e6 + AGREEMENT, rel=0.01)
 
 
@@ -51,20 +50,35 @@ def test_the_slower_island_bounds_the_interval_and_the_other_waits() -> None:
     assert fast.seconds == pytest.approx(slow.seconds)
     assert slow.seconds == pytest.approx(16 + slow.added)
     assert fast.waited == pytest.approx(8 + slow.waited, rel=0.01)
-    assert fast.early == pytest.approx(4.0, rel=0.05)
-    assert slow.early == 0.0
+    assert not fast.is_late
+    assert not slow.is_late
 
 
 def test_fewer_steps_of_the_slower_island_let_both_arrive_together() -> None:
     fast, slow = play_rounds([island(1.0), island(2.0, every=4)])
-    assert fast.early < 0.1
     assert fast.waited == pytest.approx(slow.waited, abs=0.1)
 
 
 def test_nobody_waits_for_longer_than_grace() -> None:
-    apart = Apart(2, grace=3.0)
-    fast, _ = play_rounds([island(1.0, apart=apart), island(100.0, apart=apart)])
+    apart = Apart(2, grace=3.0, quorum=2)
+    fast, slow = play_rounds([island(1.0, apart=apart), island(100.0, apart=apart)])
     assert fast.waited == pytest.approx(2 * 3.0)
+    assert fast.is_overdue
+    assert not slow.is_late
+
+
+@pytest.mark.parametrize("delay", [0, 3])
+def test_rounds_leave_behind_who_is_slower_by_more_than_grace(delay: int) -> None:
+    """Without a delay from one round to the next, with one as far as the others may run ahead."""
+    for grace, is_late in ((2.0, True), (20.0, False)):
+        apart = Apart(2, grace=grace)
+        fast, slow = play_rounds([island(each, apart=apart, delay=delay) for each in (1.0, 2.0)])
+        assert slow.is_late == is_late
+        assert not fast.is_late
+        assert (fast.seconds < 12) == is_late
+    nearly = play_rounds([island(each, apart=Apart(2, grace=2.0), delay=delay) for each in (1.0, 1.02)])
+    assert not any(each.is_late for each in nearly)
+    assert nearly[0].seconds == pytest.approx(nearly[1].seconds)
 
 
 def test_the_slowest_uplink_is_everyones() -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from atoll.base.errors import ConfigError
 from atoll.plans.layouts import Codec
-from atoll.plans.outer import Apart, Outer
+from atoll.plans.outer import Outer
 from atoll.prediction.cost.apart import AnchorBytes, IslandParts
 from atoll.prediction.cost.prediction import Prediction
 from atoll.prediction.cost.rounds import IslandSpeeds, PacedIsland, PlayedRounds, ReturnCost, play_rounds
@@ -32,7 +32,6 @@ class IslandRow(NamedTuple):
 
     devices: their number.  step: seconds of a step without outer ones.  every: steps of an interval.
     batch: samples of a step.  interval: seconds of these steps with what outer steps add; waited: of these for rounds.
-    early: seconds for which its outer gradients are there before those of the last island, at most.
     tokens: of an interval.  share: of the tokens of all islands in the same time.
     sent: bytes on its uplink in an interval, in each direction.  busy: share of the time; None if it is unknown.
     peak, margin: bytes of the fullest rank, and those that it leaves free.
@@ -46,7 +45,6 @@ class IslandRow(NamedTuple):
     batch: int
     interval: float
     waited: float
-    early: float
     tokens: int
     share: float
     sent: float
@@ -126,8 +124,8 @@ class FederatedPrediction:
 
     @property
     def seconds(self) -> float:
-        """An interval."""
-        return max(each.seconds for each in self.played.values())
+        """An interval of the islands that rounds wait for."""
+        return max(each.seconds for each in self.played.values() if not each.is_late)
 
     @property
     def tokens_a_second(self) -> float:
@@ -152,7 +150,6 @@ class FederatedPrediction:
             batch=prediction.plan.global_batch,
             interval=played.seconds,
             waited=played.waited,
-            early=played.early,
             tokens=self._tokens(name),
             share=self._tokens(name) / played.seconds / self.tokens_a_second,
             sent=island.carried,
@@ -170,7 +167,8 @@ class FederatedPrediction:
     @property
     def bound(self) -> Bound:
         """What an interval waits for."""
-        least = min(self.played, key=lambda name: self.played[name].waited)
+        in_time = [name for name, each in self.played.items() if not each.is_late]
+        least = min(in_time, key=lambda name: (self.played[name].waited, -self.islands[name].own))
         busy = [(row.busy, row.name) for row in self.rows if row.busy is not None]
         if busy and self.played[least].waited > IDLE * self.seconds:
             return Bound(max(busy)[1], is_uplink=True)
@@ -178,8 +176,8 @@ class FederatedPrediction:
 
     @property
     def late(self) -> tuple[str, ...]:
-        """Islands that rounds do not wait for: they come more than `grace` seconds after a quorum."""
-        return _late(self.played, next(iter(self.islands.values())).parts.apart)
+        """Islands that rounds leave behind, see [Note: who is late] in `atoll.prediction.cost.rounds`."""
+        return tuple(name for name, each in self.played.items() if each.is_late)
 
     @property
     def is_overdue(self) -> bool:
@@ -218,16 +216,9 @@ class FederatedPrediction:
         rates = {name: islands[name].outer.every * of_step[name] / each.seconds for name, each in played.items()}
         waited = sum(rates[name] * each.waited / each.seconds for name, each in played.items()) / sum(rates.values())
         sent = sum(islands[name].carried / each.seconds for name, each in played.items())
-        seconds = max(each.seconds for each in played.values())
-        late = _late(played, next(iter(islands.values())).parts.apart)
+        seconds = max(each.seconds for each in played.values() if not each.is_late)
+        late = tuple(name for name, each in played.items() if each.is_late)
         return OuterAlternative(setting, seconds, sum(rates.values()), waited, sent, late)
-
-
-def _late(played: Mapping[str, PlayedRounds], apart: Apart) -> tuple[str, ...]:
-    last = max(each.early for each in played.values())
-    arrives = {name: last - each.early for name, each in played.items()}
-    end = sorted(arrives.values())[apart.quorum - 1] + apart.grace
-    return tuple(name for name, at in arrives.items() if at > end)
 
 
 def paced(outer: Outer, every: float) -> Outer:

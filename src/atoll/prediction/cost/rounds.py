@@ -1,8 +1,8 @@
 """Rounds of islands that are worlds of their own: when each sends, waits and goes on.
 
-A round sets a fragment once all islands have sent theirs, and each has read those of the others. Uplinks carry one
-fragment after the other, in both directions at once. An island that is to follow waits for the round, up to `grace`
-seconds:
+A round sets a fragment once all islands that it waits for have sent theirs, and each has read those of the others.
+Uplinks carry one fragment after the other, in both directions at once. An island that is to follow waits for the round,
+up to `grace` seconds:
 
     north   steps...  sends | steps... waits         | follows
     south   steps............ sends | steps... waits | follows
@@ -11,13 +11,18 @@ seconds:
 To send is to copy the difference from the anchors to host memory, to encode it and to name it by its digest; an
 exchange is transfer, digests of what was read, the outer step on the host, and agreement. The gather of anchors inside
 an island, where the optimizer's state is not sharded over all of it, is not predicted.
+
+[Note: who is late] A round waits `grace` seconds for the rest once a quorum has sent. So an island that is slower is
+left behind if it falls back by more than that from one round to the next; and also if the quorum may run ahead of it by
+more: by `delay` steps, after which it would wait. Islands that are equally fast but for less than `UNEVEN` are taken to
+wait for each other.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from atoll.plans.outer import Outer, OuterAction
@@ -47,6 +52,9 @@ _MOVED, _FOLLOWED = 3, 3
 
 PLAYED_INTERVALS = 4
 """Number of simulated intervals. The last one is used."""
+
+UNEVEN = 0.05
+"""Share of an interval by which an island may be slower, and counts as equally fast."""
 
 _ASSUMED_HOST = "workstation-pcie4"
 
@@ -156,6 +164,12 @@ class PacedIsland:
         )
 
     @property
+    def own(self) -> float:
+        """Seconds of an interval without waiting."""
+        touched = sum(self.leaves(at) + self.arrives(at) for at in self.parts.fragments)
+        return self.outer.every * self.step + touched
+
+    @property
     def carried(self) -> float:
         """Bytes that the island sends in an interval, to all other islands."""
         parts = self.parts
@@ -197,16 +211,16 @@ class PlayedRounds:
     """The last interval of an island: the steps between two outer gradients of a unit.
 
     seconds: of the interval.  added: by outer steps.  waited: for rounds, of these.  worst: added after one step.
-    early: seconds for which this island's outer gradients were there before those of the last island, at most.
     is_overdue: whether a wait ended after `grace`, so that the island follows the round later.
+    is_late: whether rounds leave it behind, see [Note: who is late].
     """
 
     seconds: float
     added: float
     waited: float
     worst: float
-    early: float
     is_overdue: bool
+    is_late: bool
 
 
 @dataclass(slots=True)
@@ -214,7 +228,7 @@ class _Played:
     """An island while it is simulated.
 
     sizes: bytes of a contribution, by fragment.  leaves, arrives: seconds of the training thread, likewise.
-    added, waited: after each step.  early: of each turn.  out, into: when its uplink is free.
+    added, waited: after each step.  out, into: when its uplink is free.
     """
 
     sizes: list[float]
@@ -222,7 +236,6 @@ class _Played:
     arrives: list[float]
     added: list[float] = field(default_factory=list)
     waited: list[float] = field(default_factory=list)
-    early: list[float] = field(default_factory=list)
     out: list[float] = field(default_factory=lambda: [0.0])
     into: list[float] = field(default_factory=lambda: [0.0])
 
@@ -235,26 +248,50 @@ def play_rounds(islands: Sequence[PacedIsland]) -> tuple[PlayedRounds, ...]:
         _Played(*([of(at) for at in fragments] for of in (each.parts.contribution, each.leaves, each.arrives)))
         for each in islands
     ]
-    stepped = [max(island.stepped(at) for island in islands) for at in fragments]
+    late = _late(islands)
+    waited_for = [at for at in range(len(islands)) if at not in late]
+    stepped = [max(islands[each].stepped(at) for each in waited_for) for at in fragments]
     walks = [_walk(island, own, done) for island, own in zip(islands, played, strict=True)]
     for turn in range(PLAYED_INTERVALS * len(fragments)):
         fragment = turn % len(fragments)
         sent = [next(walk) for walk in walks]
-        done.append(_read(islands, played, sent, fragment) + stepped[fragment] + AGREEMENT)
-        for own, at in zip(played, sent, strict=True):
-            own.early.append(max(sent) - at)
+        in_time = [(islands[at], played[at], sent[at]) for at in waited_for]
+        done.append(_read(in_time, fragment) + stepped[fragment] + AGREEMENT)
     for walk in walks:
         for _ in walk:
             pass
-    return tuple(_last(island, own, len(fragments)) for island, own in zip(islands, played, strict=True))
+    found = [_last(each, own, is_late=at in late) for at, (each, own) in enumerate(zip(islands, played, strict=True))]
+    return tuple(found) if any(each.is_overdue for each in found) else _equal(found)
 
 
-def _last(island: PacedIsland, own: _Played, fragments: int) -> PlayedRounds:
+def _late(islands: Sequence[PacedIsland]) -> frozenset[int]:
+    """Return the islands that rounds leave behind: see [Note: who is late]."""
+    apart, rounds = islands[0].parts.apart, len(islands[0].parts.fragments)
+    own = [each.own for each in islands]
+    quorum = sorted(range(len(islands)), key=own.__getitem__)[min(apart.quorum, len(islands)) - 1]
+    ahead = islands[quorum].outer.delay * islands[quorum].step
+    return frozenset(
+        at
+        for at, seconds in enumerate(own)
+        if (behind := seconds - own[quorum]) > UNEVEN * seconds and max(behind / rounds, ahead) > apart.grace
+    )
+
+
+def _last(island: PacedIsland, own: _Played, *, is_late: bool) -> PlayedRounds:
     every = island.outer.every
     added, waited = own.added[-every:], own.waited[-every:]
-    seconds = every * island.step + sum(added)
-    is_overdue = max(waited) >= island.parts.apart.grace > 0
-    return PlayedRounds(seconds, sum(added), sum(waited), max(added), max(own.early[-fragments:]), is_overdue)
+    seconds, is_overdue = every * island.step + sum(added), max(waited) >= island.parts.apart.grace > 0
+    return PlayedRounds(seconds, sum(added), sum(waited), max(added), is_overdue, is_late)
+
+
+def _equal(found: Sequence[PlayedRounds]) -> tuple[PlayedRounds, ...]:
+    """Return the intervals once those that take a little less have used up their delay, and wait for the others."""
+    longest = max(each.seconds for each in found if not each.is_late)
+    more = [0.0 if each.is_late else longest - each.seconds for each in found]
+    return tuple(
+        replace(each, seconds=each.seconds + rest, added=each.added + rest, waited=each.waited + rest)
+        for each, rest in zip(found, more, strict=True)
+    )
 
 
 def _walk(island: PacedIsland, own: _Played, done: Sequence[float]) -> Iterator[float]:
@@ -274,19 +311,19 @@ def _walk(island: PacedIsland, own: _Played, done: Sequence[float]) -> Iterator[
         own.waited.append(waited)
 
 
-def _read(islands: Sequence[PacedIsland], played: Sequence[_Played], sent: Sequence[float], fragment: int) -> float:
-    """Return when all islands have read a fragment of all others."""
-    sizes = [own.sizes[fragment] for own in played]
-    order = sorted(range(len(islands)), key=sent.__getitem__)
-    done = max(sent)
-    for at, (island, own) in enumerate(zip(islands, played, strict=True)):
-        link, islands_in_all = island.speeds.uplink, island.parts.apart.islands
+def _read(in_time: Sequence[tuple[PacedIsland, _Played, float]], fragment: int) -> float:
+    """Return when these islands have read a fragment of all others. in_time: each with the time when it has sent."""
+    order = sorted(range(len(in_time)), key=lambda at: in_time[at][2])
+    done = max(sent for _, _, sent in in_time)
+    for at, (island, own, sent) in enumerate(in_time):
+        link, count = island.speeds.uplink, island.parts.apart.islands
         if link is None:
             continue
-        ends = [link.carry(own.out, sent[at], link.seconds((islands_in_all - 1) * sizes[at]))]
+        ends = [link.carry(own.out, sent, link.seconds((count - 1) * own.sizes[fragment]))]
         for other in order:
-            size = max(0, islands_in_all - len(islands)) * sizes[at] if other == at else sizes[other]
+            _, peer, ready = in_time[other]
+            size = max(0, count - len(in_time)) * own.sizes[fragment] if other == at else peer.sizes[fragment]
             if size:
-                ends.append(link.carry(own.into, sent[other], link.seconds(size)))
+                ends.append(link.carry(own.into, ready, link.seconds(size)))
         done = max(done, max(ends) + 2 * link.latency)
     return done

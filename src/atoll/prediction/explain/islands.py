@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from atoll.base.units import format_bytes, format_count, format_rate, format_seconds
@@ -92,31 +92,39 @@ def bound_sentences(found: FederatedPrediction) -> Iterator[str]:
             "or more steps make that less."
         )
     else:
-        waits = {row.name: row.waited for row in rows.values() if row.name != name}
-        most = max(waits, key=waits.__getitem__)
+        waits = {row.name: row.waited for row in rows.values() if row.name not in (name, *found.late)}
+        others = ""
+        if waits:
+            most = max(waits, key=waits.__getitem__)
+            share = percent(waits[most] / rows[most].interval)
+            others = f" Of the others island {most} waits longest: {format_seconds(waits[most])}, {share} of its time."
         yield (
             f"The {own.every} steps of island {name} bound the interval: it waits {format_seconds(own.waited)} for "
-            f"rounds. Island {most} waits longest: {format_seconds(waits[most])}, "
-            f"{percent(waits[most] / rows[most].interval)} of its time."
+            f"rounds.{others}"
         )
     if found.is_overdue:
         yield (
             "Some waits end after parallel.outer.grace: islands then train on, and follow these rounds later than "
             "parallel.outer.delay says."
         )
-    for each in found.late:
+    if found.late:
         yield (
-            f"Island {each} comes more than parallel.outer.grace after a quorum, so rounds do not count what it sends: "
-            "give it fewer steps, or a longer grace."
+            f"{_named(found.late)}: rounds leave behind what is slower by more than parallel.outer.grace, and count "
+            "its tokens late or not at all. Take fewer steps there, a longer grace or a larger quorum."
+        )
+    stranded = [row.name for row in rows.values() if not row.returns.catches_up]
+    if stranded:
+        yield (
+            f"{_named(stranded)} cannot return while the others train: anchors arrive more slowly than rounds set "
+            "them. Take more steps in an interval."
         )
     for row in rows.values():
-        if not row.returns.catches_up:
-            yield (
-                f"Island {row.name} cannot return while the others train: its anchors arrive more slowly than rounds "
-                "set them; take more steps in an interval."
-            )
         if row.margin < 0:
             yield f"The plan of island {row.name} does not fit: it needs {format_bytes(-row.margin)} more."
+
+
+def _named(islands: Sequence[str]) -> str:
+    return f"Island {islands[0]}" if len(islands) == 1 else f"Islands {', '.join(islands)}"
 
 
 def _notes(found: FederatedPrediction) -> Iterator[str]:
