@@ -145,7 +145,7 @@ def describe_outer_alternatives(found: FederatedPrediction) -> list[str]:
         ]
         for each in found.alternatives()
     ]
-    headers = ["parallel.outer", "interval", "all islands", "waiting", "all uplinks", "too late to count"]
+    headers = ["parallel.outer", "interval", "all islands", "waiting", "all uplinks", "left behind"]
     return [*columns(headers, rows), "Each of these changes the results of a run."]
 
 
