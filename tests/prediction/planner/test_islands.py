@@ -11,7 +11,7 @@ from atoll.plans.layouts import ITEM_BYTES, Layout
 from atoll.plans.outer import Apart, Outer
 from atoll.prediction.cost import Cluster, Transformer
 from atoll.prediction.planner import Goal, Order, PlanSearch, Space
-from atoll.prediction.planner.islands import WAITS, IslandsAnswer
+from atoll.prediction.planner.islands import MOST_WAITING, IslandsAnswer
 
 MODEL = Transformer.decoder(layers=4, hidden=256, heads=4, kv_heads=4, ffn=688, vocabulary=2048).workload
 OUTER = Outer(32, fragments=2, delay=4, apart=Apart(2))
@@ -59,7 +59,7 @@ def test_a_batch_is_halved_where_all_would_wait_for_an_island() -> None:
     assert one.batch < 16
     assert one.outer.every >= OUTER.fragments
     interval = 32 * found.choices["fast"].prediction.played.seconds
-    assert one.outer.every * one.prediction.played.seconds < (1 + WAITS) * interval
+    assert one.outer.every * one.prediction.played.seconds < (1 + MOST_WAITING) * interval
     odd = {"fast": replace(fast, goal=Goal(global_batch=6, sequence=256)),
            "slow": replace(slow, goal=Goal(global_batch=6, sequence=256))}  # fmt: skip
     assert IslandsAnswer.of(odd).choices["slow"].batch == 6  # two ranks cannot divide 3 samples

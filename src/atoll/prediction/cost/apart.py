@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from atoll.plans.layouts import ITEM_BYTES, Level
@@ -48,7 +49,7 @@ class AnchorBytes(NamedTuple):
         return sum(self)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class IslandParts:
     """The parts of the model that the ranks of an island hold.
 
@@ -89,14 +90,18 @@ class IslandParts:
         """The fragments of the model."""
         return range(self.outer.count(self.units))
 
-    def shown(self, rank: int) -> dict[int, int]:
-        """Return the bytes of a pipeline rank's part of each unit's outer gradient, as it is sent once."""
+    @cached_property
+    def shown(self) -> tuple[Mapping[int, int], ...]:
+        """The bytes of each pipeline rank's part of each unit's outer gradient, as it is sent once."""
         outer, item = self.outer, self.item
-        return {unit: sum(outer.part_bytes(numel, item) for numel in sizes) for unit, sizes in self.parts[rank].items()}
+        return tuple(
+            {unit: sum(outer.part_bytes(numel, item) for numel in sizes) for unit, sizes in parts.items()}
+            for parts in self.parts
+        )
 
     def sent(self, rank: int) -> dict[int, float]:
         """Return the bytes that a pipeline rank sends of each unit's outer gradient, to all other islands."""
-        return {unit: float((self.apart.islands - 1) * nbytes) for unit, nbytes in self.shown(rank).items()}
+        return {unit: float((self.apart.islands - 1) * nbytes) for unit, nbytes in self.shown[rank].items()}
 
     def contribution(self, fragment: int) -> float:
         """Return the bytes of the island's outer gradient of a fragment, as it is sent once."""
@@ -104,20 +109,22 @@ class IslandParts:
 
     def of_fragment(self, fragment: int) -> list[tuple[int, int]]:
         """Return for each pipeline rank its elements of a fragment, and the bytes of their message."""
-        own = {unit for unit in range(self.units) if self.outer.fragment_of(unit, self.units) == fragment}
-        return [
-            (
-                sum(numel for unit, numel in padded.items() if unit in own),
-                sum(nbytes for unit, nbytes in self.shown(rank).items() if unit in own),
-            )
-            for rank, padded in enumerate(self.padded)
-        ]
+        return self._sizes[fragment]
+
+    @cached_property
+    def _sizes(self) -> list[list[tuple[int, int]]]:
+        found = [[(0, 0)] * len(self.parts) for _ in self.fragments]
+        for rank, (padded, shown) in enumerate(zip(self.padded, self.shown, strict=True)):
+            for unit, numel in padded.items():
+                own = found[self.outer.fragment_of(unit, self.units)]
+                own[rank] = own[rank][0] + numel, own[rank][1] + shown[unit]
+        return found
 
     def held(self, rank: int) -> AnchorBytes:
         """Return the bytes of a pipeline rank in host memory."""
         outer, others = self.outer, self.apart.islands - 1
         whole = {unit: float(self.item * numel) for unit, numel in self.padded[rank].items()}
-        shown = {unit: float(nbytes) for unit, nbytes in self.shown(rank).items()}
+        shown = {unit: float(nbytes) for unit, nbytes in self.shown[rank].items()}
         flows, messages = (largest_at_once(outer, sizes, self.units) for sizes in (whole, shown))
         anchor, moving = int(sum(whole.values())), bool(outer.inertia)
         largest = max((self.item * self.of_fragment(fragment)[rank][0] for fragment in self.fragments), default=0)

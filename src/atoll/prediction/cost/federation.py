@@ -20,7 +20,7 @@ from atoll.prediction.cost.apart import AnchorBytes, IslandParts
 from atoll.prediction.cost.prediction import Prediction
 from atoll.prediction.cost.rounds import IslandSpeeds, PacedIsland, PlayedRounds, ReturnCost, play_rounds
 
-IDLE = 0.05
+ALL_WAIT = 0.05
 """Share of an interval for which every island waits from which on uplinks bound it, not an island's steps."""
 
 _FACTORS = (0.5, 2.0, 4.0, 8.0)
@@ -170,7 +170,7 @@ class FederatedPrediction:
         in_time = [name for name, each in self.played.items() if not each.is_late]
         least = min(in_time, key=lambda name: (self.played[name].waited, -self.islands[name].own))
         busy = [(row.busy, row.name) for row in self.rows if row.busy is not None]
-        if busy and self.played[least].waited > IDLE * self.seconds:
+        if busy and self.played[least].waited > ALL_WAIT * self.seconds:
             return Bound(max(busy)[1], is_uplink=True)
         return Bound(least, is_uplink=False)
 

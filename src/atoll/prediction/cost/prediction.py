@@ -183,8 +183,12 @@ class Prediction:
     def anchored(self, rank: int) -> AnchorBytes | None:
         """Return the bytes of host memory that a pipeline rank needs for outer steps, if islands are worlds of their
         own."""
+        return None if self._anchored is None else self._anchored.held(rank)
+
+    @cached_property
+    def _anchored(self) -> IslandParts | None:
         outer = self.plan.outer
-        return None if outer is None or self.plan.has_islands else IslandParts.of(self.ranks, outer).held(rank)
+        return None if outer is None or self.plan.has_islands else IslandParts.of(self.ranks, outer)
 
     def away(self, rank: int) -> int:
         """Return the bytes of host memory that a pipeline rank needs for activations."""

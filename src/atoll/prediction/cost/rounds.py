@@ -297,10 +297,12 @@ def _equal(found: Sequence[PlayedRounds]) -> tuple[PlayedRounds, ...]:
 def _walk(island: PacedIsland, own: _Played, done: Sequence[float]) -> Iterator[float]:
     """Yield when the island has made each outer gradient. done: when rounds were there, as far as they are known."""
     parts, outer, now, followed = island.parts, island.outer, 0.0, 0
-    for step in range(1, PLAYED_INTERVALS * outer.every + 1):
+    turns = [outer.turns(step, parts.units) for step in range(1, 2 * outer.every + 1)]
+    for at in range(PLAYED_INTERVALS * outer.every):
         now += island.step
         begin, waited = now, 0.0
-        for way, fragment in outer.turns(step, parts.units):
+        # All intervals but the first are alike.
+        for way, fragment in turns[at if at < outer.every else outer.every + at % outer.every]:
             if way is OuterAction.LEAVES:
                 now += own.leaves[fragment]
                 yield now

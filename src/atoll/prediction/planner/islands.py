@@ -28,7 +28,7 @@ from atoll.prediction.planner.answer import EASIER, Answer
 from atoll.prediction.planner.search import PlanSearch
 from atoll.prediction.planner.space import Space
 
-WAITS = 0.1
+MOST_WAITING = 0.1
 """Share of an interval for which an island may wait before a smaller batch is tried."""
 
 HALVINGS = 4
@@ -126,7 +126,7 @@ class _Planner:
         for _ in range(HALVINGS):
             taken = current.outer.every * _pace(current.answer, current.outer)
             goal = current.answer.search.goal
-            if abs(interval - taken) <= WAITS * interval or goal.global_batch % 2:
+            if abs(interval - taken) <= MOST_WAITING * interval or goal.global_batch % 2:
                 break
             search = current.answer.search
             smaller = replace(goal, global_batch=goal.global_batch // 2)
