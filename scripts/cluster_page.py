@@ -46,6 +46,7 @@ MEANINGS: Mapping[str, str] = {
     "host.uplinks": "such links of a node where its devices share them, as behind switches; one a device if not given",
     "host.source": "where the figures are from",
     "network": "of one network card: a link; needed where there are two nodes",
+    "uplink": "to the other islands of a federation, in one direction: a link, which all ranks share; see below",
     "link.rate": "bytes a second in one direction",
     "link.latency": "seconds of one hop",
     "link.reach": "share of the rate that collectives of large buffers reach",
@@ -77,10 +78,10 @@ def keys() -> str:
             )
             rows.append([f"`{name}`", default, MEANINGS[name]])
     rows.insert(0, ["`nodes`", "`1`", MEANINGS["nodes"]])
-    rows.append(["`network`", "", MEANINGS["network"]])
+    rows += [[f"`{key}`", "", MEANINGS[key]] for key in ("network", "uplink")]
     unknown = set(MEANINGS) - {row[0].strip("`") for row in rows}
     assert not unknown, f"meanings of keys that do not exist: {sorted(unknown)}"
-    assert set(Cluster.model_fields) == {"nodes", "device", "node", "network"}
+    assert set(Cluster.model_fields) == {"nodes", "device", "node", "network", "uplink"}
     return markdown_table(["key", "default", "meaning"], rows)
 
 

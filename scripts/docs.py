@@ -44,14 +44,17 @@ from atoll.plans.layouts import (
     Level,
     Nest,
 )
+from atoll.plans.plan import AXES
 from atoll.plans.schedules import CATALOGUE, build
-from atoll.prediction.cost import Cluster
+from atoll.prediction.cost import Archipelago, Cluster
 from atoll.prediction.cost.mixture import MixtureConfig
+from atoll.prediction.explain.islands import describe_islands, describe_outer_alternatives
 from atoll.program.sim import Costs, simulate
 from atoll.training.config import load
 from atoll.training.config.model import DecoderOptions
 from atoll.training.config.schema import tables
 from atoll.training.config.section import Section
+from atoll.training.setup.islands import predict_islands
 from atoll.training.setup.prediction import predict_plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -336,6 +339,19 @@ def prediction() -> str:
     return "```text\n" + "\n".join(lines) + "\n```\n"
 
 
+def islands() -> str:
+    """What `atoll explain` prints of that config on two islands, with little left to choose."""
+    kept = {"auto": True, "tensor": 1, "order": [*AXES], "residency": "step", "reduction": "microbatch", "unit": 1}
+    kept |= {"recompute": "none", "prefetch": 0, "post_validation": False, "vocabulary": False}
+    kept["outer"] = {"every": 64, "fragments": 0, "delay": 16, "codec": "int8"}
+    sets = [f"parallel.{key}={value_to_toml(value)}" for key, value in kept.items()]
+    config = load(ROOT / "configs" / "llama-3-8b.toml", sets)
+    archipelago = Archipelago.read(ROOT / "configs" / "clusters" / "two-islands.toml")
+    found = predict_islands(config, archipelago)
+    lines = [*describe_islands(found), "", *describe_outer_alternatives(found)]
+    return "```text\n" + "\n".join(lines) + "\n```\n"
+
+
 def matrix() -> str:
     """What the whole matrix gave when it was last run, up to the last row of its tables."""
     page = (ROOT / "benchmarks" / "matrix" / "README.md").read_text(encoding="utf-8")
@@ -356,6 +372,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "config-keys": config_keys,
     "errors": error_table,
     "families": families,
+    "islands": islands,
     "layout-example": layout_example,
     "layout-formulas": layout_formulas,
     "matrix": matrix,

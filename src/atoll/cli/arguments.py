@@ -47,12 +47,13 @@ def cluster_of(config: Config) -> Cluster:
     """Return run.cluster, or this machine as `atoll train` measured it for as many ranks; that is said on stderr.
     Raises ConfigError if there is neither."""
     from atoll.training.setup.here import measured_cluster
+    from atoll.training.setup.prediction import named_cluster
 
     here = measured_cluster(config, config.parallel.ranks)
     if here is not None:
         typer.echo(f"note: no cluster is named; taken is this machine: {here.device.source}", err=True)
         return here
-    return read_cluster(config.run.cluster)
+    return named_cluster(config) or read_cluster(None)
 
 
 def read_cluster(path: str | Path | None) -> Cluster:

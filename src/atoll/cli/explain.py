@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atoll.cli.arguments import CLUSTER, AsJson, Overrides, cluster_of, read_cluster, with_cluster
+from atoll.cli.islands import Island, archipelago_of, refuse_island, report_islands
 
 if TYPE_CHECKING:
     from atoll.prediction.explain import Explanation
@@ -17,6 +18,7 @@ def explain_command(
     config: Annotated[Path, typer.Argument(help="A TOML file, or the folder of a run.", show_default=False)],
     overrides: Overrides = None,
     cluster: Annotated[Path | None, typer.Option(help=f"{CLUSTER} By default run.cluster, or that of the run.")] = None,
+    island: Island = None,
     asks: Annotated[bool, typer.Option("--ask", help="Answer the questions named by KEYS, or list the six.")] = False,
     system: Annotated[
         str | None,
@@ -31,6 +33,11 @@ def explain_command(
 ) -> None:
     """Explain the plan of CONFIG: where the memory and step time of each rank go, the bottleneck, the traffic of each
     layout, and the effect of other choices and clusters. For a RUN, measurements are shown beside the prediction.
+
+    On a cluster file with islands, without --island: what the islands wait for, and what other inner steps and codecs
+    would give. Keys of the JSON object then: those of `atoll predict`, and alternatives, with setting, interval, rate
+    (tokens a second of all islands), waited (share of the time), sent (bytes a second of all uplinks)
+    and late.
 
     With --ask and keys, answer questions from the numbers of the plan, as in `--ask fullest-rank another-node`.
 
@@ -56,7 +63,9 @@ def explain_command(
     if system is not None:
         _settings(system, config, tuple(overrides or ()), cluster, as_json=as_json)
         return
-    explanation = _explanation(config, tuple(overrides or ()), cluster)
+    if island is None and not asks and _explains_all(config, tuple(overrides or ()), cluster, as_json=as_json):
+        return
+    explanation = _explanation(config, tuple(overrides or ()), cluster, island)
     if asks:
         answers = [ask(explanation, key) for key in keys or ()]
         if as_json:
@@ -107,14 +116,37 @@ def _echo_json(found: object) -> None:
     typer.echo(json.dumps(found))
 
 
-def _explanation(path: Path, overrides: tuple[str, ...], cluster: Path | None) -> Explanation:
+def _explains_all(path: Path, overrides: tuple[str, ...], cluster: Path | None, *, as_json: bool) -> bool:
+    """Explain all islands of a config, if its cluster describes several, and return whether it does."""
+    from atoll.training.config import load
+    from atoll.training.setup.islands import predict_islands
+
+    if path.is_dir():
+        return False
+    loaded = load(path, with_cluster(overrides, cluster))
+    every = archipelago_of(loaded)
+    if every is not None:
+        report_islands(predict_islands(loaded, every), as_json=as_json, explains=True)
+    return every is not None
+
+
+def _explanation(path: Path, overrides: tuple[str, ...], cluster: Path | None, island: str | None) -> Explanation:
     from atoll.prediction.explain import Explanation
+    from atoll.training.config import load
     from atoll.training.setup.choosing import load_chosen
+    from atoll.training.setup.islands import predict_island
     from atoll.training.setup.prediction import predict
 
     if path.is_dir():
+        refuse_island(island)
         return _of_run(path, overrides, cluster)
-    loaded, _ = load_chosen(path, with_cluster(overrides, cluster))
+    sets = with_cluster(overrides, cluster)
+    loaded = load(path, sets)
+    every = None if island is None else archipelago_of(loaded)
+    if every is not None and island is not None:
+        return Explanation(predict_island(loaded, every, island))
+    refuse_island(island)
+    loaded, _ = load_chosen(path, sets, config=loaded)
     for note in loaded.notes:
         typer.echo(f"note: {note}", err=True)
     return Explanation(predict(loaded, cluster_of(loaded)))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atoll.cli.arguments import CLUSTER, AsJson, ConfigFile, Overrides, cluster_of, with_cluster
+from atoll.cli.islands import archipelago_of, plan_all
 
 if TYPE_CHECKING:
     from atoll.prediction.cost import Cluster, Prediction
@@ -30,11 +31,15 @@ def plan_command(
     data.sequence unchanged. If parallel.auto is true, the settings beside it are kept, and so are train.microbatch and
     train.precision; otherwise train.precision is kept, and the plan of the config is shown for comparison.
 
+    On a cluster file with islands: a plan for each on all its devices, with a batch and a number of inner steps so that
+    all arrive together. -o writes a config for each, with its name before the ending.
+
     Keys of the JSON object: plan, its choices; settings, by section of a config; seconds of a step; gap, the share by
     which another plan may be faster at most; tokens_per_second; predicted, the number of simulated plans, and frames,
     of meshes with microbatches; prediction, as `atoll predict --json` has it; runners_up, each with plan and seconds;
     alternatives, by choice, other and its seconds (undone is their old name); changes, each with what, same and best
-    (seconds or null) and plan; own, the seconds of the config's own plan, or null.
+    (seconds or null) and plan; own, the seconds of the config's own plan, or null. With islands: those of `atoll
+    predict`, and plans, by island, with plan, settings and set (overrides for --set).
     """
     from atoll.prediction.planner.text import describe_answer
     from atoll.training.config import load
@@ -42,6 +47,10 @@ def plan_command(
 
     sets = with_cluster(overrides, cluster)
     loaded = load(config, sets)
+    every = archipelago_of(loaded)
+    if every is not None:
+        plan_all(loaded, every, path=config, sets=sets, output=output, as_json=as_json)
+        return
     cluster_found = cluster_of(loaded)
     answer = plan(loaded, cluster_found)
     for note in loaded.notes:

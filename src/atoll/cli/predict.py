@@ -10,15 +10,19 @@ import typer
 
 from atoll.base.units import format_bytes, format_count, format_rate, format_seconds
 from atoll.cli.arguments import CLUSTER, AsJson, ConfigFile, Overrides, cluster_of, with_cluster
+from atoll.cli.islands import Island, archipelago_of, refuse_island, report_islands
 
 if TYPE_CHECKING:
     from atoll.prediction.cost import Breakdown, Held, Prediction
+    from atoll.prediction.cost.apart import AnchorBytes
+    from atoll.prediction.cost.rounds import ApartCost
 
 
 def predict_command(
     config: ConfigFile,
     overrides: Overrides = None,
     cluster: Annotated[Path | None, typer.Option(help=CLUSTER)] = None,
+    island: Island = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict step time and peak memory of each rank, for any number of ranks, without running any.
@@ -31,12 +35,32 @@ def predict_command(
     seconds by part of that rank and the mean of all; ranks, one object a pipeline rank with rank, peak and rest (bytes
     by component), saved_bytes (of host memory, for saving in the background), fits, margin_bytes and breakdown; fits
     and margin_bytes of the fullest rank; outer, null without outer steps: seconds that they add to a step on average
-    (part of `seconds`) and at worst, bytes that a rank sends between islands on average and after one step at most.
+    (part of `seconds`) and at worst, bytes that a rank sends between islands on average and after one step at most;
+    apart, null unless islands are worlds of their own: island_bytes of all ranks a step, exchange (seconds of a round),
+    is_overdue, busy (share of the uplink's time), held (bytes of a rank in host memory by component), returns (nbytes
+    and seconds of anchors that an island takes over, and whether it catches_up) and notes.
+
+    On a cluster file with islands, without --island: the plan of the config on all devices of each. Keys of the JSON
+    object then: seconds of an interval, tokens_per_second of all islands, bound (island, is_uplink), late (islands that
+    rounds leave behind), is_overdue, fits, and islands, by name: devices, step, every, batch, interval, waited, tokens,
+    share, sent, busy, peak, margin, held and returns.
     """
+    from atoll.training.config import load
     from atoll.training.setup.choosing import load_chosen
+    from atoll.training.setup.islands import predict_island, predict_islands
     from atoll.training.setup.prediction import predict
 
-    loaded, _ = load_chosen(config, with_cluster(overrides, cluster))
+    sets = with_cluster(overrides, cluster)
+    loaded = load(config, sets)
+    every = archipelago_of(loaded)
+    if every is not None and island is None:
+        report_islands(predict_islands(loaded, every), as_json=as_json)
+        return
+    if every is not None and island is not None:
+        report(predict_island(loaded, every, island), as_json=as_json)
+        return
+    refuse_island(island)
+    loaded, _ = load_chosen(config, sets, config=loaded)
     found = cluster_of(loaded)
     for note in loaded.notes:
         typer.echo(f"note: {note}", err=True)
@@ -69,6 +93,9 @@ def describe_prediction(prediction: Prediction) -> Iterator[str]:
     yield from ("", *_components("bytes between steps", [prediction.rest(rank) for rank in ranks]))
     saved = max(map(prediction.saved, ranks))
     yield from ("", f"host memory for background saves: at most {format_bytes(saved)} per rank")
+    anchored = [found for found in map(prediction.anchored, ranks) if found is not None]
+    if anchored:
+        yield f"outer steps in host memory: {held_words(max(anchored, key=lambda held: held.total))}"
     if prediction.plan.host is not None:
         resting, away = (max(map(each, ranks)) for each in (prediction.on_host, prediction.away))
         activations = f", with {format_bytes(away)} of activations" if away else ""
@@ -78,6 +105,8 @@ def describe_prediction(prediction: Prediction) -> Iterator[str]:
 
 
 def _plan(prediction: Prediction) -> Iterator[str]:
+    from atoll.prediction.cost.outer import outer_words
+
     plan, use = prediction.plan, prediction.use
     sizes = {name: size for name, size in plan.mesh.sizes.items() if size > 1}
     mesh = " x ".join(f"{name} {size}" for name, size in sizes.items())
@@ -103,7 +132,7 @@ def _plan(prediction: Prediction) -> Iterator[str]:
         if plan.offloads:
             yield f"{plan.host.kept} in host memory from their forward to their backward"
     if plan.outer is not None:
-        yield f"{plan.mesh.inter} islands with outer steps {plan.outer}"
+        yield outer_words(plan)
     if plan.matrices is not None:
         yield plan.matrices
 
@@ -117,11 +146,41 @@ def _seconds(prediction: Prediction) -> Iterator[str]:
             f"outer   {format_seconds(outer.seconds)} of it on average, {format_seconds(outer.worst)} after the worst "
             f"step; {format_bytes(outer.nbytes)} a step between islands, {format_bytes(outer.largest)} after one step"
         )
+        if outer.apart is not None:
+            yield from _apart(outer.apart)
     rate, devices = prediction.tokens_a_second, prediction.plan.mesh.world
     yield f"tokens  {format_rate(rate, 'tokens')}, {format_rate(rate / devices, 'tokens')} a device"
     dtype = prediction.use.compute
     peak = prediction.device.rate(dtype) / 1e12
     yield f"MFU     {prediction.mfu:.1%} of {peak:.4g} TFLOP/s a device in {dtype}"
+
+
+def _apart(cost: ApartCost) -> Iterator[str]:
+    """Yield what an island needs that is a world of its own."""
+    busy = "" if cost.busy is None else f", which is busy for {cost.busy:.1%} of the time"
+    late = "; longer than delay and grace, so rounds are followed later" if cost.is_overdue else ""
+    yield (
+        f"uplink  {format_bytes(cost.island_bytes)} a step of all ranks{busy}; a round takes "
+        f"{format_seconds(cost.exchange)} from sending to following{late}"
+    )
+    seconds = "" if cost.returns.seconds is None else f" in {format_seconds(cost.returns.seconds)}"
+    never = "" if cost.returns.catches_up else ", more slowly than rounds set them"
+    yield f"return  anchors and momentum, {format_bytes(cost.returns.nbytes)} of all ranks{seconds}{never}"
+    yield from (f"note    {note}" for note in cost.notes)
+
+
+def held_words(held: AnchorBytes) -> str:
+    """Return the bytes of outer steps in host memory, by component."""
+    names = {
+        "anchors": "of anchors",
+        "momentum": "of momentum",
+        "residuals": "of residuals",
+        "own": "of outer gradients",
+        "others": "of other islands' outer gradients",
+        "newer": "of newer anchors",
+    }
+    each = [f"{format_bytes(getattr(held, name))} {words}" for name, words in names.items() if getattr(held, name)]
+    return f"at most {format_bytes(held.total)} per rank: {', '.join(each)}"
 
 
 def _parts(breakdown: Sequence[Breakdown]) -> Iterator[str]:

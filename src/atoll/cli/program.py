@@ -58,18 +58,17 @@ def program_command(
 
 def outer_turns(found: Described, plan: Plan) -> list[dict[str, Any]]:
     """Return the outer work of a rank in an interval, once the first fragments have been applied."""
-    from atoll.plans.layouts import ITEM_BYTES
     from atoll.plans.outer import OuterAction
+    from atoll.prediction.cost.outer import outer_message_bytes
 
-    outer, islands, turns = plan.outer, plan.mesh.inter, []
-    item = ITEM_BYTES[plan.precision.master]
+    outer, turns = plan.outer, []
     if outer is None:
         return []
     for step, each in outer.interval(found.count):
         for way, fragment in each:
             units = [unit for unit in found.outgoing if outer.fragment_of(unit, found.count) == fragment]
             parts = [numel for unit in units for numel in found.outgoing[unit]] if way is OuterAction.LEAVES else []
-            sent = sum(outer.sent_bytes(numel, islands, item) for numel in parts)
+            sent = sum(outer_message_bytes(plan, numel) for numel in parts)
             turns.append({"step": step, "way": way.value, "fragment": fragment, "units": units, "bytes": sent})
     return turns
 

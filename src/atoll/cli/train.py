@@ -72,18 +72,16 @@ def train_command(
 
 def _dry_run(request: Request, *, elsewhere: bool) -> None:
     """Print the prediction of the run. Raises the errors of a start. elsewhere: the run is for other machines."""
-    from atoll.prediction.cost import Cluster
     from atoll.training.dry_run import check_run
     from atoll.training.setup.here import measured_cluster
-    from atoll.training.setup.prediction import predict_plan
+    from atoll.training.setup.prediction import named_cluster, predict_plan
 
     def say(line: str) -> None:
         typer.echo(line, err=True)
 
     checked = check_run(request, elsewhere=elsewhere, say=say)
-    path = checked.config.run.cluster
     here = None if elsewhere else measured_cluster(checked.config, checked.plan.mesh.world, checked.device)
-    cluster = here if path is None else Cluster.read(path)
+    cluster = named_cluster(checked.config) or here
     for note in checked.config.notes:
         say(f"note: {note}")
     try:

@@ -29,7 +29,7 @@ when it is sent, and arrives when its mean is applied:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
@@ -204,6 +204,11 @@ class Outer:
         """Bytes that a rank sends for one outer gradient of `numel` elements: a reduce-scatter and an all-gather."""
         return 2 * (islands - 1) * self.block_bytes(numel, islands, item)
 
+    def part_bytes(self, numel: int, item: int) -> int:
+        """Bytes of a part of an outer gradient that an island apart shows, of `numel` elements of `item` bytes each."""
+        # int4 has pairs of elements.
+        return numel * item if self.codec is None else self.codec.nbytes(numel + numel % 2)
+
     # ---- fragments and steps
 
     def count(self, units: int) -> int:
@@ -258,14 +263,9 @@ def largest_at_once(outer: Outer, sizes: Mapping[int, float], units: int) -> flo
     own = [0.0] * outer.count(units)
     for unit, size in sizes.items():
         own[outer.fragment_of(unit, units)] += size
-    steps = range(outer.every + 1, 2 * outer.every + 1)
-
-    def in_flight(step: int) -> Iterable[float]:
-        return (
-            own[turn.fragment]
-            for before in range(step - max(outer.delay - 1, 0), step + 1)
-            for turn in outer.turns(before, units)
-            if turn.way is OuterAction.LEAVES
-        )
-
-    return max(sum(in_flight(step)) for step in steps)
+    before, steps = max(outer.delay - 1, 0), range(outer.every + 1, 2 * outer.every + 1)
+    sent = [
+        sum(own[turn.fragment] for turn in outer.turns(step, units) if turn.way is OuterAction.LEAVES)
+        for step in range(steps.start - before, steps.stop)
+    ]
+    return max(sum(sent[at : at + before + 1]) for at in range(len(steps)))

@@ -62,7 +62,7 @@ def advice(plan: Plan, stages: Sequence[StageSize]) -> tuple[str, ...]:
 def _idle_codecs(plan: Plan) -> Iterator[str]:
     """Yield a sentence for codecs that encode nothing."""
     moves = (*GATHER_PARAMETER[plan.layout.parameters], *SYNC_PARAMETER[plan.layout.optimizer, plan.layout.parameters])
-    if plan.codecs and plan.outer is not None:
+    if plan.codecs and plan.has_islands:
         yield (
             f"parallel.codecs ({plan.codecs}) has no effect with outer steps: a step sends nothing between islands; "
             "set parallel.outer.codec to encode outer gradients, and leave parallel.codecs out"
@@ -111,7 +111,7 @@ def _sent(plan: Plan, stages: Sequence[StageSize], residency: Residency, reducti
         total = 0.0
         for stage, (gathers, reductions) in collective_counts(row).items():
             whole, trained = stages[stage].parameters * item, stages[stage].trained * ITEM_BYTES[plan.precision.reduce]
-            inter = 1 if plan.outer is not None else plan.mesh.inter
+            inter = 1 if plan.has_islands else plan.mesh.inter
             sizes = {"inter": inter, "intra": plan.mesh.intra, "microbatches": plan.schedule.microbatches}
             gathered = traffic(plan.layout, parameters_bytes=whole, trainable_bytes=0, gathers=gathers, **sizes)
             reduced = traffic(

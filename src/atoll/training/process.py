@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, TextIO
 
 from atoll.base.errors import AtollError
 from atoll.plans.plan import Plan
-from atoll.prediction.cost import Cluster
 from atoll.runtime.failure import Watch
 from atoll.runtime.launch import (
     SAVED_AND_LEFT,
@@ -59,6 +58,7 @@ from atoll.training.run.signals import StopRequest, exit_code
 from atoll.training.setup.choosing import fewer_ranks, load_chosen
 from atoll.training.setup.here import has_gpus, machine_of, measured_cluster
 from atoll.training.setup.optimizers import checked
+from atoll.training.setup.prediction import named_cluster
 from atoll.training.setup.rates import learning_rates
 from atoll.training.setup.samples import prepare_corpus, vocabulary_of
 
@@ -298,8 +298,7 @@ def check_config(config: Config) -> Plan:
 
 def _check_cluster(config: Config) -> None:
     """Raise ConfigError for a cluster file that cannot be read, before anything starts."""
-    if config.run.cluster is not None:
-        Cluster.read(config.run.cluster)
+    named_cluster(config)
 
 
 def _choose_device(config: Config, rendezvous: Rendezvous) -> torch.device:

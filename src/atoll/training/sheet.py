@@ -12,7 +12,7 @@ from typing import Any
 from atoll.base.documents import LARGEST_JSON, read_text, whole_number
 from atoll.base.errors import ConfigError, UserError
 from atoll.base.units import format_bytes, format_rate, format_seconds
-from atoll.prediction.cost import Cluster, Prediction
+from atoll.prediction.cost import Prediction
 from atoll.program.trace import from_chrome
 from atoll.training.config import load
 from atoll.training.output.folder import WARM_UP, RunFolder, is_of, read_records
@@ -29,7 +29,7 @@ from atoll.training.run.measurements import read_run_file, read_started, read_ti
 from atoll.training.setup.choosing import load_chosen
 from atoll.training.setup.here import measured_cluster
 from atoll.training.setup.optimizers import planned
-from atoll.training.setup.prediction import predict, predict_plan
+from atoll.training.setup.prediction import named_cluster, predict, predict_plan
 
 _SHOWN = ("loss", "grad_norm", "tokens_per_second", "seconds", "lr", "bubble", "memory_bytes")
 """Keys of metrics.jsonl that are drawn."""
@@ -43,8 +43,7 @@ def sheet_of_config(path: Path, overrides: Sequence[str] = ()) -> Sheet:
     Raises ConfigError or PlanError if config, cluster and model do not match.
     """
     config, _ = load_chosen(path, overrides)
-    named_cluster = config.run.cluster
-    found = measured_cluster(config, config.parallel.ranks) if named_cluster is None else Cluster.read(named_cluster)
+    found = named_cluster(config) or measured_cluster(config, config.parallel.ranks)
     named = [override for override in overrides if not override.startswith("run.cluster=")]  # a path is a poor name
     return predicted_sheet(predict(config, found), " ".join([path.stem, *named]))
 
@@ -103,7 +102,7 @@ class RunReader:
             found = predict_plan(
                 config,
                 planned(config, started.world),
-                None if cluster is None else Cluster.read(cluster),
+                None if cluster is None else named_cluster(config, cluster),
                 vocabulary=started.vocabulary,
                 reads_in_place=started.reads_in_place,
                 device=started.device,

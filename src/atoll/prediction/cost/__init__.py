@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from atoll.prediction.cost.archipelago import Archipelago, read_cluster_of, read_hardware
     from atoll.prediction.cost.breakdown import Breakdown, break_down
     from atoll.prediction.cost.cluster import Cluster, Device, Efficiency, Host, Link, Node, presets
     from atoll.prediction.cost.implementation import Implementation
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from atoll.program.memory import Held
 
 _HOMES = {
+    "Archipelago": "atoll.prediction.cost.archipelago",
     "Breakdown": "atoll.prediction.cost.breakdown",
     "Cluster": "atoll.prediction.cost.cluster",
     "Device": "atoll.prediction.cost.cluster",
@@ -46,10 +48,13 @@ _HOMES = {
     "break_down": "atoll.prediction.cost.breakdown",
     "collective": "atoll.prediction.cost.kernels",
     "presets": "atoll.prediction.cost.cluster",
+    "read_cluster_of": "atoll.prediction.cost.archipelago",
+    "read_hardware": "atoll.prediction.cost.archipelago",
 }
 """Module in which each name is defined."""
 
 __all__ = [
+    "Archipelago",
     "Breakdown",
     "Cluster",
     "Device",
@@ -75,6 +80,8 @@ __all__ = [
     "break_down",
     "collective",
     "presets",
+    "read_cluster_of",
+    "read_hardware",
 ]
 
 

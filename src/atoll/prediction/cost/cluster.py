@@ -14,8 +14,9 @@
     [network]
     preset = "infiniband-hdr"     # of one card
 
-A key beside `preset` replaces the preset's, one of `efficiency` that of its table. Presets and their sources are in
-`presets.toml`.
+An island of several adds `[uplink]`, its link to the others; a file of all islands is an
+`atoll.prediction.cost.Archipelago`. A key beside `preset` replaces the preset's, one of `efficiency` that of its table.
+Presets and their sources are in `presets.toml`.
 """
 
 from __future__ import annotations
@@ -197,12 +198,14 @@ class Cluster(_Table):
     """Nodes of one kind. network: the link of one card; None for one node.
 
     nodes: maximum number that a planner may use; predictions use as many as the plan needs.
+    uplink: the link to other islands, which all ranks share; None for a cluster that is no island, or if it is unknown.
     """
 
     nodes: _Count = 1
     device: Device
     node: Node
     network: Link | None = None
+    uplink: Link | None = None
 
     @staticmethod
     def read(path: str | Path) -> Cluster:
@@ -216,12 +219,17 @@ class Cluster(_Table):
     @staticmethod
     def of(values: Mapping[str, Any], *, source: str = "cluster") -> Cluster:
         """Validate the tables of a cluster, with preset names replaced by their values."""
+        if "island" in values:
+            raise ConfigError(
+                f"{source}: it describes islands, and one cluster is needed; name one of them (--island), or plan all "
+                "of them with `atoll plan`"
+            )
         try:
-            return Cluster.model_validate(_with_presets(values))
+            return Cluster.model_validate(with_presets(values))
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
         except ValidationError as error:
-            problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+            problems = problems_of(error)
             raise ConfigError("\n  ".join([f"{source}: {len(problems)} problems", *problems])) from error
 
     def tables(self) -> dict[str, Any]:
@@ -330,12 +338,19 @@ def presets() -> Mapping[str, Mapping[str, Any]]:
     return parse_toml(text)
 
 
-def _with_presets(values: Mapping[str, Any]) -> dict[str, Any]:
+def problems_of(error: ValidationError) -> list[str]:
+    """Return what is wrong with the tables of a cluster, a line for each key."""
+    return [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+
+
+def with_presets(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tables of a cluster with presets expanded. Raises ConfigError for an unknown one."""
     found = {key: dict(table) if isinstance(table, Mapping) else table for key, table in values.items()}
     if isinstance(found.get("device"), dict):
         found["device"] = _filled(found["device"], "devices")
-    if isinstance(found.get("network"), dict):
-        found["network"] = _filled(found["network"], "links")
+    for key in ("network", "uplink"):
+        if isinstance(found.get(key), dict):
+            found[key] = _filled(found[key], "links")
     node = found.get("node")
     if isinstance(node, dict) and isinstance(node.get("link"), Mapping):
         node["link"] = _filled(node["link"], "links")

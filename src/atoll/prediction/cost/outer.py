@@ -6,7 +6,8 @@ unit. For V bytes of masters this is on average
     2 (k - 1)/k * V / intra / every        bytes a step
 
 and nothing else is sent between islands. With a codec the bytes are those of `Codec.nbytes`; the time of
-encoding is not predicted.
+encoding is not predicted. Those are islands of one mesh, which wait for each other; what islands that are worlds of
+their own need is in `atoll.prediction.cost.apart`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ from dataclasses import dataclass
 
 from atoll.plans.layouts import AT_ONCE, ITEM_BYTES, Level
 from atoll.plans.outer import Outer, OuterAction, largest_at_once
+from atoll.plans.plan import Plan
+from atoll.prediction.cost.apart import IslandParts
+from atoll.prediction.cost.cluster import Cluster
 from atoll.prediction.cost.ranks import Ranks
+from atoll.prediction.cost.rounds import ApartCost, IslandSpeeds, PacedIsland, play_rounds
 from atoll.program.sim import Speed
 
 TOUCHED = 13
@@ -34,7 +39,7 @@ class OuterCost:
 
     seconds: added to a step on average.  worst: added after the step that waits longest.
     nbytes: sent between islands a step, on average, by the rank that sends most.  largest: after one step.
-    waits: whether any of the seconds are spent waiting for transfers.
+    waits: whether any of the seconds are spent waiting for transfers.  apart: of islands that are worlds of their own.
     """
 
     seconds: float
@@ -42,6 +47,14 @@ class OuterCost:
     nbytes: float
     largest: float
     waits: bool
+    apart: ApartCost | None = None
+
+
+def outer_words(plan: Plan) -> str:
+    """Return a plan's outer steps: "2 islands with outer steps every 64 steps, ...". Raises ValueError without any."""
+    if plan.outer is None:
+        raise ValueError("the plan has no outer steps")
+    return f"{plan.islands} islands with outer steps {plan.outer}" if plan.has_islands else f"outer steps {plan.outer}"
 
 
 def anchors(ranks: Ranks, rank: int) -> dict[int, tuple[int, ...]]:
@@ -67,22 +80,31 @@ def _units_of(ranks: Ranks) -> int:
 
 def outer_bytes_sent(ranks: Ranks, rank: int) -> dict[int, float]:
     """Return the bytes that a pipeline rank sends for each unit's outer gradient."""
-    plan, outer = ranks.plan, ranks.plan.outer
-    if outer is None:
+    plan = ranks.plan
+    if plan.outer is None:
         return {}
-    islands, item = plan.mesh.inter, ITEM_BYTES[plan.precision.master]
-    return {
-        unit: sum(outer.sent_bytes(numel, islands, item) for numel in sizes)
-        for unit, sizes in anchors(ranks, rank).items()
-    }
+    if not plan.has_islands:
+        return IslandParts.of(ranks, plan.outer).sent(rank)
+    held = anchors(ranks, rank)
+    return {unit: float(sum(outer_message_bytes(plan, numel) for numel in sizes)) for unit, sizes in held.items()}
+
+
+def outer_message_bytes(plan: Plan, numel: int) -> int:
+    """Return the bytes that a rank sends for an outer gradient of `numel` elements that it has."""
+    outer, item = plan.outer, ITEM_BYTES[plan.precision.master]
+    if outer is None:
+        return 0
+    if outer.apart is None:
+        return outer.sent_bytes(numel, plan.mesh.inter, item)
+    return (outer.apart.islands - 1) * outer.part_bytes(numel, item)
 
 
 def outer_bytes_in_flight(ranks: Ranks, rank: int) -> int:
-    """Return the most bytes of outer gradients that a pipeline rank has in flight at once, with the encoded blocks that
-    are sent and received."""
+    """Return the most bytes of outer gradients that a pipeline rank has in flight on its device at once, with the
+    encoded blocks that are sent and received."""
     plan, outer = ranks.plan, ranks.plan.outer
-    if outer is None:
-        return 0
+    if outer is None or not plan.has_islands:
+        return 0  # or in host memory
     islands, item = plan.mesh.inter, ITEM_BYTES[plan.precision.master]
     held = anchors(ranks, rank)
     sizes = {unit: float(sum(numels) * item) for unit, numels in held.items()}
@@ -102,24 +124,50 @@ def cost_of(ranks: Ranks, outer: Outer, *, step: float, link: Speed, memory: flo
     own = [_by_fragment(outer, elements(ranks, rank), count) for rank in every]
     passes = TOUCHED * item / memory
     added = _simulate(outer, count, step, [_Line(link, sizes).ready for sizes in sent], own, passes)
-    largest = [
-        max(
-            (
-                sum(sizes.get(turn.fragment, 0.0) for turn in outer.turns(at, count) if turn.way is OuterAction.LEAVES)
-                for at in range(outer.every + 1, 2 * outer.every + 1)
-            ),
-            default=0.0,
-        )
-        for sizes in sent
-    ]
     fragments = range(outer.count(count))
     touched = sum(max(sizes.get(fragment, 0.0) for sizes in own) for fragment in fragments) * passes
     return OuterCost(
         sum(added) / outer.every,
         max(added),
         max(sum(sizes.values()) for sizes in sent) / outer.every,
-        max(largest),
+        max(_after_one_step(outer, count, sizes) for sizes in sent),
         waits=sum(added) > touched * 1.001,
+    )
+
+
+def cost_apart(ranks: Ranks, outer: Outer, *, step: float, cluster: Cluster) -> OuterCost:
+    """Return the cost of the outer steps of an island that is a world of its own, if all others are like it.
+
+    step: seconds of a step without them.
+    """
+    island = PacedIsland(IslandParts.of(ranks, outer), IslandSpeeds.of(cluster, ranks.plan.mesh), step)
+    (played,) = play_rounds([island])
+    parts, link, every = island.parts, island.speeds.uplink, range(ranks.plan.mesh.pipeline)
+    sent = [_by_fragment(outer, parts.sent(rank), parts.units) for rank in every]
+    own = ApartCost(
+        island_bytes=island.carried / outer.every,
+        exchange=island.exchange,
+        is_overdue=played.is_overdue,
+        busy=None if link is None else link.seconds(island.carried) / played.seconds,
+        held=max((parts.held(rank) for rank in every), key=lambda held: held.total),
+        returns=island.returns(interval=played.seconds),
+        notes=island.speeds.notes,
+    )
+    return OuterCost(
+        played.added / outer.every,
+        played.worst,
+        max(sum(sizes.values()) for sizes in sent) / outer.every,
+        max(_after_one_step(outer, parts.units, sizes) for sizes in sent),
+        waits=played.waited > 0,
+        apart=own,
+    )
+
+
+def _after_one_step(outer: Outer, count: int, sizes: Mapping[int, float]) -> float:
+    """Return the most that is sent after one step. sizes: by fragment."""
+    return max(
+        sum(sizes.get(turn.fragment, 0.0) for turn in outer.turns(at, count) if turn.way is OuterAction.LEAVES)
+        for at in range(outer.every + 1, 2 * outer.every + 1)
     )
 
 

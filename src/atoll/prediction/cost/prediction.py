@@ -12,10 +12,11 @@ from atoll.base.errors import ConfigError
 from atoll.plans.layouts import saved_bytes
 from atoll.plans.plan import Plan
 from atoll.prediction.cost.activations import with_activations
+from atoll.prediction.cost.apart import AnchorBytes, IslandParts
 from atoll.prediction.cost.breakdown import Breakdown, break_down
 from atoll.prediction.cost.cluster import Cluster, Device
 from atoll.prediction.cost.durations import Durations
-from atoll.prediction.cost.outer import OuterCost, cost_of, outer_bytes_in_flight
+from atoll.prediction.cost.outer import OuterCost, cost_apart, cost_of, outer_bytes_in_flight
 from atoll.prediction.cost.ranks import Ranks
 from atoll.prediction.cost.work import Use, Workload
 from atoll.program.kept import most_away, sizes_of
@@ -98,6 +99,8 @@ class Prediction:
         plan, efficiency = self.plan, self.device.efficiency
         if plan.outer is None:
             return None
+        if not plan.has_islands:
+            return cost_apart(self.ranks, plan.outer, step=self.played.seconds, cluster=self.given)
         memory = self.device.bandwidth * efficiency.memory
         link = self.given.along(plan.mesh, "inter")
         return cost_of(self.ranks, plan.outer, step=self.played.seconds, link=link, memory=memory)
@@ -171,9 +174,21 @@ class Prediction:
         return self.device.memory - self.peak(rank).total
 
     def on_host(self, rank: int) -> int:
-        """Return the bytes of host memory that a pipeline rank needs: for what rests there, and for what blocks keep,
-        at most."""
-        return self.ranks.programs.ranks[rank].shape.footprint().host + self.away(rank)
+        """Return the bytes of host memory that a pipeline rank needs: for what rests there, for what blocks keep, and
+        for rounds of islands that are worlds of their own, at most."""
+        anchored = self.anchored(rank)
+        rounds = 0 if anchored is None else anchored.rounds
+        return self.ranks.programs.ranks[rank].shape.footprint().host + self.away(rank) + rounds
+
+    def anchored(self, rank: int) -> AnchorBytes | None:
+        """Return the bytes of host memory that a pipeline rank needs for outer steps, if islands are worlds of their
+        own."""
+        return None if self._anchored is None else self._anchored.held(rank)
+
+    @cached_property
+    def _anchored(self) -> IslandParts | None:
+        outer = self.plan.outer
+        return None if outer is None or self.plan.has_islands else IslandParts.of(self.ranks, outer)
 
     def away(self, rank: int) -> int:
         """Return the bytes of host memory that a pipeline rank needs for activations."""
@@ -183,9 +198,10 @@ class Prediction:
     @cached_property
     def host_margin(self) -> int | None:
         """The bytes of a node's host memory that are free beside the state that rests there and a save in the
-        background; None if none does. With stages of several ranks on a node, each device counts as the fullest one."""
-        ranks = range(self.plan.mesh.pipeline)
-        if self.plan.host is None:
+        background; None if none does, or if it is of outer steps alone and the cluster has no [node.host]. With stages
+        of several ranks on a node, each device counts as the fullest one."""
+        ranks, is_anchored = range(self.plan.mesh.pipeline), self.anchored(0) is not None
+        if self.plan.host is None and (not is_anchored or self.given.node.host is None):
             return None
         devices = min(self.given.node.devices, self.plan.mesh.world)
         return self.given.host.memory - devices * max(self.on_host(rank) + self.saved(rank) for rank in ranks)

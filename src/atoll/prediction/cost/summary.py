@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from atoll.prediction.cost.apart import AnchorBytes
 from atoll.prediction.cost.breakdown import busiest_rank, mean
+from atoll.prediction.cost.outer import OuterCost
 from atoll.prediction.cost.prediction import Prediction
 from atoll.program import Held
 
@@ -29,7 +31,7 @@ def summary(prediction: Prediction) -> dict[str, Any]:
         "fits": prediction.fits if is_timed else None,
         "margin_bytes": min(map(prediction.margin, ranks)) if is_timed else None,
         "host_margin_bytes": prediction.host_margin if is_timed else None,
-        "outer": asdict(prediction.outer) if is_timed and prediction.outer is not None else None,
+        "outer": _outer(prediction.outer) if is_timed and prediction.outer is not None else None,
     }
     found["ranks"] = [
         {
@@ -45,6 +47,19 @@ def summary(prediction: Prediction) -> dict[str, Any]:
         for rank in ranks
     ]
     return found
+
+
+def _outer(cost: OuterCost) -> dict[str, Any]:
+    found, apart = asdict(cost), cost.apart
+    if apart is not None:
+        rows = {"held": held_bytes(apart.held), "returns": apart.returns._asdict(), "notes": list(apart.notes)}
+        found["apart"] |= rows
+    return found
+
+
+def held_bytes(held: AnchorBytes) -> dict[str, int]:
+    """Return the bytes of outer steps in host memory by component, and their total."""
+    return {**held._asdict(), "total": held.total}
 
 
 def bytes_of(held: Held) -> dict[str, int]:

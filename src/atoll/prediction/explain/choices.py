@@ -100,7 +100,7 @@ def rebuilt(
     Raises PlanError if the global batch is not divisible, or if the schedule's order has to be searched.
     """
     mesh, microbatch, batch = mesh or plan.mesh, microbatch or plan.microbatch, batch or plan.global_batch
-    if plan.outer is not None and mesh.inter != plan.mesh.inter:
+    if plan.has_islands and mesh.inter != plan.mesh.inter:
         raise PlanError(f"{mesh.inter} islands instead of {plan.mesh.inter} would change the results")
     name = schedule or plan.schedule.name
     microbatches, rest = divmod(batch, microbatch * mesh.shares)
@@ -202,7 +202,7 @@ def _codec(name: str, of: str) -> Choice:
         moves = [*GATHER_PARAMETER[plan.layout.parameters]]
         moves += SYNC_PARAMETER[plan.layout.optimizer, plan.layout.parameters]
         crosses = of == "gradient" or any(move.axis is Axis.INTER for move in moves)
-        return _if(plan.mesh.inter > 1 and plan.outer is None and crosses, "none", *CODED)
+        return _if(plan.mesh.inter > 1 and not plan.has_islands and crosses, "none", *CODED)
 
     return Choice(name, f"parallel.codecs.{of}", now, others, make, plain="none", is_exact=False)
 

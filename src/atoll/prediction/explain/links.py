@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from atoll.prediction.cost import Prediction
 from atoll.prediction.cost.outer import outer_bytes_sent
 from atoll.prediction.cost.ranks import sent_inside
 from atoll.program import way_of
+
+UPLINK = "uplink"
 
 GATHERS, _REDUCTIONS, RETURNS, PIPELINE_MESSAGES = "gathers", "reductions", "updated parameters", "messages"
 OUTER = "outer gradients, mean of a step"
@@ -35,8 +37,9 @@ _KINDS = {
 class LinkUse:
     """Traffic of a rank on a link in a step.
 
-    axis: of the mesh.  kind: gathers, reductions, updated parameters, slices of matrices, rows of experts, heads of
-    attention, messages, outer gradients, or what goes to host memory and comes from it.
+    axis: of the mesh, or `UPLINK` between islands that are worlds of their own.  kind: gathers, reductions, updated
+    parameters, slices of matrices, rows of experts, heads of attention, messages, outer gradients, or what goes to host
+    memory and comes from it.
     times: their number.  nbytes: in total.  seconds: busy time of the link.
     """
 
@@ -68,10 +71,15 @@ def link_uses(prediction: Prediction, rank: int) -> tuple[LinkUse, ...]:
         if part == "exchanges":
             kind = ROWS if axis == "expert" else EXCHANGED_HEADS
             times[axis, kind], sent[axis, kind] = count, nbytes
-    if prediction.plan.outer is not None:
+    plan = prediction.plan
+    if plan.outer is not None:
+        between = "inter" if plan.has_islands else UPLINK
         outgoing = outer_bytes_sent(prediction.ranks, rank)
-        times["inter", OUTER] = -(-len(outgoing) // prediction.plan.outer.every)
-        sent["inter", OUTER] = sum(outgoing.values()) / prediction.plan.outer.every
+        times[between, OUTER] = -(-len(outgoing) // plan.outer.every)
+        sent[between, OUTER] = sum(outgoing.values()) / plan.outer.every
+        if not plan.has_islands and prediction.given.uplink is not None:
+            # All ranks of the island send at once.
+            links[UPLINK] = replace(prediction.given.uplink.speed(1.0), shared=plan.mesh.world)
     return tuple(
         LinkUse(axis, kind, times[axis, kind], nbytes, links[axis].seconds(nbytes) if axis in links else 0.0)
         for (axis, kind), nbytes in sent.items()

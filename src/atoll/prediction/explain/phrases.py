@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from atoll.base.units import format_bytes, format_rate, format_seconds
 from atoll.plans.plan import MeshShape
 from atoll.prediction.cost import Prediction
+from atoll.prediction.cost.outer import outer_words
 from atoll.prediction.explain.alternative import EQUAL, Alternative, fullest_rank
 from atoll.prediction.explain.choices import CHOICES, NO, SAME_LAYOUT, YES
 from atoll.prediction.explain.holdings import Holding
+from atoll.prediction.explain.links import UPLINK
 from atoll.program.host import IN, OUT, STEPS
 
 AXIS_PHRASES = {
@@ -18,6 +20,7 @@ AXIS_PHRASES = {
     "inter": "between groups",
     "intra": "inside a group",
     "tp": "in a tensor-parallel group",
+    UPLINK: "between islands",
     "expert": "between ranks that divide experts",
     "sequence": "between ranks that divide sequences",
     IN: "from host memory",
@@ -55,7 +58,7 @@ def plan_line(prediction: Prediction) -> str:
     own = prediction.plan
     recompute = "" if own.recompute == "none" else f", recompute {own.recompute}"
     batch = f"{own.schedule.counted} of {own.microbatch} x {prediction.use.sequence} tokens a rank"
-    outer = "" if own.outer is None else f"; {own.mesh.inter} islands with outer steps {own.outer}"
+    outer = "" if own.outer is None else f"; {outer_words(own)}"
     experts = "" if own.expert_layout in (None, own.layout) else f", experts {own.expert_layout}"
     return f"layout {own.layout}{experts}, {own.schedule.name} with {batch}, {own.precision.compute}{recompute}{outer}"
 

@@ -117,8 +117,8 @@ class PlanSearch:
     space: the choices; all of them if not given.  reads_in_place: whether the ranks of a group read each other's
     memory, as on one host's CPUs.  effort: maximum number of simulated instructions.  states: number of tensors that
     the optimizer keeps of every parameter, and `whole` the matrices that it transforms whole, as in `Plan`.  outer:
-    outer steps of all plans, which then have two or more groups; they change the results of a run, so the planner does
-    not choose them.
+    outer steps of all plans, which then have two or more groups, unless islands are worlds of their own; they change
+    the results of a run, so the planner does not choose them.
     """
 
     workload: Workload
@@ -233,7 +233,7 @@ class PlanSearch:
         every = self.space.frames(
             self.goal, self.cluster, blocks=len(self.workload.blocks), experts=self.workload.experts
         )
-        frames = [frame for frame in every if self.outer is None or frame.mesh.inter > 1]
+        frames = [frame for frame in every if not self.has_islands or frame.mesh.inter > 1]
         for frame in frames:
             least = self._least_of(frame)
             if least is not None:
@@ -324,6 +324,9 @@ class PlanSearch:
 
     def plan(self, frame: Frame, order: Order, travel: Travel) -> Plan:
         """Return the plan of some choices. Raises UserError if they are incompatible."""
+        return self._plan(frame, order, travel, outer=self.outer)
+
+    def _plan(self, frame: Frame, order: Order, travel: Travel, *, outer: Outer | None) -> Plan:
         device = self.cluster.device
         return Plan(
             mesh=frame.mesh,
@@ -346,7 +349,7 @@ class PlanSearch:
             expert_layout=travel.expert_layout,
             host=travel.host,
             imbalance=self.goal.imbalance,
-            outer=self.outer if frame.mesh.inter > 1 else None,  # bounds are of plans without data parallelism
+            outer=outer,
             whole=self.whole,
             slice_work=0.0 if order.slices == 1 else slice_work_of(self.workload, frame.use(self.goal), device),
         )
@@ -372,6 +375,16 @@ class PlanSearch:
 
     # ---- bounds
 
+    @property
+    def has_islands(self) -> bool:
+        """True if the groups of a mesh are islands."""
+        return self.outer is not None and self.outer.apart is None
+
+    def _without_outer(self, frame: Frame, order: Order, travel: Travel) -> Prediction:
+        """Return a prediction for bounds, which are of plans without data parallelism and what it adds."""
+        plan = self._plan(frame, order, travel, outer=None)
+        return Prediction(self.workload, plan, self.cluster, frame.use(self.goal), self.reads_in_place)
+
     def _skeleton(self, frame: Frame, order: Order) -> Skeleton | None:
         """Return the schedule, or None if it does not fit the frame."""
         alone = _alone(frame.mesh)
@@ -379,8 +392,8 @@ class PlanSearch:
         if key not in self._skeletons:
             skeleton: Skeleton | None = None
             try:
-                base = self._prediction(*key, PLAIN._replace(host=self.space.host))
-                skeleton = Skeleton(base, has_islands=self.outer is not None)
+                base = self._without_outer(*key, PLAIN._replace(host=self.space.host))
+                skeleton = Skeleton(base, has_islands=self.has_islands)
                 skeleton.alone(alone)
             except UserError as error:
                 self._refusals[str(error)] = None
@@ -412,7 +425,7 @@ class PlanSearch:
         precision = Precision.preset(frame.precision)
         item = ITEM_BYTES[precision.reduce] + ITEM_BYTES[precision.compute]
         sent = {view: item * trained / mesh.pipeline for view, trained in zip(View, total.trained, strict=True)}
-        links = data_links(self.cluster, mesh, has_islands=self.outer is not None)
+        links = data_links(self.cluster, mesh, has_islands=self.has_islands)
         moves = (
             sum(link.seconds(nbytes * sent_share(axis, mesh, view)) for view, nbytes in sent.items())
             for axis, link in links.items()
@@ -436,9 +449,9 @@ class PlanSearch:
             divided = math.lcm(use.expert, use.divide)
             mesh = MeshShape(1, 1, divided, use.tensor, expert=use.expert, sequence=use.divide)
             alone = frame._replace(mesh=mesh, microbatches=1, vocabulary_parallel=False)
-            prediction = self._prediction(alone, Order("1f1b"), PLAIN)
+            prediction = self._without_outer(alone, Order("1f1b"), PLAIN)
             most = max(order.slices for order in self.space.orders(frame, self.goal))
-            sliced = self._prediction(alone, Order("1f1b", slices=most), PLAIN) if most > 1 else None
+            sliced = self._without_outer(alone, Order("1f1b", slices=most), PLAIN) if most > 1 else None
             try:
                 self._totals[use] = total_of(prediction, sliced, self.space.host)
             except UserError as error:

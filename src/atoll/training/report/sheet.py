@@ -187,13 +187,17 @@ def _words(prediction: Prediction) -> list[tuple[str, str]]:
         ),
         ("gathering", _gathering(plan)),
         *([("codecs", f"between groups: {plan.codecs}")] if plan.codecs else []),
-        *([] if plan.outer is None else [("outer steps", f"{mesh.inter} islands, {plan.outer}")]),
+        *([] if plan.outer is None else [("outer steps", _outer(plan))]),
         ("precision", f"computes in {plan.precision.compute}, optimizer in {plan.precision.master}"),
         ("recompute", {"none": "nothing", "block": "all activations of a block"}.get(plan.recompute, plan.recompute)),
     ]
     if prediction.cluster is not None:
         found += [("on", _cluster(prediction)), ("bottleneck", _bottleneck(prediction))]
     return found
+
+
+def _outer(plan: Plan) -> str:
+    return f"{plan.islands} islands, {plan.outer}" if plan.has_islands else str(plan.outer)
 
 
 def _count(number: int, noun: str) -> str:

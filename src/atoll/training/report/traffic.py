@@ -15,6 +15,7 @@ LINKS = {
     "pp": "between pipeline stages (pp)",
     "inter": "across groups (inter)",
     "intra": "inside a group (intra)",
+    "uplink": "between islands (uplink)",
     "tp": "tensor-parallel group (tp)",
     "expert": "between ranks that divide experts (expert)",
     "sequence": "between ranks that divide sequences (sequence)",
@@ -66,8 +67,10 @@ def _sent(prediction: Prediction, rank: int) -> dict[tuple[str, str], float]:
     ranks = prediction.ranks
     program, messages = ranks.programs.ranks[rank], ranks.slices.sent(rank)
     total: defaultdict[tuple[str, str], float] = defaultdict(float)
-    if prediction.plan.outer is not None:
-        total["inter", "outer"] = sum(outer_bytes_sent(ranks, rank).values()) / prediction.plan.outer.every
+    plan = prediction.plan
+    if plan.outer is not None:
+        between = "inter" if plan.has_islands else "uplink"
+        total[between, "outer"] = sum(outer_bytes_sent(ranks, rank).values()) / plan.outer.every
     for instruction in program.instructions:
         do, action, _, _ = instruction
         for axis, count in way_of(instruction, program.shape):

@@ -23,7 +23,7 @@ from atoll.training.config.planning import outer_of
 from atoll.training.config.worlds import check_world, fit_to_world
 from atoll.training.setup.here import measured_cluster
 from atoll.training.setup.optimizers import states_of, whole_matrices_of
-from atoll.training.setup.prediction import expected_vocabulary, is_on_cpu, workload_of
+from atoll.training.setup.prediction import expected_vocabulary, is_on_cpu, named_cluster, workload_of
 
 CHOSEN = {
     "pipeline": "pipeline",
@@ -93,8 +93,9 @@ def _read(cluster: Cluster | str | Path) -> Cluster:
 
 def _cluster_of(config: Config) -> Cluster:
     """Return run.cluster, or this machine as it was measured for parallel.ranks; see `here.py`."""
-    if config.run.cluster is not None:
-        return Cluster.read(config.run.cluster)
+    named = named_cluster(config)
+    if named is not None:
+        return named
     started = torchrun_environment()
     is_here = started is None or started.local_world == started.world
     here = measured_cluster(config, config.parallel.ranks) if is_here else None

@@ -11,7 +11,7 @@ from typing import Any
 from atoll.base.documents import read_json
 from atoll.base.units import format_bytes, format_seconds
 from atoll.plans.plan import Plan
-from atoll.prediction.cost import Cluster, Prediction, Transformer, Use, Workload
+from atoll.prediction.cost import Cluster, Prediction, Transformer, Use, Workload, read_cluster_of
 from atoll.training.config import Config, load
 from atoll.training.data import expected_ids
 from atoll.training.models.sources import FAMILY
@@ -79,6 +79,17 @@ def is_on_cpu(config: Config, cluster: Cluster | None) -> bool:
     return kind == "cpu" or (kind == "auto" and cluster is not None and cluster.device.is_cpu)
 
 
+def named_cluster(config: Config, path: str | Path | None = None) -> Cluster | None:
+    """Return the cluster of a file, that of run.cluster if none is given: of a file of islands the one that the config
+    is of. None if there is no file.
+
+    Raises ConfigError for a file that cannot be read, and for islands if the config has no [federation].
+    """
+    named = config.run.cluster if path is None else path
+    island = None if config.federation is None else config.federation.island
+    return None if named is None else read_cluster_of(named, island)
+
+
 def predict(
     config: Config | str | Path, cluster: Cluster | str | Path | None = None, *, world: int | None = None
 ) -> Prediction:
@@ -92,8 +103,7 @@ def predict(
     Raises ConfigError or PlanError for a model or a plan whose costs are unknown.
     """
     loaded = config if isinstance(config, Config) else load(config)
-    named = loaded.run.cluster if cluster is None else cluster
-    found = Cluster.read(named) if isinstance(named, str | Path) else named
+    found = cluster if isinstance(cluster, Cluster) else named_cluster(loaded, cluster)
     on_cpu = is_on_cpu(loaded, found)
     plan = planned(loaded, world)
     return predict_plan(loaded, plan, found, reads_in_place=on_cpu, device="cpu" if on_cpu else "cuda")
