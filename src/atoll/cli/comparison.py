@@ -14,6 +14,7 @@ from atoll.cli.arguments import read_cluster
 if TYPE_CHECKING:
     from atoll.prediction.cost import Prediction
     from atoll.prediction.cost.comparison import Difference
+    from atoll.training.report.rounds import RoundsSummary
     from atoll.training.run.measurements import RunRecords
 
 _SHOWN = 10
@@ -58,6 +59,7 @@ class Compared:
         predicted, measured = self.prediction.seconds, self.run.measured.seconds
         yield (f"a step  {format_seconds(predicted)} predicted, {format_seconds(measured)} measured, {self.error:+.1%}")
         yield from _describe(self.run, self.prediction, self.differences)
+        yield from _describe_rounds(self.run)
 
 
 # ---- runs beside each other
@@ -102,6 +104,7 @@ def _figures(run: RunRecords) -> dict[str, Any]:
     rates = [each["tokens_per_second"] for each in steps if is_of(each, "tokens_per_second")]
     losses = [each["loss"] for each in steps if is_of(each, "loss")]
     validations = [each["loss"] for each in read_records(folder.validation) if is_of(each, "loss")]
+    rounds = _rounds(run)
     return {
         "seconds": seconds,
         "rate": median(rates) if rates else None,
@@ -109,7 +112,22 @@ def _figures(run: RunRecords) -> dict[str, Any]:
         "loss": losses[-1] if losses else None,
         "validation": min(validations, default=None),
         "peak": max(run.peaks, default=None),
+        "counted_in": None if rounds is None else rounds.own,
+        "counted_tokens": None if rounds is None else rounds.tokens.get(rounds.island, 0.0),
+        "lost_tokens": None if rounds is None else rounds.lost,
+        "goodput": None if rounds is None else rounds.goodput,
+        "waited": None if rounds is None else rounds.waited,
+        "sent_bytes": None if rounds is None else rounds.sent,
+        "received_bytes": None if rounds is None else rounds.received,
     }
+
+
+def _rounds(run: RunRecords) -> RoundsSummary | None:
+    """Return the rounds of a run that is an island of a federation."""
+    from atoll.training.output.folder import read_records
+    from atoll.training.report.rounds import summarize_rounds
+
+    return summarize_rounds(read_records(run.folder.rounds))
 
 
 _Shown = tuple[Callable[[dict[str, Any]], Any], Callable[[Any], str]]
@@ -121,6 +139,13 @@ _FIGURES: dict[str, _Shown] = {
     "steps": (lambda of: of["steps"], str),
     "last loss": (lambda of: of["loss"], lambda loss: f"{loss:.4f}"),
     "lowest validation loss": (lambda of: of["validation"], lambda loss: f"{loss:.4f}"),
+    "rounds that count it": (lambda of: of["counted_in"], str),
+    "counted tokens": (lambda of: of["counted_tokens"], format_count),
+    "lost tokens": (lambda of: of["lost_tokens"], format_count),
+    "goodput": (lambda of: of["goodput"], lambda share: f"{share:.1%}"),
+    "waited for rounds": (lambda of: of["waited"], format_seconds),
+    "sent to islands": (lambda of: of["sent_bytes"], format_bytes),
+    "received from islands": (lambda of: of["received_bytes"], format_bytes),
 }
 
 
@@ -140,6 +165,7 @@ def _values(run: RunRecords, prediction: Prediction, differences: tuple[Differen
     from atoll.prediction.cost.summary import bytes_of
 
     ranks = range(len(run.timed))
+    rounds = _rounds(run)
     return {
         "run": str(run.folder.root),
         "seconds": {"predicted": prediction.seconds, "measured": run.measured.seconds},
@@ -174,6 +200,7 @@ def _values(run: RunRecords, prediction: Prediction, differences: tuple[Differen
             for rank, peak in enumerate(run.peaks)
         ],
         "calibration": str(run.folder.calibration),
+        **({} if rounds is None else {"rounds": rounds.to_json()}),
     }
 
 
@@ -196,6 +223,19 @@ def _describe(run: RunRecords, prediction: Prediction, differences: tuple[Differ
         held = prediction.peak(rank)
         parts = ", ".join(f"{name} {format_bytes(each)}" for name, each in held._asdict().items() if each)
         yield f"rank {rank}: {format_bytes(held.allocated)} predicted, {format_bytes(peak)} measured ({parts})"
+
+
+def _describe_rounds(run: RunRecords) -> Iterator[str]:
+    """Yield the rounds of an island of a federation."""
+    from atoll.training.report.rounds import round_figures, round_notes
+
+    rounds = _rounds(run)
+    if rounds is None:
+        return
+    yield ""
+    for name, value in round_figures(rounds).items():
+        yield f"{name:28}{value}"
+    yield from (f"note: {note}" for note in round_notes(rounds))
 
 
 def _parts(run: RunRecords, prediction: Prediction, differences: tuple[Difference, ...]) -> Iterator[str]:
