@@ -111,6 +111,8 @@ class _Island:
         except ValueError as error:
             problem = f"{self._address} has a notice that cannot be read: {error}"
             self._found = replace(empty, problem=problem, is_refused=True)
+        finally:
+            self._peer.close()
 
     def _notice(self) -> Notice:
         notice = parse_notice(self._peer.document("/notice"))

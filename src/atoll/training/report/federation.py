@@ -173,6 +173,8 @@ def _watched(
     if reading.unchanged is not None and reading.unchanged >= silent:
         state = IslandState.SILENT
         problem = f"its notice has not changed for {format_seconds(reading.unchanged)}"
+    elif state is IslandState.JOINING and reading.island in {each.island for each in rules.members(newest)}:
+        problem = "it has lost its run folder; the member of its name was one with another"
     last = _last_contribution(notice, newest)
     return WatchedIsland(
         reading.island,

@@ -21,6 +21,7 @@ those at which this island followed: one that was there from the first round to 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -165,11 +166,11 @@ class _Event:
 def _event(line: Mapping[str, Any]) -> _Event | None:
     """Return what a line says; None for one that is damaged."""
     distance = line.get("distance")
-    if any(type(line.get(name)) not in (int, float) for name in _NUMBERS):
+    if not all(_is_number(line.get(name)) for name in _NUMBERS):
         return None
     if not all(isinstance(line.get(name), str) for name in ("island", "what")):
         return None
-    if type(distance) not in (int, float, type(None)) or not isinstance(line.get("records"), list):
+    if not (distance is None or _is_number(distance)) or not isinstance(line.get("records"), list):
         return None
     with suppress(ValueError):
         return _Event(
@@ -184,6 +185,10 @@ def _event(line: Mapping[str, Any]) -> _Event | None:
             distance,
         )
     return None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _grown(counts: Sequence[int]) -> int:
