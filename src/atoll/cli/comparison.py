@@ -59,7 +59,6 @@ class Compared:
         predicted, measured = self.prediction.seconds, self.run.measured.seconds
         yield (f"a step  {format_seconds(predicted)} predicted, {format_seconds(measured)} measured, {self.error:+.1%}")
         yield from _describe(self.run, self.prediction, self.differences)
-        yield from _describe_rounds(self.run)
 
 
 # ---- runs beside each other
@@ -104,7 +103,7 @@ def _figures(run: RunRecords) -> dict[str, Any]:
     rates = [each["tokens_per_second"] for each in steps if is_of(each, "tokens_per_second")]
     losses = [each["loss"] for each in steps if is_of(each, "loss")]
     validations = [each["loss"] for each in read_records(folder.validation) if is_of(each, "loss")]
-    rounds = _rounds(run)
+    rounds = _rounds(run.folder.root)
     return {
         "seconds": seconds,
         "rate": median(rates) if rates else None,
@@ -116,18 +115,11 @@ def _figures(run: RunRecords) -> dict[str, Any]:
         "counted_tokens": None if rounds is None else rounds.tokens.get(rounds.island, 0.0),
         "lost_tokens": None if rounds is None else rounds.lost,
         "goodput": None if rounds is None else rounds.goodput,
+        "full_time": None if rounds is None else rounds.full_time,
         "waited": None if rounds is None else rounds.waited,
         "sent_bytes": None if rounds is None else rounds.sent,
         "received_bytes": None if rounds is None else rounds.received,
     }
-
-
-def _rounds(run: RunRecords) -> RoundsSummary | None:
-    """Return the rounds of a run that is an island of a federation."""
-    from atoll.training.output.folder import read_records
-    from atoll.training.report.rounds import summarize_rounds
-
-    return summarize_rounds(read_records(run.folder.rounds))
 
 
 _Shown = tuple[Callable[[dict[str, Any]], Any], Callable[[Any], str]]
@@ -142,7 +134,8 @@ _FIGURES: dict[str, _Shown] = {
     "rounds that count it": (lambda of: of["counted_in"], str),
     "counted tokens": (lambda of: of["counted_tokens"], format_count),
     "lost tokens": (lambda of: of["lost_tokens"], format_count),
-    "goodput": (lambda of: of["goodput"], lambda share: f"{share:.1%}"),
+    "goodput, of members": (lambda of: of["goodput"], lambda share: f"{share:.1%}"),
+    "goodput, full time": (lambda of: of["full_time"], lambda share: f"{share:.1%}"),
     "waited for rounds": (lambda of: of["waited"], format_seconds),
     "sent to islands": (lambda of: of["sent_bytes"], format_bytes),
     "received from islands": (lambda of: of["received_bytes"], format_bytes),
@@ -157,6 +150,26 @@ def _flat(table: dict[str, Any], above: str = "") -> dict[str, Any]:
     return found
 
 
+def describe_rounds(path: Path) -> Iterator[str]:
+    """Yield the rounds of a run that is an island of a federation; nothing of other runs."""
+    from atoll.training.report.rounds import round_figures, round_notes
+
+    rounds = _rounds(path)
+    if rounds is None:
+        return
+    yield ""
+    for name, value in round_figures(rounds).items():
+        yield f"{name:30}{value}"
+    yield from (f"note: {note}" for note in round_notes(rounds))
+
+
+def _rounds(path: Path) -> RoundsSummary | None:
+    from atoll.training.output.folder import RunFolder, read_records
+    from atoll.training.report.rounds import summarize_rounds
+
+    return summarize_rounds(read_records(RunFolder(path).rounds))
+
+
 # ---- JSON
 
 
@@ -165,7 +178,7 @@ def _values(run: RunRecords, prediction: Prediction, differences: tuple[Differen
     from atoll.prediction.cost.summary import bytes_of
 
     ranks = range(len(run.timed))
-    rounds = _rounds(run)
+    rounds = _rounds(run.folder.root)
     return {
         "run": str(run.folder.root),
         "seconds": {"predicted": prediction.seconds, "measured": run.measured.seconds},
@@ -223,19 +236,6 @@ def _describe(run: RunRecords, prediction: Prediction, differences: tuple[Differ
         held = prediction.peak(rank)
         parts = ", ".join(f"{name} {format_bytes(each)}" for name, each in held._asdict().items() if each)
         yield f"rank {rank}: {format_bytes(held.allocated)} predicted, {format_bytes(peak)} measured ({parts})"
-
-
-def _describe_rounds(run: RunRecords) -> Iterator[str]:
-    """Yield the rounds of an island of a federation."""
-    from atoll.training.report.rounds import round_figures, round_notes
-
-    rounds = _rounds(run)
-    if rounds is None:
-        return
-    yield ""
-    for name, value in round_figures(rounds).items():
-        yield f"{name:28}{value}"
-    yield from (f"note: {note}" for note in round_notes(rounds))
 
 
 def _parts(run: RunRecords, prediction: Prediction, differences: tuple[Difference, ...]) -> Iterator[str]:

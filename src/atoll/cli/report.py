@@ -104,18 +104,21 @@ def _print_json(paths: list[Path], cluster: Path | None) -> None:
 
 
 def _print(runs: list[Path], cluster: Path | None) -> None:
-    """Print each run beside its prediction, and several runs beside each other."""
+    """Print each run beside its prediction with its rounds, and several runs beside each other."""
     from atoll.base.errors import AtollError
-    from atoll.cli.comparison import Compared, side_by_side
+    from atoll.cli.comparison import Compared, describe_rounds, side_by_side
 
     for path in runs:
+        rounds = [*describe_rounds(path)]
         try:
             found = Compared.read(path, cluster)
             lines = list(found.describe())
         except AtollError as error:  # the page is written; a run that has just begun has nothing to compare
             typer.echo(f"note: {path} is not compared with its prediction: {error}", err=True)
+            if rounds:
+                typer.echo("\n".join([*(["", str(path)] if len(runs) > 1 else []), *rounds]))
             continue
-        typer.echo("\n".join(["", *([str(path)] if len(runs) > 1 else []), *lines]))
+        typer.echo("\n".join(["", *([str(path)] if len(runs) > 1 else []), *lines, *rounds]))
         typer.echo(f"wrote {found.run.folder.calibration}, a row for atoll doctor --calibrate", err=True)
     if len(runs) > 1:
         try:

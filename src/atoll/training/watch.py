@@ -16,7 +16,7 @@ from atoll.runtime.federation.seat import IslandAddress
 from atoll.training.config import Config
 from atoll.training.report.federation import FederationState, IslandReading, federation_state
 
-ANSWER_SECONDS = 2.0
+NOTICE_SECONDS = 2.0
 """Limit of time for the answer of an island."""
 
 
@@ -33,7 +33,7 @@ class FederationReader:
         config: Config,
         path: Path,
         *,
-        seconds: float = ANSWER_SECONDS,
+        seconds: float = NOTICE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         own = config.federation

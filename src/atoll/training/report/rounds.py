@@ -11,6 +11,7 @@ tokens that it counts of island i (0 for an island that it does not count):
     full(r)   r and the k rounds before it count all of their members: nobody is missing, and nothing is made up for
     pace_i    sum of c_ri over full rounds with member i / sum of their d_r       tokens a second
     goodput   sum of c_ri over all rounds and islands / sum of d_r * pace_i over all rounds and their members
+    full_time the same with all islands in place of the members: those that are a member in any of the rounds
 
 Without absences goodput is 1, however long rounds take: waits of a round that all are counted in are a part of the
 pace. An island that is away costs goodput while it is a member, and so do those that wait for it. What it makes up
@@ -45,8 +46,8 @@ class RoundsSummary:
 
     averaged: rounds of the federation that averaged, as far as the island knows.  known: those of them whose records it
     has.  undone: known ones whose anchors were lost.  counted: known ones that count an island, by its name.
-    tokens: counted of each island; see [Note: counted tokens].  goodput: see [Note: goodput]; None if no round is full,
-    or `unpaced` names members that are in no full round.
+    tokens: counted of each island; see [Note: counted tokens].  goodput, full_time: see [Note: goodput]; None if no
+    round is full, or `unpaced` names members that are in no full round.
     pause: None, or a round before which the island saw no other for far longer than usual, and these seconds.
     waited: seconds of the island's training in which it waited for rounds.  takeovers: times that it took over anchors,
     and what it had learned since was lost: `lost` tokens.
@@ -61,6 +62,7 @@ class RoundsSummary:
     counted: Mapping[str, int] = field(default_factory=dict)
     tokens: Mapping[str, float] = field(default_factory=dict)
     goodput: float | None = None
+    full_time: float | None = None
     unpaced: tuple[str, ...] = ()
     pause: tuple[int, float] | None = None
     waited: float = 0.0
@@ -95,6 +97,7 @@ class RoundsSummary:
             "counted": dict(self.counted),
             "tokens": dict(self.tokens),
             "goodput": self.goodput,
+            "full_time": self.full_time,
             "waited_seconds": self.waited,
             "takeovers": self.takeovers,
             "lost_tokens": self.lost,
@@ -129,7 +132,7 @@ def summarize_rounds(lines: Iterable[Mapping[str, Any]]) -> RoundsSummary | None
         for name, count in _tokens(record).items():
             tokens[name] = tokens.get(name, 0.0) + count
     intervals = list(_intervals(records, times, averaged, undone))
-    goodput, unpaced = _goodput(intervals)
+    shares, unpaced = _goodput(intervals)
     distances = [event.distance for event in events if event.distance is not None]
     return RoundsSummary(
         events[-1].island,
@@ -138,7 +141,8 @@ def summarize_rounds(lines: Iterable[Mapping[str, Any]]) -> RoundsSummary | None
         undone=sum(record.round in undone for record in averaged),
         counted=dict(sorted(counted.items())),
         tokens=dict(sorted(tokens.items())),
-        goodput=goodput,
+        goodput=shares[0],
+        full_time=shares[1],
         unpaced=unpaced,
         pause=_pause(intervals),
         waited=sum(event.waited for event in events),
@@ -241,8 +245,8 @@ def _intervals(
         yield _Interval(record.round, seconds, members, tokens, is_full=is_full)
 
 
-def _goodput(intervals: Sequence[_Interval]) -> tuple[float | None, tuple[str, ...]]:
-    """Return the goodput, and the members whose pace is not known, without which there is none."""
+def _goodput(intervals: Sequence[_Interval]) -> tuple[tuple[float | None, float | None], tuple[str, ...]]:
+    """Return goodput and full_time, and the members whose pace is not known, without which there is neither."""
     names = sorted({name for each in intervals for name in each.members})
     paces: dict[str, float] = {}
     for name in names:
@@ -251,11 +255,12 @@ def _goodput(intervals: Sequence[_Interval]) -> tuple[float | None, tuple[str, .
         if seconds > 0:
             paces[name] = sum(each.tokens[name] for each in full) / seconds
     unpaced = tuple(name for name in names if name not in paces)
-    if unpaced or not intervals:
-        return None, unpaced
-    could = sum(each.seconds * paces[name] for each in intervals for name in each.members)
+    could = sum(each.seconds * paces.get(name, 0.0) for each in intervals for name in each.members)
+    if unpaced or not could:
+        return (None, None), unpaced
     counted = sum(sum(each.tokens.values()) for each in intervals)
-    return (counted / could if could else None), ()
+    always = sum(each.seconds for each in intervals) * sum(paces.values())
+    return (counted / could, counted / always), ()
 
 
 def _pause(intervals: Sequence[_Interval]) -> tuple[int, float] | None:
@@ -281,7 +286,7 @@ def round_figures(summary: RoundsSummary) -> dict[str, str]:
         "rounds that count an island": ", ".join(f"{name} {count}" for name, count in summary.counted.items()),
         "counted tokens": f"{format_count(summary.all_tokens)}, of this island "
         f"{format_count(summary.tokens.get(summary.island, 0.0))}",
-        "goodput": "" if summary.goodput is None else f"{summary.goodput:.1%}",
+        "goodput": _shares(summary),
         "waited for rounds": f"{format_seconds(summary.waited)}, {format_seconds(summary.waited_each)} a round",
         "took over anchors": _times(summary.takeovers, summary.lost),
         "between islands": f"{format_bytes(summary.sent)} sent, {format_bytes(summary.received)} received",
@@ -310,6 +315,12 @@ def round_notes(summary: RoundsSummary) -> list[str]:
             "others were not, read goodput in the report of another island."
         )
     return found
+
+
+def _shares(summary: RoundsSummary) -> str:
+    if summary.goodput is None or summary.full_time is None:
+        return ""
+    return f"{summary.goodput:.1%} of the members, {summary.full_time:.1%} of islands that never leave"
 
 
 def _times(count: int, lost: int) -> str:
