@@ -28,7 +28,7 @@ def watch_command(
     """Show the federation of CONFIG while it trains: the round that is to be decided, each island, and the last rounds.
 
     Every two seconds the notice of each island in federation.islands is read, with the secret of federation.secret,
-    until Ctrl-C. Nothing is written, and no island notices. A config of any of the islands will do.
+    until Ctrl-C. Nothing is written, and training is not disturbed. The config of any island will do.
 
     An island trains, is joining or leaving, is silent (its notice has not changed for federation.silent seconds, which
     takes more than one look), is unreachable, or is refused: it has another secret, trains something else, or what it
