@@ -17,6 +17,7 @@ from atoll.training.sheet import RunReader
 from tests.clusters import TWO_CPUS
 from tests.training.report.sheets import RANKS
 from tests.training.report.test_report import data_of
+from tests.training.report.test_rounds import BOTH, rounds
 
 CONFIG = """
 [model]
@@ -240,6 +241,32 @@ def test_two_runs_are_printed_beside_each_other_with_what_differs(tmp_path: Path
     found = [json.loads(line) for line in atoll("report", one, two, "--json").stdout.splitlines()]
     assert [each["run"] for each in found] == [str(one), str(two)]
     assert {path.name for path in Path().glob("report.html")} == set()
+
+
+def test_an_island_has_its_rounds(tmp_path: Path) -> None:
+    """On the page, in the terminal, with other runs, as JSON; without a cluster too. Other runs have none."""
+    run, plain = run_folder(tmp_path / "run"), run_folder(tmp_path / "plain")
+    reader = RunReader(run)
+    before, figures = reader.stamp(), reader.sheet().figures
+    lines = rounds((10, BOTH), (20, BOTH), (30, BOTH))
+    (run / "rounds.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    assert reader.stamp() != before
+    sheet = reader.sheet()
+    assert sheet.figures["rounds"] == ("", "3 averaged, 3 count this island")
+    assert {*figures} < {*sheet.figures}
+    assert "3 averaged, 3 count this island" in page([sheet])
+    result = atoll("report", run, plain, "-o", tmp_path / "page.html")
+    rows = {line[:24].strip(): line[24:].split() for line in result.stdout.splitlines()}
+    assert rows["rounds that count it"] == ["3", "-"]
+    assert rows["goodput, of members"] == ["100.0%", "-"]
+    assert result.stdout.count("\nwaited for rounds  ") == 2  # once of the run, once beside the other
+    found = [json.loads(line) for line in atoll("report", run, plain, "--json").stdout.splitlines()]
+    assert found[0]["rounds"]["counted"] == {"a": 3, "b": 3}
+    assert "rounds" not in found[1]
+    (run / "cluster.toml").unlink()
+    result = atoll("report", run, "-o", tmp_path / "page.html")
+    assert "3 averaged, 3 count this island" in result.stdout
+    assert "is not compared with its prediction" in result.stderr
 
 
 def test_a_run_that_has_not_begun_is_a_page_and_a_note(tmp_path: Path) -> None:

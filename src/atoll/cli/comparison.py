@@ -14,6 +14,7 @@ from atoll.cli.arguments import read_cluster
 if TYPE_CHECKING:
     from atoll.prediction.cost import Prediction
     from atoll.prediction.cost.comparison import Difference
+    from atoll.training.report.rounds import RoundsSummary
     from atoll.training.run.measurements import RunRecords
 
 _SHOWN = 10
@@ -102,6 +103,7 @@ def _figures(run: RunRecords) -> dict[str, Any]:
     rates = [each["tokens_per_second"] for each in steps if is_of(each, "tokens_per_second")]
     losses = [each["loss"] for each in steps if is_of(each, "loss")]
     validations = [each["loss"] for each in read_records(folder.validation) if is_of(each, "loss")]
+    rounds = _rounds(run.folder.root)
     return {
         "seconds": seconds,
         "rate": median(rates) if rates else None,
@@ -109,6 +111,14 @@ def _figures(run: RunRecords) -> dict[str, Any]:
         "loss": losses[-1] if losses else None,
         "validation": min(validations, default=None),
         "peak": max(run.peaks, default=None),
+        "counted_in": None if rounds is None else rounds.own,
+        "counted_tokens": None if rounds is None else rounds.tokens.get(rounds.island, 0.0),
+        "lost_tokens": None if rounds is None else rounds.lost,
+        "goodput": None if rounds is None else rounds.goodput,
+        "full_time": None if rounds is None else rounds.full_time,
+        "waited": None if rounds is None else rounds.waited,
+        "sent_bytes": None if rounds is None else rounds.sent,
+        "received_bytes": None if rounds is None else rounds.received,
     }
 
 
@@ -121,6 +131,14 @@ _FIGURES: dict[str, _Shown] = {
     "steps": (lambda of: of["steps"], str),
     "last loss": (lambda of: of["loss"], lambda loss: f"{loss:.4f}"),
     "lowest validation loss": (lambda of: of["validation"], lambda loss: f"{loss:.4f}"),
+    "rounds that count it": (lambda of: of["counted_in"], str),
+    "counted tokens": (lambda of: of["counted_tokens"], format_count),
+    "lost tokens": (lambda of: of["lost_tokens"], format_count),
+    "goodput, of members": (lambda of: of["goodput"], lambda share: f"{share:.1%}"),
+    "goodput, full time": (lambda of: of["full_time"], lambda share: f"{share:.1%}"),
+    "waited for rounds": (lambda of: of["waited"], format_seconds),
+    "sent to islands": (lambda of: of["sent_bytes"], format_bytes),
+    "received from islands": (lambda of: of["received_bytes"], format_bytes),
 }
 
 
@@ -132,6 +150,26 @@ def _flat(table: dict[str, Any], above: str = "") -> dict[str, Any]:
     return found
 
 
+def describe_rounds(path: Path) -> Iterator[str]:
+    """Yield the rounds of a run that is an island of a federation; nothing of other runs."""
+    from atoll.training.report.rounds import round_figures, round_notes
+
+    rounds = _rounds(path)
+    if rounds is None:
+        return
+    yield ""
+    for name, value in round_figures(rounds).items():
+        yield f"{name:30}{value}"
+    yield from (f"note: {note}" for note in round_notes(rounds))
+
+
+def _rounds(path: Path) -> RoundsSummary | None:
+    from atoll.training.output.folder import RunFolder, read_records
+    from atoll.training.report.rounds import summarize_rounds
+
+    return summarize_rounds(read_records(RunFolder(path).rounds))
+
+
 # ---- JSON
 
 
@@ -140,6 +178,7 @@ def _values(run: RunRecords, prediction: Prediction, differences: tuple[Differen
     from atoll.prediction.cost.summary import bytes_of
 
     ranks = range(len(run.timed))
+    rounds = _rounds(run.folder.root)
     return {
         "run": str(run.folder.root),
         "seconds": {"predicted": prediction.seconds, "measured": run.measured.seconds},
@@ -174,6 +213,7 @@ def _values(run: RunRecords, prediction: Prediction, differences: tuple[Differen
             for rank, peak in enumerate(run.peaks)
         ],
         "calibration": str(run.folder.calibration),
+        **({} if rounds is None else {"rounds": rounds.to_json()}),
     }
 
 

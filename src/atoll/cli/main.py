@@ -30,11 +30,11 @@ from atoll.cli import (
     show,
     train,
     verify,
+    watch,
 )
 
 MOVED = {
     "compare": "report RUN",
-    "watch": "report RUN --live",
     "calibrate": "doctor --calibrate ROWS",
     "layouts": "show layouts",
     "schedule": "show schedule NAME",
@@ -67,6 +67,7 @@ app.command("predict")(predict.predict_command)
 app.command("explain")(explain.explain_command)
 app.command("verify")(verify.verify_command)
 app.command("report")(report.report_command)
+app.command("watch")(watch.watch_command)
 app.add_typer(show.show_app, name="show")
 app.command("convert")(convert.convert_command)
 app.command("import")(interchange.import_command)

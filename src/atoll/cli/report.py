@@ -47,7 +47,8 @@ def report_command(
     For a RUN, its measured step time and memory are printed beside the prediction, instruction by instruction: the step
     time is the median of the run; instructions are those of its last step; those that differ most have their likely
     cause. For several runs, their measured figures and the keys in which their configs differ are printed side by side.
-    A row for `atoll doctor --calibrate` is written to calibration.jsonl in the folder of each run.
+    A row for `atoll doctor --calibrate` is written to calibration.jsonl in the folder of each run. For an island of a
+    federation there are its rounds, too.
 
     With --live the page follows a run that goes on. The folder is only read, and may still be empty: the page waits for
     the run to start. With --json the page is written only if -o names it.
@@ -57,7 +58,8 @@ def report_command(
     predicted and measured; differences, the largest first, with rank, do, block or unit (null for neither), name,
     predicted and measured (times, seconds of all times, shortest), seconds (what it took longer) and cause; ranks, one
     object a pipeline rank with rank, predicted (bytes by component), measured_bytes and memory, what these are of:
-    "allocated" tensors or "resident" memory; calibration, the file that was written.
+    "allocated" tensors or "resident" memory; calibration, the file that was written; for an island of a federation also
+    rounds, see docs/report.md.
     """
     from atoll.base.errors import ConfigError
 
@@ -102,18 +104,21 @@ def _print_json(paths: list[Path], cluster: Path | None) -> None:
 
 
 def _print(runs: list[Path], cluster: Path | None) -> None:
-    """Print each run beside its prediction, and several runs beside each other."""
+    """Print each run beside its prediction with its rounds, and several runs beside each other."""
     from atoll.base.errors import AtollError
-    from atoll.cli.comparison import Compared, side_by_side
+    from atoll.cli.comparison import Compared, describe_rounds, side_by_side
 
     for path in runs:
+        rounds = [*describe_rounds(path)]
         try:
             found = Compared.read(path, cluster)
             lines = list(found.describe())
         except AtollError as error:  # the page is written; a run that has just begun has nothing to compare
             typer.echo(f"note: {path} is not compared with its prediction: {error}", err=True)
+            if rounds:
+                typer.echo("\n".join([*(["", str(path)] if len(runs) > 1 else []), *rounds]))
             continue
-        typer.echo("\n".join(["", *([str(path)] if len(runs) > 1 else []), *lines]))
+        typer.echo("\n".join(["", *([str(path)] if len(runs) > 1 else []), *lines, *rounds]))
         typer.echo(f"wrote {found.run.folder.calibration}, a row for atoll doctor --calibrate", err=True)
     if len(runs) > 1:
         try:

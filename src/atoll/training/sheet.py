@@ -25,6 +25,7 @@ from atoll.training.report import (
     traced_timeline,
     with_measurements,
 )
+from atoll.training.report.rounds import round_figures, round_notes, summarize_rounds
 from atoll.training.run.measurements import read_run_file, read_started, read_timing
 from atoll.training.setup.choosing import load_chosen
 from atoll.training.setup.here import measured_cluster
@@ -73,7 +74,7 @@ class RunReader:
     def stamp(self) -> tuple[object, ...]:
         """Return a value that changes when a file of the sheet does."""
         folder = self.folder
-        drawn = (folder.metrics, folder.validation, folder.trace, folder.timing, folder.timeline)
+        drawn = (folder.metrics, folder.validation, folder.rounds, folder.trace, folder.timing, folder.timeline)
         return _stamp((folder.config, folder.plan, folder.cluster, *drawn))
 
     def sheet(self) -> Sheet:
@@ -129,6 +130,10 @@ class RunReader:
             timing = read_timing(folder.timing)
             figures["peak memory"] = f"{format_bytes(max(timing.peaks))} {timing.memory}"
             memory = None if memory is None else replace(memory, peaks=timing.peaks, measured=timing.memory)
+        rounds = summarize_rounds(read_records(folder.rounds))
+        if rounds is not None:
+            figures |= round_figures(rounds)
+            notes += round_notes(rounds)
         curves = Curves(
             _columns(records, ("step", *_SHOWN)),
             _columns(read_records(folder.validation), ("step", "loss")),

@@ -6,6 +6,7 @@
                  metrics.jsonl          one object per training step
                  validation.jsonl       one object per evaluation, the first as step 0
                  incidents.jsonl        one object per bad step that was skipped or rolled back; never rewound
+                 rounds.jsonl           of an island of a federation: one object for each thing that it did
                  trace.json             one measured step, for chrome://tracing or Perfetto
                  prediction.json        output of `atoll predict --json` for the run
                  cluster.toml           cluster of the prediction, if run.cluster sets it
