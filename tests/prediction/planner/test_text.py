@@ -48,3 +48,13 @@ def test_of_a_searched_order_no_bound_is_known(answer: Answer) -> None:
         "bound on faster plans is known"
     )
     assert line(replace(answer, found=found), "schedule") == "schedule           joint on a line"
+
+
+def test_another_choice_costs_a_share_of_the_best_step_or_does_not_fit(answer: Answer) -> None:
+    assert line(answer, "layout") == "layout             NNN"
+    rows = [each for each in text.describe_answer(answer) if each.endswith(" found none that fits")]
+    assert [row.split("  ")[0] for row in rows] == ["layout"]
+    (other,) = (each for each in answer.alternatives if each.seconds is not None)
+    assert other.choice == "post-validation"
+    cost = f"+{100 * (other.seconds / answer.best.seconds - 1):.1f}%"
+    assert f"post-validation  no         {cost}" in text.describe_answer(answer)
