@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from atoll.plans.host import HostState
 from atoll.plans.layouts import EFFECTIVE, FlatMap, Layout, Nest, Precision, SegmentShape, Sharding
 from atoll.plans.plan import MeshShape, Plan
 from atoll.plans.schedules import build
@@ -59,3 +60,15 @@ def test_weights_gradients_of_a_stage_are_computed_in_the_order_of_its_backward(
                 orders.setdefault((step.action.stage, step.action.microbatch), []).append(step.of)
         assert max(map(len, orders.values())) > 1
         assert all(own == sorted(own, reverse=True) for own in orders.values())
+
+
+def test_what_w_needs_leaves_for_host_memory_but_for_a_message() -> None:
+    """The buffer of the gradient that a stage receives is answered by the last W, and stays."""
+    plan = Plan(
+        MeshShape(2), Layout("NNN"), build("zb-h1", ranks=2, microbatches=4), 1, host=HostState(activations=1.0)
+    )
+    workload = Transformer.llama(layers=6, hidden=16, heads=4, kv_heads=4, ffn=40, vocabulary=96).workload
+    ranks = Ranks(workload, plan, Use(samples=1, sequence=8))
+    weights = [each for rank in range(2) for stage in ranks.of(rank).stages.values() for each in stage.weights.values()]
+    assert all(each.leaves == each.pending - each.answered for each in weights)
+    assert sum(each.answered > 0 for each in weights) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -10,6 +11,7 @@ from atoll.plans.ir import Placement
 from atoll.plans.schedules.arrays import NEVER, Rules
 from atoll.plans.schedules.jit import floats, integers
 from atoll.plans.schedules.links import Links, PipelineLink
+from atoll.plans.schedules.moves import critical_cells
 from atoll.plans.schedules.problem import Problem
 from atoll.plans.schedules.search import Board
 from atoll.program.sim import Costs
@@ -69,6 +71,35 @@ def test_shared_links_are_played_in_milliseconds_as_in_seconds(seed: int) -> Non
         assert cost is not None
         costs.append((cost.main / unit, cost.minor / unit))
     assert costs[0] == costs[1]
+
+
+@pytest.mark.parametrize("is_span", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_critical_chain_ends_last_and_has_no_gap(seed: int, is_span: bool) -> None:
+    """Each of its actions begins when the one before it ends, or what it sends arrives; so none can begin earlier."""
+    chance = random.Random(seed)
+    times = [tuple(chance.uniform(0.5, 1.5) for _ in range(4)) for _ in range(3)]
+    problem = Problem.of(Placement("line", 4), 5, costs=Costs(*times, hop=0.25))
+    board = Board(problem)
+    assert board.list(rules_of(problem)) is not None
+    assert board.play() is not None
+    count = critical_cells(board.model, board.order, board.played, is_span, board.path)
+    chain = [int(cell) for cell in board.path[:count]]
+    begins, takes = board.played.begin, board.model.takes
+
+    def end(cell: int) -> float:
+        rank, op = cell // board.width, int(board.order[cell])
+        return float(begins[cell] + takes[rank * 4 + op])
+
+    ends = [max(map(end, range(rank * board.width, (rank + 1) * board.width))) for rank in range(4)]
+    spans = [last - begins[rank * board.width] for rank, last in enumerate(ends)]
+    longest = max(range(4), key=(spans if is_span else ends).__getitem__)
+    assert chain[0] // board.width == longest
+    assert end(chain[0]) == pytest.approx(ends[longest])
+    for cell, before in pairwise(chain):
+        hop = 0.0 if cell // board.width == before // board.width else 0.25
+        assert begins[cell] == pytest.approx(end(before) + hop)
+    assert begins[chain[-1]] == 0.0
 
 
 def order_of(*, restraint: float = 0.0, patience: float = 0.0) -> str:

@@ -184,6 +184,14 @@ def test_an_uneven_choice_of_experts_fills_one_rank() -> None:
     assert len({work.kept for work in alone}) == 1
 
 
+def test_a_router_keeps_scores_of_all_experts_and_three_numbers_of_each_chosen_one() -> None:
+    """Of each expert that a token has chosen its number in int64, its probability and its weight in fp32."""
+    layer = sizes_of("Qwen3-30B-A3B").workload.blocks[1]
+    saved = {each.name: each.nbytes for each in layer.work(Use(samples=1, sequence=4096)).saved}
+    assert saved["router's scores"] == 4096 * 128 * 4
+    assert saved["router's weights"] == 4096 * 8 * (8 + 4 + 4)
+
+
 # ---- links
 
 
