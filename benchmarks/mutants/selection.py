@@ -145,12 +145,12 @@ def candidates(module: str, within: str, ran: Sequence[Ran], files: Sequence[str
     return sorted(found, key=lambda each: (near[each.file], each.seconds, each.name))
 
 
-def selected(found: Sequence[Ran], *, most_seconds: float = MOST_SECONDS) -> list[Ran]:
-    """Return the first tests that fit into the time that is allowed; at least one, if there is any."""
+def selected(found: Sequence[Ran], *, most_seconds: float = MOST_SECONDS, most: int = MOST_TESTS) -> list[Ran]:
+    """Return the first tests that fit into the time that is allowed: at least one, and no more than `most`."""
     chosen: list[Ran] = []
     seconds = 0.0
     for each in found:
-        if chosen and (seconds + each.seconds > most_seconds or len(chosen) == MOST_TESTS):
+        if chosen and (seconds + each.seconds > most_seconds or len(chosen) == most):
             continue
         chosen.append(each)
         seconds += each.seconds
