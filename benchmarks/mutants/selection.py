@@ -89,6 +89,7 @@ BESIDE: Mapping[str, tuple[str, ...]] = {
     "training/run/checkpoints.py": ("tests/training/run/test_loop.py",),
     "training/run/measurements.py": ("tests/cli/test_calibrate.py", "tests/cli/test_comparison.py"),
     "training/run/utilisation.py": ("tests/training/output/test_loggers.py",),
+    "plans/schedules/one_rank.py": ("tests/plans/schedules/test_bounds.py",),
     "plans/schedules/": ("tests/plans/schedules/test_orders.py", "tests/plans/schedules/test_kernels.py"),
 }
 """Files that are a module's own and have another name, by the beginning of the module's path."""
