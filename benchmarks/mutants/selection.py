@@ -76,6 +76,7 @@ BESIDE: Mapping[str, tuple[str, ...]] = {
     "runtime/sharding/gradients.py": ("tests/runtime/test_residency.py", "tests/runtime/test_lanes.py"),
     "runtime/sharding/host_steps.py": ("tests/runtime/test_host_memory.py", "tests/runtime/test_segment.py"),
     "runtime/sharding/matrices.py": ("tests/runtime/test_matrix.py", "tests/runtime/test_muon.py"),
+    "runtime/transport/": ("tests/runtime/test_transport.py", "tests/runtime/test_shared_memory.py"),
     "runtime/sharding/": ("tests/runtime/test_segment.py", "tests/runtime/test_units.py"),
     "training/config/run.py": ("tests/training/config/test_load.py", "tests/training/run/test_loop.py"),
     "training/config/": ("tests/training/config/test_load.py", "tests/training/config/test_schema.py"),
