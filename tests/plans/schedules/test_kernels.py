@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from atoll.plans.ir import Placement
-from atoll.plans.schedules.arrays import NEVER, Rules
+from atoll.plans.schedules.arrays import NEVER, Rules, with_ties
 from atoll.plans.schedules.jit import floats, integers
 from atoll.plans.schedules.links import Links, PipelineLink
 from atoll.plans.schedules.moves import critical_cells
@@ -71,6 +71,14 @@ def test_shared_links_are_played_in_milliseconds_as_in_seconds(seed: int) -> Non
         assert cost is not None
         costs.append((cost.main / unit, cost.minor / unit))
     assert costs[0] == costs[1]
+
+
+def test_the_other_cost_decides_between_equal_ones_alone() -> None:
+    """Of makespan and span: much more of the other does not make up for a little more of the objective."""
+    for is_span in (False, True):
+        costs = [(10.0, 90.0), (10.0, 80.0), (10.1, 10.0)]
+        made = [with_ties(floats(cost[::-1] if is_span else cost), is_span) for cost in costs]
+        assert made[1] < made[0] < made[2]
 
 
 @pytest.mark.parametrize("is_span", [False, True])
