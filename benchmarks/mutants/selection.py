@@ -60,6 +60,7 @@ BESIDE: Mapping[str, tuple[str, ...]] = {
     "training/run/signals.py": ("tests/cli/test_train.py",),
     "plans/federation/records.py": ("tests/plans/federation/test_orders.py", "tests/plans/federation/test_rounds.py"),
     "prediction/cost/divided.py": ("tests/prediction/test_sequences.py",),
+    "prediction/cost/": ("tests/prediction/cost/test_transformer.py", "tests/prediction/cost/test_ranks.py"),
     "program/memory.py": ("tests/program/test_working_memory.py", "tests/prediction/test_slices_of_sequences.py"),
     "program/": ("tests/program/test_lower.py", "tests/program/test_rank.py"),
     "runtime/assemble/build.py": ("tests/runtime/test_muon.py", "tests/runtime/models/test_initialise.py"),
