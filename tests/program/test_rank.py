@@ -72,3 +72,13 @@ def test_what_w_needs_leaves_for_host_memory_but_for_a_message() -> None:
     weights = [each for rank in range(2) for stage in ranks.of(rank).stages.values() for each in stage.weights.values()]
     assert all(each.leaves == each.pending - each.answered for each in weights)
     assert sum(each.answered > 0 for each in weights) == 1
+
+
+def test_without_host_memory_a_program_says_nothing_of_activations() -> None:
+    """They move nowhere, and their bytes are the prediction's: the built model's program has the same shape."""
+    plan = Plan(MeshShape(2), Layout("NNN"), build("zb-h1", ranks=2, microbatches=4), 1)
+    workload = Transformer.llama(layers=6, hidden=16, heads=4, kv_heads=4, ffn=40, vocabulary=96).workload
+    shapes = [program.shape for program in Ranks(workload, plan, Use(samples=1, sequence=8)).programs.ranks]
+    blocks = [block for shape in shapes for block in shape.blocks.values()]
+    assert all(block.kept == block.freed == block.pending == block.leaves == 0 for block in blocks)
+    assert all(not stage.weights for shape in shapes for stage in shape.stages.values())

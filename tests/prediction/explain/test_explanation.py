@@ -33,6 +33,8 @@ def test_a_holding_is_the_peak_of_the_prediction(explanation: Explanation) -> No
         assert sum(own.parameters for own in each.state) == state.parameters == peak.parameters
         assert sum(own.optimizer for own in each.state) == state.optimizer == peak.optimizer
         assert sum(own.gradients for own in each.state) == state.gradients
+        segments = [segment for unit in prediction.ranks.of(rank).units.values() for segment in unit.segments]
+        assert sum(own.elements for own in each.state) == sum(segment.map.padded for segment in segments)
         assert each.during is not None
     assert explanation.fullest.held.total == max(each.held.total for each in explanation.holdings)
 
@@ -258,6 +260,8 @@ def test_slices_stay_with_every_schedule_that_takes_them() -> None:
 def test_without_tensor_parallel_ranks_no_sequence_is_divided_among_them() -> None:
     plan = PLANS["tensor"].prediction.plan
     assert plan.sequence_parallel
+    assert CHOICES["sequence parallel"].values(plan) == ["off"]
+    assert CHOICES["sequence parallel"].values(PLANS["GGG 1f1b"].plan) == []
     assert not rebuilt(plan, mesh=MeshShape(2, 2, 4)).sequence_parallel
     assert rebuilt(plan, mesh=MeshShape(2, 1, 4, 2)).sequence_parallel
 
