@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.base.errors import ConfigError
-from atoll.plans.ir import Schedule, insert_messages, insert_sharding, lower
+from atoll.plans.ir import Placement, Schedule, insert_messages, insert_sharding, lower
 from atoll.plans.schedules import Links, Memory, PipelineLink, build
 from atoll.program.sim import Costs, simulate
 from tests.plans.ir.shapes import V, random_schedule, typed

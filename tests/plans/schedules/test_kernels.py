@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
 
 from atoll.plans.ir import Placement
+from atoll.plans.schedules import build
 from atoll.plans.schedules.arrays import NEVER, Rules, with_ties
 from atoll.plans.schedules.jit import floats, integers
 from atoll.plans.schedules.links import Links, PipelineLink
 from atoll.plans.schedules.moves import critical_cells
+from atoll.plans.schedules.portfolio import PERIOD, key_families, pattern_keys
 from atoll.plans.schedules.problem import Problem
 from atoll.plans.schedules.search import Board
 from atoll.program.sim import Costs
@@ -128,3 +131,29 @@ def test_patience_waits_for_what_arrives_in_place_of_a_weight_gradient() -> None
     assert order_of(patience=0.1) == "F0 F1 F2 I0 I1 W0 W1 I2 W2"
     assert order_of(patience=1.1) == "F0 F1 F2 I0 I1 W0 I2 W1 W2"
     assert order_of(patience=1.3) == "F0 F1 F2 I0 I1 I2 W0 W1 W2"
+
+
+def urgent(keys: Sequence[float], op: int, problem: Problem, stages: Sequence[int]) -> str:
+    """The forwards (op 0) or gradients (1) of some stages, the most urgent first."""
+    size = problem.microbatches
+    first = op * problem.placement.stages * size
+    found = sorted((keys[first + stage * size + number], stage, number) for stage in stages for number in range(size))
+    return " ".join(f"{stage}.{number}" for _, stage, number in found)
+
+
+def test_a_repeated_pattern_is_as_urgent_a_period_later() -> None:
+    problem = Problem.of(Placement("v", 2, 2), 3)
+    keys = [float(key) for key in pattern_keys(Board(problem), lambda rank, ranks: (rank, 2, 3, 5 - rank))]
+    for first in range(0, len(keys), 3):
+        assert [key - keys[first] for key in keys[first : first + 3]] == [0.0, PERIOD, 2.0 * PERIOD]
+    assert keys[::3] == [0.0, 1.0, 2.0, 2.0, 5.0, 4.0, 3.0, 3.0]
+
+
+def test_families_of_keys_go_through_all_microbatches_or_groups_of_them_chunk_by_chunk() -> None:
+    """Forwards from the first chunk, gradients from the last; a group has as many microbatches as there are ranks."""
+    problem = Problem.of(Placement("loop", 2, 2), 4)
+    schedule = build("interleaved", ranks=2, microbatches=4)
+    all_of_one, groups, _ = key_families(Board(problem), schedule)
+    assert urgent(all_of_one, 0, problem, (0, 2)) == "2.0 2.1 2.2 2.3 0.0 0.1 0.2 0.3"
+    assert urgent(groups, 0, problem, (0, 2)) == "0.0 0.1 2.0 2.1 0.2 0.3 2.2 2.3"
+    assert urgent(groups, 1, problem, (0, 2)) == "2.0 2.1 0.0 0.1 2.2 2.3 0.2 0.3"
