@@ -31,7 +31,7 @@ LEFT_OUT = {
 
 BESIDE: Mapping[str, tuple[str, ...]] = {
     "__main__.py": ("tests/cli/test_main.py",),
-    "cli/arguments.py": ("tests/cli/test_plan.py",),
+    "cli/arguments.py": ("tests/cli/test_plan.py", "tests/cli/test_train.py"),
     "runtime/pipeline/executor.py": ("tests/runtime/test_executor_order.py",),
     "runtime/pipeline/counter.py": ("tests/runtime/test_blocks.py", "tests/runtime/test_engine.py"),
     "runtime/pipeline/microbatches.py": ("tests/runtime/test_blocks.py", "tests/runtime/test_deferred.py"),

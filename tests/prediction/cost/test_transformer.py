@@ -213,3 +213,12 @@ def test_slices_of_layers_alone_keep_keys_and_values_of_the_whole_sequence() -> 
     layer = 2 * 2 * 2048 * 2 * 2 * 16  # bytes, samples, positions, keys and values, heads, width
     assert sliced == [0, layer, layer, 0]
     assert [work(model, at).keys for at in range(len(model.workload.blocks))] == [0] * 4
+
+
+def test_an_eager_loss_of_logits_in_half_precision_casts_them_and_keeps_two_gradients() -> None:
+    """Of 4096 tokens and 256 ids in fp32: the cast in F; in I the gradients of the log-softmax and of its input."""
+    model = Transformer.decoder(layers=2, hidden=64, heads=4, kv_heads=2, ffn=128, vocabulary=256)
+    precise = 4 * 2 * 2048 * 256
+    half, single = (work(model, -1, loss="eager", compute=compute) for compute in ("float16", "float32"))
+    assert (half.peak, half.loss) == (precise, 2 * precise)
+    assert (single.peak, single.loss) == (0, 2 * precise)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -119,3 +120,10 @@ def test_a_mesh_is_its_axes_with_more_than_one_rank() -> None:
     assert phrases.mesh(MeshShape(1, 2, 4, 2, expert=4)) == "16 ranks: inter 2 x intra 4 x tp 2, experts over 4"
     assert phrases.mesh(MeshShape(intra=2, sequence=2)) == "2 ranks: intra 2, sequences over 2"
     assert phrases.mesh(MeshShape()) == "1 rank"
+
+
+def test_at_most_five_faster_alternatives_are_named() -> None:
+    explanation = PLANS["GGG 1f1b"]
+    said = " ".join(text._alternatives(explanation)).partition("These fit and are faster: ")[2]
+    assert len(explanation.better) > 5
+    assert re.findall(r"\((\d+\.\d{3}) x\)", said) == [f"{each.speed:.3f}" for each in explanation.better[:5]]
