@@ -102,6 +102,7 @@ def test_tests_are_added_until_the_time_is_spent() -> None:
     assert [each.name for each in selection.selected(known)] == ["t::0", "t::2", "t::3"]
     assert selection.selected([ran("t::0", 900.0)])  # one at least
     assert len(selection.selected([ran(f"t::{at}", 0.0) for at in range(900)])) == selection.MOST_TESTS
+    assert len(selection.selected([ran(f"t::{at}", 0.0) for at in range(900)], most=70)) == 70
 
 
 def test_imports_lead_through_packages_to_the_home_of_a_name() -> None:

@@ -284,7 +284,7 @@ def _judge(mutant: Mutant, tree: Tree, known: Undamaged) -> dict[str, Any]:
         if stage == "more":
             have = {each.name for each in chosen}
             chosen = [each for each in known.more(mutant, tree) if each.name not in have]
-            chosen = selection.selected(chosen, most_seconds=MORE_SECONDS)
+            chosen = selection.selected(chosen, most_seconds=MORE_SECONDS, most=len(chosen))
         while chosen:
             limit = FACTOR * sum(each.seconds for each in chosen) + SPARE_SECONDS + KERNEL_SECONDS * is_kernel
             with tree.damaged(f"src/atoll/{mutant.module}", mutant.source):

@@ -31,7 +31,7 @@ LEFT_OUT = {
 
 BESIDE: Mapping[str, tuple[str, ...]] = {
     "__main__.py": ("tests/cli/test_main.py",),
-    "cli/arguments.py": ("tests/cli/test_plan.py",),
+    "cli/arguments.py": ("tests/cli/test_plan.py", "tests/cli/test_train.py"),
     "runtime/pipeline/executor.py": ("tests/runtime/test_executor_order.py",),
     "runtime/pipeline/counter.py": ("tests/runtime/test_blocks.py", "tests/runtime/test_engine.py"),
     "runtime/pipeline/microbatches.py": ("tests/runtime/test_blocks.py", "tests/runtime/test_deferred.py"),
@@ -58,6 +58,41 @@ BESIDE: Mapping[str, tuple[str, ...]] = {
     "plans/schedules/problem.py": ("tests/plans/schedules/test_automatic.py",),
     "training/process.py": ("tests/cli/test_train.py",),
     "training/run/signals.py": ("tests/cli/test_train.py",),
+    "plans/federation/records.py": ("tests/plans/federation/test_orders.py", "tests/plans/federation/test_rounds.py"),
+    "prediction/cost/divided.py": ("tests/prediction/test_sequences.py",),
+    "prediction/cost/": ("tests/prediction/cost/test_transformer.py", "tests/prediction/cost/test_ranks.py"),
+    "program/memory.py": ("tests/program/test_working_memory.py", "tests/prediction/test_slices_of_sequences.py"),
+    "program/": ("tests/program/test_lower.py", "tests/program/test_rank.py"),
+    "runtime/assemble/build.py": ("tests/runtime/test_muon.py", "tests/runtime/models/test_initialise.py"),
+    "runtime/mail.py": ("tests/runtime/test_order.py",),
+    "runtime/models/conversion.py": ("tests/runtime/models/test_weights.py",),
+    "runtime/models/divided.py": ("tests/runtime/test_sequence.py",),
+    "runtime/models/sizes.py": ("tests/runtime/models/test_counting.py",),
+    "runtime/models/tied.py": ("tests/runtime/test_ties.py",),
+    "runtime/monitor.py": ("tests/runtime/test_failure.py", "tests/runtime/test_verdict.py"),
+    "runtime/outline.py": ("tests/runtime/test_order.py",),
+    "runtime/pipeline/block.py": ("tests/runtime/test_blocks.py", "tests/runtime/test_selective.py"),
+    "runtime/pipeline/routing.py": ("tests/runtime/test_balance.py",),
+    "runtime/rendezvous.py": ("tests/runtime/test_launch.py",),
+    "runtime/sharding/gradients.py": ("tests/runtime/test_residency.py", "tests/runtime/test_lanes.py"),
+    "runtime/sharding/host_steps.py": ("tests/runtime/test_host_memory.py", "tests/runtime/test_segment.py"),
+    "runtime/sharding/matrices.py": ("tests/runtime/test_matrix.py", "tests/runtime/test_muon.py"),
+    "runtime/transport/": ("tests/runtime/test_transport.py", "tests/runtime/test_shared_memory.py"),
+    "runtime/sharding/": ("tests/runtime/test_segment.py", "tests/runtime/test_units.py"),
+    "training/config/run.py": ("tests/training/config/test_load.py", "tests/training/run/test_loop.py"),
+    "training/config/": ("tests/training/config/test_load.py", "tests/training/config/test_schema.py"),
+    "training/data/split.py": ("tests/training/data/test_encoding.py",),
+    "training/data/supply.py": ("tests/training/data/test_mixing.py", "tests/training/data/test_stream.py"),
+    "training/models/pretrained.py": (
+        "tests/training/models/test_sources.py",
+        "tests/training/models/test_text_part.py",
+    ),
+    "training/report/": ("tests/training/report/test_report.py", "tests/training/report/test_page.py"),
+    "training/run/checkpoints.py": ("tests/training/run/test_loop.py",),
+    "training/run/measurements.py": ("tests/cli/test_calibrate.py", "tests/cli/test_comparison.py"),
+    "training/run/utilisation.py": ("tests/training/output/test_loggers.py",),
+    "plans/schedules/one_rank.py": ("tests/plans/schedules/test_bounds.py",),
+    "plans/schedules/": ("tests/plans/schedules/test_orders.py", "tests/plans/schedules/test_kernels.py"),
 }
 """Files that are a module's own and have another name, by the beginning of the module's path."""
 
@@ -113,12 +148,12 @@ def candidates(module: str, within: str, ran: Sequence[Ran], files: Sequence[str
     return sorted(found, key=lambda each: (near[each.file], each.seconds, each.name))
 
 
-def selected(found: Sequence[Ran], *, most_seconds: float = MOST_SECONDS) -> list[Ran]:
-    """Return the first tests that fit into the time that is allowed; at least one, if there is any."""
+def selected(found: Sequence[Ran], *, most_seconds: float = MOST_SECONDS, most: int = MOST_TESTS) -> list[Ran]:
+    """Return the first tests that fit into the time that is allowed: at least one, and no more than `most`."""
     chosen: list[Ran] = []
     seconds = 0.0
     for each in found:
-        if chosen and (seconds + each.seconds > most_seconds or len(chosen) == MOST_TESTS):
+        if chosen and (seconds + each.seconds > most_seconds or len(chosen) == most):
             continue
         chosen.append(each)
         seconds += each.seconds

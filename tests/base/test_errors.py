@@ -27,3 +27,11 @@ def test_every_message_is_bounded() -> None:
 def test_a_message_within_the_bound_is_whole() -> None:
     assert str(PlanError("y" * PlanError.longest)) == "y" * PlanError.longest
     assert str(RankError("a\ud800b", rank=1)) == "a?b"
+
+
+def test_an_error_of_a_rank_says_whose_it_is() -> None:
+    error = RankError("gone", rank=3, exit_code=7, speaker=1)
+    assert (error.rank, error.exit_code, error.speaker) == (3, 7, 1)
+    plain = RankError("gone", rank=0)
+    assert (plain.rank, plain.exit_code, plain.speaker) == (0, 1, None)
+    assert errors.ReplicaError("differ", ranks=(1, 2)).ranks == (1, 2)

@@ -121,6 +121,16 @@ def test_json_says_what_the_file_says(folder: Path) -> None:
     assert found["error"] == pytest.approx(sum(errors) / 4)
 
 
+def test_the_table_has_the_errors_of_the_json(folder: Path) -> None:
+    pytest.importorskip("scipy")
+    write_rows(folder, true_rows(folder)[:2])
+    words = ("--constants", "device.efficiency.products")
+    lines = calibrated(folder, *words).stdout.splitlines()
+    (folder / "fitted.toml").unlink()
+    steps = json.loads(calibrated(folder, *words, "--json").stdout)["steps"]
+    assert [line.split()[-1] for line in lines[1:3]] == [f"{100 * step['error']:+.1f}%" for step in steps]
+
+
 def test_rows_may_be_json_or_jsonl_and_a_config_its_tables(folder: Path) -> None:
     tables = load(folder / "run.toml").model_dump(mode="json")
     rows = [

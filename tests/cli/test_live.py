@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import signal
 import socket
@@ -15,14 +16,16 @@ from collections.abc import Iterator
 from http.client import HTTPConnection, HTTPResponse
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from atoll.base.errors import RunError
-from atoll.cli.live import serve
+from atoll.cli.live import _Source, serve
 from atoll.cli.main import app
 from atoll.testing.progress import Activity, finish, join_thread, run
+from atoll.training.report import Sheet
 from atoll.training.sheet import RunReader
 from benchmarks.browser import browser, found
 from tests.cli.test_report import run_folder, step
@@ -184,3 +187,31 @@ def test_the_page_follows_the_run_and_keeps_the_readers_place(served: ThreadingH
             os.replace(done / name, tmp_path / "run" / name)
         shown.until("atollReport.charts[0].rows.some((row) => row.source.title.startsWith('measured'))")
         assert shown.problems == []
+
+
+class Files:
+    """A reader of a run whose files have a stamp. read: how often they were read."""
+
+    def __init__(self) -> None:
+        self.root, self.read, self.at = Path("run"), 0, 0
+
+    def stamp(self) -> object:
+        return self.at
+
+    def sheet(self) -> Sheet:
+        self.read += 1
+        return Sheet("run", "run", notes=(f"read {self.read}",))
+
+
+def test_a_page_is_made_again_once_files_have_changed_and_a_moment_has_passed() -> None:
+    files: Any = Files()
+    source = _Source(files)
+    first = source.newest()
+    source._due = 0.0
+    assert source.newest() is first
+    files.at, source._due = 1, math.inf
+    assert source.newest() is first
+    source._due = 0.0
+    second = source.newest()
+    assert (second.sheet.notes, files.read) == (("read 2",), 2)
+    assert second.tag != first.tag

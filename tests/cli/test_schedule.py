@@ -48,6 +48,22 @@ def test_json() -> None:
     assert found["actions"] == [[str(action) for action in row] for row in expected]
 
 
+def test_a_name_is_enough() -> None:
+    """Four ranks and eight microbatches, of which each has F = I = W = 1. The last rank waits for three F, and the
+    first one for as many I."""
+    found = payload("1f1b")
+    assert (found["ranks"], found["microbatches"], found["slices"]) == (4, 8, 1)
+    assert found["makespan"] == 8 * 3 + 3 * (1 + 1)
+
+
+def test_how_far_a_schedule_is_above_the_bound() -> None:
+    found = payload("gpipe")
+    makespan, bound = float(str(found["makespan"])), float(str(found["lower_bound"]))
+    assert makespan > bound > 0
+    said = f"lower bound of the makespan {bound:g}; this one is {100 * (makespan - bound) / bound:.2f}% above\n"
+    assert said in run("gpipe").stdout
+
+
 def test_slices() -> None:
     """Four microbatches in eight slices: costs and bytes are those of a whole microbatch, as without."""
     arguments = ["1f1b", "--microbatches", "4", "--slices", "8", "--activation-bytes", "80", "--static-bytes", "10"]

@@ -135,6 +135,14 @@ def test_an_order_of_slices_in_a_config() -> None:
     assert plan(4, schedule=to_text(whole)).schedule == whole
 
 
+def test_a_config_without_keys_makes_the_plan_without_arguments() -> None:
+    """Whoever writes a program has the defaults that the documentation of a config says."""
+    plan = from_dict({}).to_plan()
+    assert plan == Plan(plan.mesh, plan.layout, plan.schedule, plan.microbatch)
+    even = from_dict({"parallel": {"imbalance": 1.5}}).to_plan()
+    assert even == replace(plan, imbalance=1.5) != plan
+
+
 def test_slices_in_a_config(tmp_path: Path) -> None:
     parallel = {"ranks": 2, "pipeline": 2, "slices": 4, "slice_work": 0.01}
     values = {"train": {"global_batch": 4, "microbatch": 2}, "parallel": parallel}

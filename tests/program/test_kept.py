@@ -269,6 +269,30 @@ def test_more_than_may_be_back_breaks_a_law() -> None:
         Program(rows, found.shape)
 
 
+@pytest.mark.parametrize(
+    "ways", [(Kept.OFFLOADED_OWED, "leaving for host memory"), (Kept.ONLOAD_OWED, "back from host")]
+)
+def test_two_units_of_each_block_that_may_be_on_its_way_may_be(ways: tuple[Operation, str]) -> None:
+    """A block has its units, and that of its experts; what a third block's W needs waits."""
+    do, words = ways
+    found = program_of("zb-h1", 4)
+    at = sorted(places(found)[do].values())
+
+    def together(count: int) -> tuple[Instruction, ...]:
+        rows = [*found.instructions]
+        if do is Kept.ONLOAD_OWED:
+            for nth in range(1, count):
+                rows = [*moved(rows, at[nth], at[0] + nth)]
+        else:
+            for nth in reversed(at[: count - 1]):
+                rows = [*moved(rows, nth, at[count - 1])]
+        return tuple(rows)
+
+    assert Program(together(2 * MOVING), found.shape)
+    with pytest.raises(ScheduleError, match=f"what {2 * MOVING + 1} units need for W is {words}"):
+        Program(together(2 * MOVING + 1), found.shape)
+
+
 # ---- folds
 
 

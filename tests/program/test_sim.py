@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.base.errors import ConfigError
-from atoll.plans.ir import Schedule, insert_messages, insert_sharding, lower
+from atoll.plans.ir import Placement, Schedule, insert_messages, insert_sharding, lower
 from atoll.plans.schedules import Links, Memory, PipelineLink, build
 from atoll.program.sim import Costs, simulate
 from tests.plans.ir.shapes import V, random_schedule, typed
@@ -342,3 +342,10 @@ def test_the_order_decides_what_sharding_costs() -> None:
     slow = simulate(lower(plain, ahead=1), costs).finish
     fast = simulate(lower(broad, residency="run", reduction="run", ahead=2), costs).finish
     assert slow / fast > 1.3
+
+
+def test_costs_of_ranks_are_divided_among_their_stages_and_those_of_stages_are_not() -> None:
+    """F and W of two stages together, and I of each; a full backward takes I and W of the stage."""
+    found = Costs(2.0, (1.0, 2.0, 3.0, 4.0), 8.0).stage_times(Placement("loop", 2, 2))
+    assert found == ((1.0, 1.0, 4.0, 5.0), (1.0, 2.0, 4.0, 6.0), (1.0, 3.0, 4.0, 7.0), (1.0, 4.0, 4.0, 8.0))
+    assert Costs((2.0, 4.0), 3.0, 5.0).stage_times(Placement("line", 2)) == ((2.0, 3.0, 5.0, 8.0), (4.0, 3.0, 5.0, 8.0))

@@ -17,7 +17,7 @@ from atoll.base.errors import PlanError, RankError
 from atoll.plans.outer import Outer
 from atoll.runtime.models import Decoder, DecoderConfig, MixtureConfig
 from atoll.runtime.models import mixture as built_in
-from atoll.runtime.pipeline.routing import Balance, Routers
+from atoll.runtime.pipeline.routing import Balance, ExpertWork, Routers
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, assert_parity, biases_of, reference, results, train_case, worst_difference
 from atoll.testing.reference import History, Routed
@@ -208,3 +208,12 @@ def test_padding_of_divided_sequences_is_refused_where_it_would_count() -> None:
     """Six tokens, which four ranks cannot divide."""
     with pytest.raises(RankError, match="padding would be routed to experts"):
         assert_parity(replace(DIVIDED, intra=4, sequence=4))
+
+
+def test_every_program_counts_its_own_rows() -> None:
+    work = ExpertWork(torch.device("cpu"))
+    with work.exchanging():
+        work.rows += 12
+    assert (work.rows, work.seconds > 0) == (12, True)
+    work.begin()
+    assert (work.rows, work.seconds) == (0, 0.0)

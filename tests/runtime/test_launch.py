@@ -16,7 +16,7 @@ import pytest
 from atoll.base.errors import RankError, UserError
 from atoll.runtime.launch import launch_local
 from atoll.runtime.monitor import Monitor
-from atoll.runtime.rendezvous import Rendezvous, interface_of, torchrun_environment
+from atoll.runtime.rendezvous import Rendezvous, interface_of, own_address, torchrun_environment
 from atoll.testing.clock import Clock
 from atoll.testing.progress import finish, run, wait_until
 
@@ -219,6 +219,13 @@ def test_gloo_takes_the_interface_on_which_the_ranks_meet(given: dict[str, str],
     environment |= {"MASTER_ADDR": socket.gethostname(), "MASTER_PORT": "0"} | given
     done = run(python(MEET), env=environment)
     assert done.stdout.split() == [interface], done.stderr
+
+
+def test_of_a_name_with_several_addresses_the_first_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The resolver has the preferred one first."""
+    rows = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"127.0.0.{last}", 0)) for last in (2, 3)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: rows)
+    assert own_address("here") == "127.0.0.2"
 
 
 def test_interfaces_are_found_by_their_addresses() -> None:

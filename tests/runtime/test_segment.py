@@ -16,6 +16,7 @@ from atoll.base.errors import RunError
 from atoll.plans.layouts import Layout, Nest, Precision, Sharding
 from atoll.plans.plan import MeshShape
 from atoll.runtime.lanes import STEP_LANES, Inline
+from atoll.runtime.sharding.collectives import Purpose
 from atoll.runtime.sharding.host_steps import StepTerms
 from atoll.runtime.sharding.optimizer import ShardedOptimizer
 from atoll.runtime.sharding.segment import Segment
@@ -76,6 +77,11 @@ def test_unsharded_gradients_are_held_until_their_reduction_has_been_waited_for(
     gradients.end_reduction("I")
     assert seen == [True]
     assert alive() is None
+
+
+def test_purposes_of_collectives_have_tags_of_their_own() -> None:
+    """Two of a unit's collectives may be in flight at once, and must not match."""
+    assert [purpose.name for purpose in Purpose] == list(Purpose.__members__)
 
 
 def test_options_are_restored_after_a_step_that_fails() -> None:

@@ -18,6 +18,7 @@ from atoll.prediction.cost import Ranks, Use
 from atoll.prediction.cost.ranks import sent_inside
 from atoll.runtime.models import Decoder, DecoderConfig, transformer_of
 from atoll.runtime.models.attention import register_attention
+from atoll.runtime.models.divided import _Probe
 from atoll.runtime.models.part import SequencePart
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, reference, train_case, worst_difference
@@ -236,6 +237,18 @@ def test_models_that_relate_positions_elsewhere_are_refused(name: str) -> None:
         model = Family(name).build()
     with pytest.raises(PlanError, match=REFUSED[name]):
         adapter_for(model).divide_sequences(SequencePart(0, 2), 1)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 9, 8), (2, 4, 16, 8), (2, 8, 32)], ids=str)
+def test_attention_of_other_shapes_is_refused_with_them(shape: tuple[int, ...]) -> None:
+    """What a rank has of sequences of 16 positions are 8, in the dimension before the last."""
+    probe = _Probe("Odd", SequencePart(0, 2), 8, 1, 2, SequencePart(0, 2), where="layer 3")
+    fitting = torch.empty(2, 4, 8, 8, device="meta")
+    assert [each.shape for each in probe.to_heads([fitting] * 3)] == [(2, 2, 16, 8)] * 3
+    with pytest.raises(
+        PlanError, match=r"layer 3 of Odd .*gives attention \[\(2, 4, 8, 8\), .*not \[batch, heads, S, w"
+    ):
+        probe.to_heads([fitting, torch.empty(shape, device="meta"), fitting])
 
 
 def test_what_cannot_be_divided_is_refused() -> None:

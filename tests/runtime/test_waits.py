@@ -92,3 +92,24 @@ def test_an_extension_takes_the_place_of_the_core_where_it_applies() -> None:
         assert (call_of(on, one), call_of(on, other)) == (core, instead)
     assert {Do.RECV_F, Do.SEND_B, Do.FINISH_F, Do.SEND_F, Do.RECV_B} <= set(INSTEAD)
     assert all(each(on, one) is None for several in INSTEAD.values() for each in several), "there are no extensions"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "along", "peers"),
+    [
+        (MeshShape(inter=2, intra=2), "inter, intra", (0, 1, 2, 3)),
+        (MeshShape(intra=2, pipeline=2), "intra", (0, 1)),
+        (MeshShape(inter=2, pipeline=2), "inter", (0, 1)),
+        (MeshShape(pipeline=2), None, ()),
+    ],
+)
+def test_a_gather_waits_along_the_axes_that_have_other_ranks(
+    mesh: MeshShape, along: str | None, peers: tuple[int, ...]
+) -> None:
+    schedule = lower(schedules.build("1f1b", ranks=mesh.pipeline, microbatches=2))
+    found = Waits(Nowhere(mesh.place(0), torch.device("meta")), schedule).describe(
+        Instruction(Do.WHOLE, Action.parse("0F0"), 1)
+    )
+    assert found.waits_for == peers
+    assert ("along" in found.what) == (along is not None)
+    assert along is None or f" along {along} on the " in found.what

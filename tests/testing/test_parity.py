@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from atoll.testing.parity import History, difference, worst_difference
+from atoll.testing.parity import Case, History, _neutral, difference, worst_difference
 
 
 def history(losses: list[float] | None = None, norms: list[float] | None = None, **parameters: float) -> History:
@@ -43,3 +44,12 @@ def test_parameters_of_other_stages_are_left_out_and_nan_is_infinitely_far() -> 
     assert worst_difference(history(a=1.0), wanted)[0] == 0.0
     worst, where = worst_difference(history(a=math.nan, b=20.0), wanted)
     assert (worst, where) == (math.inf, "parameter a")
+
+
+def test_one_process_has_none_of_the_options_that_divide_a_case() -> None:
+    """What a case is compared with knows its model, batch and precision alone."""
+    divided = Case(
+        "GGG", pipeline=2, intra=2, schedule="zb-v", recompute="block", post_validation=True, prefetch=3, unit=2
+    )
+    assert _neutral(divided) == Case(residency="action")
+    assert _neutral(replace(divided, microbatches=8, steps=5)) == Case(microbatches=8, steps=5, residency="action")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from atoll.testing.clock import Clock
-from atoll.testing.progress import Activity, StallError, finish, join_thread, kill_all, run, wait_until
+from atoll.testing.progress import POLLS, Activity, StallError, finish, join_thread, kill_all, run, wait_until
 
 WORKS = "import sys; print('begun', flush=True)\nwhile True: pass"
 WAITS = "import signal; print('begun', flush=True)\nsignal.pause()"
@@ -132,6 +132,30 @@ def test_a_thread_of_this_process_is_progress() -> None:
         wait_until(lambda: time.process_time() - time.thread_time() > before + 0.2)
         clock.advance(100.0)
         assert progress.verdict() is None
+    finally:
+        is_over.set()
+        join_thread(thread)
+
+
+def test_a_thread_that_only_polls_is_no_progress() -> None:
+    """Threads of gloo use processor time while all ranks wait for each other."""
+    clock, is_over, is_named = Clock(), threading.Event(), threading.Event()
+
+    def poll() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(f"{POLLS}poll")
+        is_named.set()
+        while not is_over.is_set():
+            pass
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    try:
+        assert is_named.wait(60)
+        progress = Activity(patience=1.0, clock=clock)
+        before = time.process_time() - time.thread_time()
+        wait_until(lambda: time.process_time() - time.thread_time() > before + 0.3)
+        clock.advance(100.0)
+        assert progress.verdict() == "after 1 s without progress"
     finally:
         is_over.set()
         join_thread(thread)

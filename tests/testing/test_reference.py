@@ -40,6 +40,29 @@ def test_a_shared_parameter_starts_by_its_first_name() -> None:
     assert torch.equal(model[0].table.weight, alone[0].table.weight)  # type: ignore[index, union-attr]
 
 
+class _Unset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def reset_parameters(self) -> None:
+        """Sets nothing."""
+
+
+class _Incomplete:
+    """A recipe whose rule forgets a module."""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 3), _Unset())
+
+
+def test_a_rule_that_leaves_a_parameter_is_refused() -> None:
+    """Both sides of a comparison would be NaN."""
+    recipe: Any = _Incomplete()
+    with pytest.raises(ValueError, match=r"the recipe's rule leaves 1\.scale without values"):
+        start(recipe, 0)
+
+
 # ---- adapters that are wrong
 
 

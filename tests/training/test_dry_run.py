@@ -47,3 +47,10 @@ def test_a_learning_rate_that_cannot_be_computed_is_found(
         monkeypatch.setattr(dry_run, "preview_corpus", lambda config: None)
     with pytest.raises(ConfigError, match=schedule.partition(":")[0]):
         check_run(written(tmp_path, lr_schedule=schedule), say=lambda line: None)
+
+
+def test_what_a_run_leaves_out_of_its_source_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dry_run, "notes_of_source", lambda config: ("the text part, without vision_config",))
+    said: list[str] = []
+    check_run(written(tmp_path), say=said.append)
+    assert "note: the text part, without vision_config" in said

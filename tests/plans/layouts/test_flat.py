@@ -141,3 +141,7 @@ def test_parts_along_a_dim_are_those_that_chunks_are(shape: tuple[int, ...], dim
         start, stop = (min(at * each, shape[dim]) for at in (index, index + 1))
         assert part.offsets == tuple(start if at == dim else 0 for at in range(len(shape)))
         assert part.sizes == tuple(stop - start if at == dim else size for at, size in enumerate(shape))
+
+
+def test_a_rank_alone_is_a_nest() -> None:
+    assert (Nest().ranks, Nest(intra=2).ranks, Nest(inter=3).ranks) == (1, 2, 3)

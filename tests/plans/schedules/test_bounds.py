@@ -84,6 +84,22 @@ def test_a_limit_holds_up_the_ranks_after_it(objective: str) -> None:
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_limit_in_the_middle_makes_a_round_trip_of_every_microbatch(objective: str) -> None:
+    """Rank 1 keeps one: 2 of its own F, 3 and 5 on rank 2, 8 of its own I, for each of three; F before it and I and W
+    behind it on rank 0."""
+    costs = Costs((1.0, 2.0, 3.0), (4.0, 8.0, 5.0), 0.5)
+    memory = Memory(1.0, 0.0, 0.0, (3.0, 1.0, 3.0))
+    problem = Problem.of(Placement("line", 3), 3, costs=costs, memory=memory, objective=objective)  # type: ignore[arg-type]
+    assert lower_bound(problem) == 1.0 + 3 * (2.0 + 3.0 + 5.0 + 8.0) + 4.0 + 0.5
+    chains, starts, after = one_rank._chains(problem, list, list), [-math.inf] * 27, [-math.inf] * 27
+    one_rank.earliest(chains, 0, starts)
+    one_rank.remaining(chains, -1, after)
+    # F, I and W of rank 1: when they begin at the earliest, and what follows at least.
+    assert [starts[at : at + 3] for at in (3, 12, 21)] == [[1, 19, 37], [11, 29, 47], [19, 37, 55]]
+    assert [after[at : at + 3] for at in (3, 12, 21)] == [[56.5, 38.5, 20.5], [40.5, 22.5, 4.5], [1.0, 0.5, 0.0]]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_compiled_loops_find_the_same_bound(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
     costs = Costs((1, 1.2, 0.9, 1.1), 1.3, 0.7, hop=0.1)
     memory = Memory(1.0, 0.6, 0.0, (3.0, 4.0, 4.0, 4.0))

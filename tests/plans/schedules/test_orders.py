@@ -145,6 +145,12 @@ def test_knowing_the_costs_helps(name: str, ranks: int, costs: Costs) -> None:
     assert simulate(build(name, **sizes, costs=costs), costs).makespan < blind
 
 
+def test_units_wait_for_what_arrives_soon() -> None:
+    """With patience where it is shorter: no W begins just before an input arrives. Without, a step takes 24."""
+    costs = Costs(1.0, 0.5, 1.0, hop=0.25)
+    assert simulate(build("unit", ranks=2, microbatches=8, costs=costs), costs).makespan == 22.5
+
+
 @given(st.integers(1, 5), st.integers(1, 8), st.tuples(*[st.floats(0.1, 5.0)] * 3), st.floats(0, 2), st.booleans())
 def test_the_schedules_clock_is_the_simulators(
     ranks: int, microbatches: int, numbers: tuple[float, float, float], hop: float, is_patient: bool

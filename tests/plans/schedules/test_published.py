@@ -1,12 +1,17 @@
 """Figures that others printed, under their conventions: a fused backward, the span, a hop as latency."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atoll.plans.schedules import build
+from atoll.plans.ir import Placement
+from atoll.plans.schedules import Memory, Problem, build
+from atoll.plans.schedules.jit import floats
+from atoll.plans.schedules.published import published_v
+from atoll.plans.schedules.search import Board
 from atoll.program.sim import Costs, simulate
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "data" / "zero_bubble.json").read_text())
@@ -60,6 +65,24 @@ def test_bubbles_of_v_half_and_v_min(name: str, ranks: int, chunk_times: int) ->
     schedule = build(name, ranks=ranks, microbatches=3 * ranks)
     bubble = 2 * (simulate(schedule, Costs()).makespan - 9 * ranks)
     assert bubble <= chunk_times
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("fills", list(product((False, True), repeat=2)), ids=str)
+def test_the_published_rules_make_zb_v_without_a_bubble_where_costs_are_equal(
+    ranks: int, fills: tuple[bool, bool]
+) -> None:
+    """In the memory of 1F1B, before a search moves anything: six actions of one chunk's time a microbatch."""
+    microbatches = 2 * ranks + 2
+    memory = Memory(1.0, 0.5, 0.0, float(ranks))
+    board = Board(Problem.of(Placement("v", ranks, 2), microbatches, memory=memory, objective="span"))
+    board.approved[:] = floats([-1.0] * ranks)
+    assert published_v(
+        board.model, board.listing, board.gaps, board.approved, board.wanted, board.order, board.length, *fills
+    )
+    cost = board.play()
+    assert cost is not None
+    assert cost.main == 6 * microbatches
 
 
 @pytest.mark.parametrize("ranks", range(2, 9))

@@ -140,3 +140,15 @@ def test_what_cannot_be_fitted(count: int, constants: tuple[str, ...], words: st
 def test_a_cluster_that_is_written_is_read_back() -> None:
     for each in (BEGIN, changed(BEGIN, TRUTH)):
         assert Cluster.of(tomllib.loads(each.dump())) == each
+
+
+def test_no_constant_is_fitted_above_what_a_device_or_a_link_can_do() -> None:
+    """Shares of a rate end at it: measurements that are faster are those of another device."""
+    shares = (
+        "device.efficiency.products",
+        "device.efficiency.attention",
+        "device.efficiency.memory",
+        "node.link.reach",
+    )
+    assert [LIMITS[key].high for key in shares] == [1.0] * 4
+    assert all(0 < limits.low < limits.high for limits in LIMITS.values())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from atoll.prediction.cost.comparison import LATE, Difference, Taken, by_part
+from atoll.prediction.cost.comparison import LATE, Difference, Taken, by_part, compare, taken
 from atoll.program import Do
+from tests.prediction.explain.plans import predicted
 
 
 def of(do: Do, predicted: Taken, measured: Taken) -> Difference:
@@ -67,3 +68,17 @@ def test_parts_of_a_rank_add_up() -> None:
         0,
     )
     assert found == {"forward": (1.5, 2.25), "optimizer": (0.0, 4.0)}
+
+
+def test_what_takes_time_in_either_is_compared() -> None:
+    """An instruction that was not measured is in the differences, and one that was not predicted."""
+    prediction = predicted()
+    measured = [dict(taken(prediction, rank)) for rank in range(2)]
+    forward, idle = (Do.F, 1), (Do.F, 99)
+    missing = measured[0].pop(forward)
+    measured[1] |= {(Do.FETCH, 3): Taken(1, 9.0, 9.0), idle: Taken(1, 0.0, 0.0)}
+    first, second, *others = compare(prediction, measured)
+    assert (first.rank, first.do, first.of, first.seconds) == (1, Do.FETCH, 3, 9.0)
+    assert (second.rank, second.do, second.of, second.seconds) == (0, *forward, -missing.seconds)
+    assert others
+    assert all(each.seconds == 0 and each.predicted.seconds > 0 for each in others)

@@ -14,7 +14,7 @@ from atoll.plans import schedules
 from atoll.plans.layouts import EFFECTIVE, Layout, NewtonSchulz, Precision, Whole, footprint
 from atoll.plans.plan import MeshShape, Plan, View
 from atoll.prediction.cost import Cluster, KernelClock, Prediction, Ranks, Transformer, Use
-from atoll.prediction.cost.experts import Mixture
+from atoll.prediction.cost.experts import Mixture, MixtureWork
 from atoll.prediction.cost.kernels import Exchange, Product, all_to_all
 from atoll.prediction.cost.mixture import MixtureConfig
 from atoll.prediction.explain import Explanation
@@ -182,6 +182,22 @@ def test_an_uneven_choice_of_experts_fills_one_rank() -> None:
     assert uneven.kept > even.kept
     alone = (layer.work(Use(samples=1, sequence=4096, imbalance=own)) for own in (1.0, 1.5))
     assert len({work.kept for work in alone}) == 1
+
+
+def test_a_router_keeps_scores_of_all_experts_and_three_numbers_of_each_chosen_one() -> None:
+    """Of each expert that a token has chosen its number in int64, its probability and its weight in fp32."""
+    layer = sizes_of("Qwen3-30B-A3B").workload.blocks[1]
+    saved = {each.name: each.nbytes for each in layer.work(Use(samples=1, sequence=4096)).saved}
+    assert saved["router's scores"] == 4096 * 128 * 4
+    assert saved["router's weights"] == 4096 * 8 * (8 + 4 + 4)
+
+
+def test_a_gate_is_a_third_matrix_of_every_expert() -> None:
+    layer, use = sizes_of("Qwen3-30B-A3B"), Use(samples=1, sequence=8)
+    assert layer.mixture is not None
+    gated, plain = (MixtureWork(layer.mixture, replace(layer, gated=gate), use).elements for gate in (True, False))
+    assert gated.matrices == 3 * 128 * 2048 * 768
+    assert plain.matrices == 2 * 128 * 2048 * 768
 
 
 # ---- links

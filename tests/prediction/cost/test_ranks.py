@@ -16,6 +16,7 @@ from atoll.prediction.cost import Ranks, Transformer, Use
 from atoll.program import needed_in_a_step
 from atoll.runtime.assemble.describe import describe_rank
 from atoll.runtime.models import Decoder, DecoderConfig, count
+from tests.prediction.cost import test_experts as mixtures
 
 SIZES = {"layers": 6, "hidden": 16, "heads": 4, "ffn": 40, "vocabulary": 96}
 
@@ -210,3 +211,14 @@ def test_matrices_are_working_memory_once_the_program_is_known() -> None:
         assert needed_in_a_step(ranks.of(0)).matrices == 0
         assert needed_in_a_step(ranks.of(0), program.peaks).matrices == program.peaks.matrices
         assert (program.peaks.matrices > 0) == (whole is not None)
+
+
+@pytest.mark.parametrize("expert", [1, 2])
+def test_units_of_a_block_share_its_weights_gradients(expert: int) -> None:
+    """All of a block's W is somebody's: of its unit, or of that and of the unit of its experts."""
+    plan = mixtures.plan_of(MeshShape(2, 1, 2, expert=expert), schedule="zb-h1")
+    ranks = Ranks(mixtures.workload(), plan, mixtures.use_of(plan))
+    shares = {at: tuple(own.values()) for at, own in ranks.weighed_with.items()}
+    assert shares
+    assert all(sum(own) == pytest.approx(1.0) and min(own) > 0 for own in shares.values())
+    assert max(map(len, shares.values())) == expert

@@ -205,3 +205,20 @@ def test_bert_has_the_parameters_of_both_of_its_heads() -> None:
     # BERT large for pre-training in transformers has 336,226,108. Megatron's differs by types and by one norm.
     large = Transformer.bert(layers=24, hidden=1024, heads=16, vocabulary=30522, positions=512)
     assert large.parameters == 336_226_108 - 2 * 1024 - 2 * 1024
+
+
+def test_slices_of_layers_alone_keep_keys_and_values_of_the_whole_sequence() -> None:
+    model = Transformer.llama(layers=2, hidden=64, heads=4, kv_heads=2, ffn=128, vocabulary=256)
+    sliced = [work(model, at, slice=(0, 512)).keys for at in range(len(model.workload.blocks))]
+    layer = 2 * 2 * 2048 * 2 * 2 * 16  # bytes, samples, positions, keys and values, heads, width
+    assert sliced == [0, layer, layer, 0]
+    assert [work(model, at).keys for at in range(len(model.workload.blocks))] == [0] * 4
+
+
+def test_an_eager_loss_of_logits_in_half_precision_casts_them_and_keeps_two_gradients() -> None:
+    """Of 4096 tokens and 256 ids in fp32: the cast in F; in I the gradients of the log-softmax and of its input."""
+    model = Transformer.decoder(layers=2, hidden=64, heads=4, kv_heads=2, ffn=128, vocabulary=256)
+    precise = 4 * 2 * 2048 * 256
+    half, single = (work(model, -1, loss="eager", compute=compute) for compute in ("float16", "float32"))
+    assert (half.peak, half.loss) == (precise, 2 * precise)
+    assert (single.peak, single.loss) == (0, 2 * precise)

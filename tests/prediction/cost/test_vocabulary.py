@@ -47,6 +47,8 @@ def test_slices_and_ends_have_the_parameters_and_products_of_whole_ends(model: T
     for end, rest, own in zip(ends, rests, slices, strict=True):
         assert end.parameters == rest.parameters + 4 * own.parameters
         assert end.matrices == rest.matrices + 4 * own.matrices
+    # Between stages goes the same hidden state.
+    assert ends[0].wire == rests[0].wire == use.item * use.tokens * model.hidden
     assert flops(ends) == flops(rests) + 4 * flops(slices)
 
 

@@ -33,6 +33,8 @@ def test_a_holding_is_the_peak_of_the_prediction(explanation: Explanation) -> No
         assert sum(own.parameters for own in each.state) == state.parameters == peak.parameters
         assert sum(own.optimizer for own in each.state) == state.optimizer == peak.optimizer
         assert sum(own.gradients for own in each.state) == state.gradients
+        segments = [segment for unit in prediction.ranks.of(rank).units.values() for segment in unit.segments]
+        assert sum(own.elements for own in each.state) == sum(segment.map.padded for segment in segments)
         assert each.during is not None
     assert explanation.fullest.held.total == max(each.held.total for each in explanation.holdings)
 
@@ -242,6 +244,26 @@ def test_a_searched_order_is_not_searched_again() -> None:
     with pytest.raises(PlanError, match="is made for one size"):
         rebuilt(plan, batch=plan.global_batch // 2)
     assert rebuilt(plan, schedule="1f1b").schedule.name == "1f1b"
+
+
+def test_slices_stay_with_every_schedule_that_takes_them() -> None:
+    plan = predicted("NNG", mesh=MeshShape(2, 1, 2)).plan
+    sliced = rebuilt(plan, slices=2)
+    assert (sliced.schedule.slices, sliced.schedule.whole_microbatches) == (2, plan.schedule.microbatches)
+    assert rebuilt(sliced, schedule="interleaved", chunks=2).schedule.slices == 2
+    assert rebuilt(sliced, schedule="zb-v").schedule.slices == 2
+    assert rebuilt(sliced, schedule="gpipe").schedule.slices == 2
+    assert rebuilt(sliced, schedule="zb-h2").schedule.slices == 1
+    assert rebuilt(sliced, schedule="zb-h2").global_batch == plan.global_batch
+
+
+def test_without_tensor_parallel_ranks_no_sequence_is_divided_among_them() -> None:
+    plan = PLANS["tensor"].prediction.plan
+    assert plan.sequence_parallel
+    assert CHOICES["sequence parallel"].values(plan) == ["off"]
+    assert CHOICES["sequence parallel"].values(PLANS["GGG 1f1b"].plan) == []
+    assert not rebuilt(plan, mesh=MeshShape(2, 2, 4)).sequence_parallel
+    assert rebuilt(plan, mesh=MeshShape(2, 1, 4, 2)).sequence_parallel
 
 
 def test_ranks_move_from_the_axis_that_gives_them() -> None:

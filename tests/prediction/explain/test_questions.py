@@ -8,6 +8,7 @@ from atoll.base.errors import ConfigError
 from atoll.base.units import format_bytes, format_seconds
 from atoll.prediction.explain import QUESTIONS, Explanation, ask
 from atoll.prediction.explain.alternative import fullest
+from atoll.prediction.explain.phrases import signed_seconds
 from atoll.prediction.explain.questions import bottleneck
 from tests.prediction.explain.plans import PLANS, explained
 
@@ -65,6 +66,9 @@ def test_zb_v_has_its_bubble_and_its_causes() -> None:
     (each,) = found.alternatives
     assert each.found.plan.schedule.name == "zb-v"
     text = " ".join(found.sentences)
+    causes = text.partition("averaged over the pipeline ranks: ")[2].partition(". ")[0]
+    largest, value = max(each.causes.items(), key=lambda item: abs(item[1]))
+    assert causes.startswith(f"{signed_seconds(value)} {largest}, ")
     shares = [sum(own.bubble for own in every) / sum(own.total for own in every) for every in (
         each.found.breakdown, each.base.breakdown)]  # fmt: skip
     assert f"{100 * shares[0]:.1f} % of the step, that of 1f1b is {100 * shares[1]:.1f} %" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -13,8 +14,9 @@ from typer.testing import CliRunner
 from atoll.base.errors import ConfigError
 from atoll.base.units import format_bytes
 from atoll.cli.main import app
+from atoll.plans.plan import MeshShape
 from atoll.prediction.cost import Cluster
-from atoll.prediction.explain import Explanation, Measured, text
+from atoll.prediction.explain import Explanation, Measured, phrases, text
 from atoll.training.config import load
 from atoll.training.setup.prediction import predict_plan
 from tests.prediction.explain.plans import PLANS, explained
@@ -111,3 +113,17 @@ def test_questions_on_the_command_line() -> None:
 def test_a_question_without_ask_is_refused() -> None:
     with pytest.raises(ConfigError, match="keys of questions follow --ask, as in --ask fit"):
         CliRunner().invoke(app, ["explain", str(CONFIG), "fit"], catch_exceptions=False)
+
+
+def test_a_mesh_is_its_axes_with_more_than_one_rank() -> None:
+    assert phrases.mesh(MeshShape(2, 1, 4)) == "8 ranks: pp 2 x intra 4"
+    assert phrases.mesh(MeshShape(1, 2, 4, 2, expert=4)) == "16 ranks: inter 2 x intra 4 x tp 2, experts over 4"
+    assert phrases.mesh(MeshShape(intra=2, sequence=2)) == "2 ranks: intra 2, sequences over 2"
+    assert phrases.mesh(MeshShape()) == "1 rank"
+
+
+def test_at_most_five_faster_alternatives_are_named() -> None:
+    explanation = PLANS["GGG 1f1b"]
+    said = " ".join(text._alternatives(explanation)).partition("These fit and are faster: ")[2]
+    assert len(explanation.better) > 5
+    assert re.findall(r"\((\d+\.\d{3}) x\)", said) == [f"{each.speed:.3f}" for each in explanation.better[:5]]

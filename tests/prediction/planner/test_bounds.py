@@ -198,3 +198,20 @@ def test_bounds_are_reached_where_nothing_overlaps(number: int) -> None:
                 assert skeleton.least(travels, frame.mesh).seconds >= share * seconds, (frame, travels[0])
                 met += 1
         assert met
+
+
+def test_every_slice_has_seconds_and_bytes_of_its_own() -> None:
+    """And bytes: the last of four slices attends to most, and keys and values of all stay from the first one on."""
+    order = Order("gpipe", slices=4)
+    space = Space(pipeline=(1,), tensor=(1,), intra=(1,), microbatch=(1,), layouts=(EFFECTIVE[0],))
+    space = replace(space, precision=("fp32",), recompute=("none",))
+    model = Transformer.decoder(layers=2, hidden=64, heads=4, kv_heads=4, ffn=64, vocabulary=64)
+    cluster = cluster_of(random.Random(0))
+    search = PlanSearch(model.workload, cluster, Goal(global_batch=1, sequence=4096, ranks=1, headroom=0.0), space)
+    (frame, *_) = space.frames(search.goal, cluster, blocks=len(model.workload.blocks))
+    skeleton = search._skeleton(frame, order)
+    assert skeleton is not None
+    travels = next(iter(space.travels(frame, chunks=1)))
+    prediction, least = search._prediction(frame, order, travels[0]), skeleton.least(travels, frame.mesh)
+    assert (1 - 1e-6) * prediction.seconds <= least.seconds <= prediction.seconds / ROUNDING
+    assert 0.8 * prediction.peak(0).total <= least.nbytes <= prediction.peak(0).total

@@ -10,8 +10,9 @@ import pytest
 
 from atoll.plans.host import HostState
 from atoll.plans.layouts import Layout
-from atoll.prediction.cost import Cluster, Transformer
+from atoll.prediction.cost import Cluster, Prediction, Transformer
 from atoll.prediction.planner import Answer, Goal, Order, PlanSearch, Space, settings
+from atoll.prediction.planner.made import made_for
 from atoll.training.config import from_dict
 
 SIZES = {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 8, "ffn": 1536}
@@ -91,6 +92,26 @@ def test_the_same_question_has_the_same_order() -> None:
 @pytest.mark.slow
 def test_the_answer_says_that_the_order_was_made() -> None:
     assert "the order was searched for this plan" in str(answer())
+
+
+@pytest.mark.slow
+def test_an_order_keeps_within_what_the_device_itself_and_temporary_bytes_leave() -> None:
+    device = {"memory": 2**30, "context": 2**26, "bandwidth": 1e11, "units": 4, "rates": {"float32": 1e12}}
+    cluster = Cluster.of({"device": device, "node": {"devices": 2, "link": {"rate": 1e10}}, "network": {"rate": 6e7}})
+    model = Transformer.decoder(layers=4, hidden=256, heads=4, kv_heads=4, ffn=512, vocabulary=IDS, tied=False)
+    space = Space(**{**FOUR_STAGES, "pipeline": (2,)}, schedules=(Order("1f1b"),))
+    narrow = PlanSearch(model.workload, cluster, Goal(global_batch=6, sequence=256), space)
+    base = narrow.predict(narrow.run().fitting[0])
+
+    def peak_of(prediction: Prediction) -> int:
+        return max(prediction.peak(rank).total for rank in range(2))
+
+    limit = 1.02 * peak_of(base)
+    made = made_for(base, limit)
+    assert made is not None
+    plan = replace(base.plan, schedule=made.schedule, layers_per_stage=made.layers_per_stage)
+    assert peak_of(replace(base, plan=plan)) <= limit
+    assert made_for(base, base.device.context) is None
 
 
 def test_no_order_is_made_where_schedules_are_kept() -> None:

@@ -48,3 +48,23 @@ def test_of_a_searched_order_no_bound_is_known(answer: Answer) -> None:
         "bound on faster plans is known"
     )
     assert line(replace(answer, found=found), "schedule") == "schedule           joint on a line"
+
+
+def test_another_choice_costs_a_share_of_the_best_step_or_does_not_fit(answer: Answer) -> None:
+    assert line(answer, "layout") == "layout             NNN"
+    rows = [each for each in text.describe_answer(answer) if each.endswith(" found none that fits")]
+    assert [row.split("  ")[0] for row in rows] == ["layout"]
+    (other,) = (each for each in answer.alternatives if each.seconds is not None)
+    assert other.choice == "post-validation"
+    cost = f"+{100 * (other.seconds / answer.best.seconds - 1):.1f}%"
+    assert f"post-validation  no         {cost}" in text.describe_answer(answer)
+
+
+def test_where_no_plan_fits_the_memory_that_the_nearest_lacks_is_said(answer: Answer) -> None:
+    """Of 16 GiB without headroom: three times as much is 48 GiB, 32 too much."""
+    search = replace(answer.search, goal=replace(answer.search.goal, headroom=0.0))
+    assert search.limit == 16 * 2**30
+    nearest = answer.best._replace(peak=3 * search.limit)
+    said = Answer(search, Found((), nearest, answer.best.seconds, frames=1, predicted=1)).shortfall
+    assert said.startswith("no plan fits 4 devices of 16.00 GiB, of which 0% stay free: the nearest (mesh pp 4, ")
+    assert "holds 48.00 GiB on its fullest rank, 32.00 GiB too much. Use devices of 48.00 GiB, more devices" in said

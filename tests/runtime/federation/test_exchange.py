@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from atoll.plans.federation.orders import Orders
 from atoll.plans.federation.records import Contribution, RoundRecord
 from atoll.plans.federation.rounds import FederationRules
 from atoll.runtime.federation.elements import PartElements, TensorPart, manifest_of
-from atoll.runtime.federation.exchange import FollowingRank, IslandAddress, IslandExchange
+from atoll.runtime.federation.exchange import FollowingRank, IslandAddress, IslandExchange, Loops
 from atoll.runtime.federation.http import Showcase
 from atoll.runtime.federation.rank import ElementExchange
 from atoll.testing.clock import Clock
@@ -356,3 +357,19 @@ def test_orders_from_before_a_contribution_do_not_drop_it() -> None:
     rank.turn()
     assert rank.answer.held == ()
     shown.close()
+
+
+def test_threads_end_after_what_they_are_doing() -> None:
+    """Anchors may be read once an exchange is closed: no thread writes them any more."""
+    loops, done = Loops(0.0, threading.Condition()), list[int]()
+    has_begun = threading.Event()
+
+    def turn() -> None:
+        has_begun.set()
+        loops._ends.wait()
+        done.append(sum(range(1_000_000)))
+
+    loops.begin(turn)
+    assert has_begun.wait(60)
+    loops.end()
+    assert len(done) == 1

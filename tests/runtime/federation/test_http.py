@@ -118,6 +118,13 @@ def test_a_document_that_is_too_large_is_not_read(
         peer.document("/notice")
 
 
+def test_elements_of_no_bytes_are_whole(showcase: Showcase, peer: Peer) -> None:
+    """A fragment may have nothing on a rank."""
+    digest = show(showcase, b"")
+    assert peer.content(digest) == b""
+    assert peer.elements(digest, bytearray()) == 0
+
+
 def test_who_does_not_answer_is_left(showcase: Showcase) -> None:
     silent = socket.create_server(("127.0.0.1", 0))
     port = silent.getsockname()[1]

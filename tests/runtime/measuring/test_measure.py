@@ -20,6 +20,7 @@ from atoll.runtime.measuring.host_link import host_of, read_host
 from atoll.runtime.measuring.measure import cluster_to_toml, describe_cluster, measure_cluster, statistic, to_tables
 from atoll.runtime.measuring.stopwatch import Stopwatch, typical
 from atoll.testing import run_ranks
+from tests.training.report.sheets import CLUSTER
 
 CPU = torch.device("cpu")
 ONE = torch.zeros(1)
@@ -142,3 +143,10 @@ def test_the_host_of_a_device() -> None:
 
 def test_a_cpu_has_no_host() -> None:
     assert measured(1, local=1).node.host is None
+
+
+def test_the_link_to_host_memory_is_a_line_where_there_is_one() -> None:
+    lines = [line for line in describe_cluster(CLUSTER).splitlines() if line.startswith("host memory ")]
+    assert lines == ["host memory        59.6 GiB, 5 GB/s to a device, 20 GB/s of steps there"]
+    bare = CLUSTER.model_copy(update={"node": CLUSTER.node.model_copy(update={"host": None})})
+    assert "host memory" not in describe_cluster(bare)

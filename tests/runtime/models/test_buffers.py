@@ -12,7 +12,7 @@ from atoll import Engine, Layout, MeshShape, Plan
 from atoll.base.errors import PlanError
 from atoll.plans import schedules
 from atoll.runtime.models import Block, reset_module, token_cross_entropy
-from atoll.runtime.models.buffers import construct_buffers, on_meta, persistent_buffers, written
+from atoll.runtime.models.buffers import _constructed, construct_buffers, on_meta, persistent_buffers, written
 from tests.families import Family, quietly
 
 PLAN = Plan(MeshShape(), Layout("NNN"), schedules.build("gpipe", ranks=1, microbatches=1), microbatch=2)
@@ -178,6 +178,17 @@ def test_a_constructor_gives_what_it_gives_on_the_cpu(name: str) -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
     for key, buffer in whole.named_buffers():
         assert torch.equal(model.get_buffer(key), buffer), key
+
+
+def test_a_model_that_is_constructed_again_has_no_memory_for_its_parameters() -> None:
+    """Only its buffers are wanted, and parameters that are small enough to be compared."""
+    pytest.importorskip("transformers")
+    model = lost_model("gemma")
+    assert all(parameter.is_meta for parameter in _constructed(model).parameters())
+    sizes = {parameter.numel() for parameter in model.parameters()}
+    keeps = min(sizes)
+    found = {parameter.numel(): parameter.is_meta for parameter in _constructed(model, keeps=keeps).parameters()}
+    assert found == {size: size > keeps for size in sizes}
 
 
 def test_the_bias_of_a_router_is_kept_in_fp32() -> None:

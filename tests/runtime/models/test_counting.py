@@ -433,6 +433,25 @@ def test_parameters_that_layers_share_are_refused() -> None:
         count(model)
 
 
+@pytest.mark.parametrize("recompute", ["none", "block", "selective"])
+def test_a_block_that_makes_its_result_alone_has_no_transient_bytes(recompute: str) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16))
+    head = count(model).blocks[-1].work(Use(samples=1, sequence=4, compute="float32", recompute=recompute))  # type: ignore[arg-type]
+    assert (head.peak, head.loss) == (0, 4 * 4 * 16 * 2)
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh", "gelu_new"])
+def test_formulas_know_how_many_tensors_an_activation_saves(name: str) -> None:
+    """Besides what it reads and what it returns."""
+    given, saved = torch.randn(4, 8, requires_grad=True) * 1.0, list[torch.Tensor]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: (saved.append(each), each)[1], lambda each: each):
+        result = transformers.activations.ACT2FN[name](given)
+    known = {each.data_ptr() for each in (given, result)}
+    count = len({each.data_ptr() for each in saved if each.shape == given.shape} - known)
+    assert transformer_of(config_of("gpt2", activation_function=name)).implementation.results == count
+
+
 def test_sizes_of_other_families_and_options_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"no formulas for 'falcon': they are known for llama, mistral, .*bert"):
         transformer_of(transformers.FalconConfig())

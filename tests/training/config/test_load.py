@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -119,7 +120,17 @@ def test_unknown_sections(tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
     assert "trian: unknown section; did you mean [train]? (line 1)" in _problems(path, "[trian]\nsteps = 1\n")
     assert "steps: unknown section; did you mean train.steps? (line 1)" in _problems(path, "steps = 1\n")
+    # Of a key of several sections, that of the first in the order of the documentation.
+    assert "sequence: unknown section; did you mean data.sequence? (line 1)" in _problems(path, "sequence = 8\n")
     assert "the sections are model, data" in _problems(path, "[qqqq]\n")
+
+
+def test_a_seed_may_be_as_large_as_torchs_and_not_larger(tmp_path: Path) -> None:
+    largest = (1 << 63) - 1
+    torch.Generator().manual_seed(largest)
+    assert from_dict({"train": {"seed": largest}}).train.seed == largest
+    assert f"seed = {largest + 1}: must be" in _problems(tmp_path / "a.toml", f"[train]\nseed = {largest + 1}\n")
+    assert "seed = -1: must be" in _problems(tmp_path / "a.toml", "[train]\nseed = -1\n")
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:

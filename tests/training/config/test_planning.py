@@ -235,3 +235,19 @@ def test_shares_of_stages_are_written_and_need_a_share_for_each(tmp_path: Path) 
     assert load(path) == config
     with pytest.raises(AtollError, match=r"of 2 stages, and the schedule has 1; give a share for each, or one number"):
         load(path, ["parallel.pipeline=1"]).to_plan()
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        (
+            {"train": {"objective": "masked"}, "data": {"packing": "documents"}},
+            r"masks tokens of joined text; it is not",
+        ),
+        ({"train": {"epochs": 2.0}, "data": {"streaming": True}}, "number of samples in an epoch is unknown"),
+        ({"train": {"patience": 2}, "data": {"validation": 0.0}}, "patience = 2 needs a validation loss"),
+    ],
+)
+def test_what_is_trained_for_needs_its_data(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        from_dict(values).to_plan()

@@ -111,3 +111,8 @@ def test_one_island_does_not_continue_with_outer_steps() -> None:
     with pytest.raises(ConfigError, match=r"outer steps are between groups.* there is one") as refused:
         fit_to_world(islands(2, 1), 1)
     assert "with parallel.min_ranks = 1, worlds of 2 ranks have a plan" in str(refused.value)
+
+
+def test_worlds_that_are_too_small_are_not_recommended() -> None:
+    with pytest.raises(ConfigError, match=r"min_ranks = 3, worlds of 4, 8 ranks have a plan$"):
+        fit_to_world(config(least=3), 7)

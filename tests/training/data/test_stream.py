@@ -54,6 +54,14 @@ def following_of(found: Supply) -> tuple[int, ...]:
     return ahead.result().window.shards
 
 
+def test_a_supply_that_is_closed_encodes_no_more(tmp_path: Path) -> None:
+    found = supply(write(tmp_path), tmp_path)
+    found.take(0, 1)
+    assert not of(found)._is_closed.is_set()
+    found.close()
+    assert of(found)._is_closed.is_set()
+
+
 def samples_of(found: Supply) -> int:
     """Of an epoch; all shards are counted for it."""
     feed = of(found)

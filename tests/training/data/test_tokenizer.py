@@ -18,6 +18,7 @@ from atoll.base.errors import DataError
 from atoll.training.data import IGNORED_LABEL, ByteTokenizer, FileTokenizer, Packing, Tokenizer, prepare, rows_of
 from atoll.training.data.store import verify_cache
 from atoll.training.data.tokenizer import END_OF_TEXT, bpe_size, sample, train_bpe
+from atoll.training.data.trained import train_tokenizer
 
 TEXTS = ["def answer(question):\n    return 42\n", "the cat sat on the mat, the cat sat\n" * 20]
 
@@ -265,6 +266,13 @@ def test_a_tokenizer_whose_files_say_what_was_guessed_keeps_its_cache(tmp_path: 
     for files in ({}, {"tokenizer_config": {"eos_token": "</s>"}}):
         found = FileTokenizer.read(named(tmp_path / "b", "</s>", **files) / "tokenizer.json")
         assert found.identity == hashlib.sha256(found.to_json().encode()).hexdigest()
+
+
+def test_a_tokenizer_is_trained_once_and_that_is_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    folders = [train_tokenizer(tmp_path / "kept", "bpe-300", lambda: TEXTS, said.append) for _ in range(2)]
+    assert folders[0] == folders[1]
+    assert said == ["training the tokenizer bpe-300 on all sources"]
 
 
 def test_a_padded_row_needs_no_padding_token(tmp_path: Path) -> None:

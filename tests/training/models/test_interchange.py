@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from atoll.base.errors import CheckpointError, ConfigError, PlanError, RankError
@@ -191,6 +191,20 @@ def test_buffers_that_are_not_persistent_are_not_exported(tmp_path: Path) -> Non
     ]
     save_checkpoint(tmp_path / "older", pieces, read_state(tmp_path / "checkpoint"))
     assert export_folder(tmp_path / "older", tmp_path / "back").tensors == len(values) - 1
+
+
+def test_a_tie_that_a_folder_contradicts_is_said_and_both_values_are_imported(tmp_path: Path) -> None:
+    model = save("llama", tmp_path / "given")
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    tensors = {name: value.clone() for name, value in model.state_dict().items()}
+    tensors[head] = tensors[embedding] + 1.0
+    model.config.tie_word_embeddings = True
+    model.config.save_pretrained(tmp_path / "given")
+    save_file(tensors, tmp_path / "given" / "model.safetensors", metadata={"format": "pt"})
+    moved = import_folder(tmp_path / "given", tmp_path / "checkpoint")
+    assert moved.tensors == len(tensors)
+    (note,) = (note for note in moved.notes if "not tied" in note)
+    assert f"ties {head} to {embedding}" in note
 
 
 def test_an_imported_model_stands_at_its_beginning(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from atoll.base.errors import ConfigError
 from atoll.training.config.load import from_dict
+from atoll.training.models.pretrained import hugging_face_config
 from atoll.training.models.sources import check_source
 from atoll.training.process import Request, train
 
@@ -41,6 +42,16 @@ def test_what_does_not_exist_is_refused_in_few_words(name: str, says: str) -> No
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         check_source(source(str(tmp_path)))
+
+
+def test_a_model_with_fewer_ids_than_the_tokenizer_is_refused(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.LlamaConfig(vocab_size=100).save_pretrained(tmp_path)
+    config = source(str(tmp_path))
+    assert hugging_face_config(config, 100).vocab_size == hugging_face_config(config).vocab_size == 100
+    with pytest.raises(ConfigError, match=r"knows 100 ids, and data\.tokenizer = .* needs 101; use the model's own"):
+        hugging_face_config(config, 101)
+    assert hugging_face_config(source("transformers:llama"), 101).vocab_size == 101
 
 
 def test_no_tokenizer_is_trained_for_a_model_that_does_not_exist(

@@ -88,6 +88,7 @@ def test_a_function_that_fails_is_named() -> None:
         ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
         ("NVIDIA H200", "h200"),
         ("NVIDIA B200", "b200"),
+        ("H200", "h200"),
         ("NVIDIA GB200", "gb200"),
         ("AMD Instinct MI300X", "mi300x"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),

@@ -365,6 +365,13 @@ def test_bars_of_what_a_rank_keeps_do_not_overlap() -> None:
         assert right > x or below > y + height
 
 
+def test_a_stage_is_named_by_its_first_and_its_last_block() -> None:
+    layout = predicted_sheet(predict(pipeline=2, schedule="zb-v"), "a").layout
+    assert layout is not None
+    found = re.findall(r'<th scope="row">(\d)</th><td class="text">(.*?)</td>', draw_layout(layout))
+    assert found == [("0", "embedding … layers.0, layers.3 … head"), ("1", "layers.1, layers.2")]
+
+
 def test_units_are_named_by_their_blocks() -> None:
     found = [list(predicted_sheet(predict(pipeline=1, unit=blocks), "a").units.values()) for blocks in (1, 2)]
     assert found[0] == ["embedding", "layers.0", "layers.1", "layers.2", "layers.3", "head"]

@@ -71,6 +71,21 @@ def test_a_run_keeps_as_many_checkpoints_as_its_config_says(tmp_path: Path, capf
     assert "note: " not in capfd.readouterr().err
 
 
+def test_a_run_keeps_its_two_newest_checkpoints_if_it_is_told_nothing(tmp_path: Path) -> None:
+    assert train(tmp_path / "run", every=1) == ["step-000003", "step-000004"]
+
+
+def test_a_run_goes_on_under_the_name_that_its_checkpoint_has(tmp_path: Path) -> None:
+    """Also where the file with the name is gone: loggers continue the same run."""
+    folder = RunFolder(tmp_path / "run")
+    train(folder.root)
+    name = folder.run_id()
+    assert name is not None
+    folder.identity.unlink()
+    train(folder.root)
+    assert folder.run_id() == name
+
+
 def test_a_run_says_how_often_it_takes_each_weighted_source(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     sources = [tmp_path / "few.txt", tmp_path / "many.txt"]
     for source, lines in zip(sources, (40, 160), strict=True):

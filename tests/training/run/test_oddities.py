@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from atoll.plans.plan import MeshShape
-from atoll.training.run.oddities import LEAST, Spikes, straggler
+from atoll.training.run.oddities import LEAST, Spikes, expert_load, straggler
 
 
 def test_a_spike_stands_out_of_the_steps_before() -> None:
@@ -26,6 +26,14 @@ def test_a_straggler_is_slower_than_its_peers() -> None:
     assert straggler([1.0, 1.0, 1.0, 2.0, 2.0, 2.0], mesh) == (0, 1.0)
     assert straggler([1.0, 1.0, 1.0, 2.0, 5.0, 2.0], mesh) == (4, 2.5)
     assert straggler([1.0, 9.0], MeshShape(2))[1] == 1.0
+
+
+def test_the_fullest_rank_of_a_pipeline_position_tells_the_imbalance() -> None:
+    """Beside an even share of the rows of its position; of a step that routed none there is no imbalance to tell."""
+    mesh = MeshShape(2, 1, 2)
+    found = expert_load([30.0, 10.0, 18.0, 22.0], [0.1, 0.4, 0.2, 0.3], mesh)
+    assert found == {"expert_rows": 30.0, "expert_imbalance": 1.5, "expert_dropped": 0, "exchange_seconds": 0.4}
+    assert expert_load([0.0] * 4, [0.0] * 4, mesh)["expert_imbalance"] == 0.0
 
 
 def test_a_rise_from_nothing_has_no_ratio() -> None:

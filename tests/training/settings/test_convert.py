@@ -768,6 +768,8 @@ def test_the_command_writes_a_config_that_loads(tmp_path: Path, capsys: pytest.C
     assert load(tmp_path / "run.toml").parallel.layout == "NGG"
     assert "# Not carried over:" in (tmp_path / "run.toml").read_text()
     assert "not carried over: flops_profiler" in capsys.readouterr().err
+    convert_command(given)
+    assert capsys.readouterr().out == (tmp_path / "run.toml").read_text()
     with pytest.raises(ConfigError, match="exists; name another file"):
         convert_command(given, out=tmp_path / "run.toml")
 
