@@ -13,7 +13,7 @@ from atoll.plans.plan import MeshShape, Plan
 from atoll.prediction.advice import StageSize, advice
 from atoll.prediction.cost import Cluster, Prediction, Transformer, Use
 from atoll.prediction.cost.apart import IslandParts
-from atoll.prediction.cost.outer import outer_bytes_in_flight, outer_bytes_sent, outer_words
+from atoll.prediction.cost.outer import outer_bytes_in_flight, outer_bytes_sent, outer_message_bytes, outer_words
 from atoll.prediction.explain import Explanation
 from atoll.prediction.explain.links import UPLINK
 from atoll.prediction.planner import Goal, PlanSearch, Space
@@ -143,3 +143,11 @@ def test_words_say_how_islands_belong_together() -> None:
     assert outer_words(joined).startswith("2 islands with outer steps every 16")
     with pytest.raises(ValueError, match="no outer steps"):
         outer_words(replace(apart, outer=None))
+
+
+def test_bytes_need_no_cluster() -> None:
+    found = replace(predicted(), cluster=None)
+    assert found.on_host(0) == predicted().on_host(0)
+    assert found.peak(0).total == predicted().peak(0).total - predicted().device.context
+    assert outer_message_bytes(found.plan, 1000) == (ISLANDS - 1) * 4000
+    assert outer_message_bytes(replace(found.plan, outer=None), 1000) == 0

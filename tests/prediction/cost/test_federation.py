@@ -78,6 +78,7 @@ def test_a_slow_uplink_bounds_all_and_is_named() -> None:
     coded = {each.setting: each for each in found.alternatives()}
     assert coded["codec = int4"].rate > coded["codec = int8"].rate > coded["as it is"].rate
     assert coded["every = 128"].rate > coded["as it is"].rate
+    assert coded["delay = 8"].waited < coded["as it is"].waited
     assert coded["as it is"].rate == pytest.approx(found.tokens_a_second)
 
 

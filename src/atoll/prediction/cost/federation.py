@@ -192,7 +192,8 @@ class FederatedPrediction:
     # ---- other settings
 
     def alternatives(self) -> Iterator[OuterAlternative]:
-        """Yield the present setting, other numbers of steps, each a multiple of an island's own, and other codecs."""
+        """Yield the present setting, other numbers of steps, each a multiple of an island's own, a delay of half of
+        them, and other codecs."""
         now = {name: each.outer for name, each in self.islands.items()}
         yield self._with("as it is", now)
         for factor in _FACTORS:
@@ -200,6 +201,10 @@ class FederatedPrediction:
             if scaled != now:
                 every = ", ".join(dict.fromkeys(str(outer.every) for outer in scaled.values()))
                 yield self._with(f"every = {every}", scaled)
+        overlapped = {name: replace(outer, delay=outer.every // 2) for name, outer in now.items()}
+        if all(overlapped[name].delay > outer.delay for name, outer in now.items()):
+            delays = ", ".join(dict.fromkeys(str(outer.delay) for outer in overlapped.values()))
+            yield self._with(f"delay = {delays}", overlapped)
         own = next(iter(now.values())).codec
         for name_of in _CODECS:
             if name_of != (None if own is None else own.name):

@@ -88,8 +88,8 @@ def bound_sentences(found: FederatedPrediction) -> Iterator[str]:
     if is_uplink:
         yield (
             f"The uplink of island {name} bounds the interval: its transfers take {percent(own.busy or 0.0)} of the "
-            f"time, and every island waits {format_seconds(min(row.waited for row in rows.values()))} or more. A codec "
-            "or more steps make that less."
+            f"time, and every island waits {format_seconds(min(row.waited for row in rows.values()))} or more. A "
+            "codec, a longer delay or more steps make that less."
         )
     else:
         waits = {row.name: row.waited for row in rows.values() if row.name not in (name, *found.late)}
