@@ -93,7 +93,7 @@ def describe_prediction(prediction: Prediction) -> Iterator[str]:
     yield from ("", *_components("bytes between steps", [prediction.rest(rank) for rank in ranks]))
     saved = max(map(prediction.saved, ranks))
     yield from ("", f"host memory for background saves: at most {format_bytes(saved)} per rank")
-    anchored = [found for found in map(prediction.anchored, ranks) if found is not None]
+    anchored = prediction.anchored
     if anchored:
         yield f"outer steps in host memory: {held_words(max(anchored, key=lambda held: held.total))}"
     if prediction.plan.host is not None:

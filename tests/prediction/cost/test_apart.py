@@ -69,12 +69,12 @@ def test_anchors_are_in_host_memory_and_nothing_of_outer_steps_on_the_device() -
     plain, none = predicted(), predicted(None)
     for rank in range(2):
         assert plain.peak(rank) == none.peak(rank)
-        held = plain.anchored(rank)
+        held = plain.anchored[rank]
         assert held is not None
         assert plain.ranks.of(rank).footprint().host == held.anchors + held.momentum + held.residuals
         assert plain.on_host(rank) == held.total
     assert outer_bytes_in_flight(plain.ranks, 0) == 0
-    assert none.anchored(0) is None
+    assert not none.anchored
     assert none.on_host(0) == 0
 
 
@@ -83,12 +83,12 @@ def test_rounds_hold_what_every_island_contributes(fragments: int) -> None:
     """Without a delay one fragment at a time, of all islands."""
     outer = Outer(16, fragments=fragments, apart=Apart(ISLANDS))
     found = predicted(outer)
-    held, parts = found.anchored(0), IslandParts.of(found.ranks, outer)
+    held, parts = found.anchored[0], IslandParts.of(found.ranks, outer)
     assert held is not None
     largest = max(parts.of_fragment(fragment)[0][0] for fragment in parts.fragments) * 4
     assert held.own == held.others / (ISLANDS - 1) == largest
     assert held.newer == 2 * largest
-    owed = predicted(replace(outer, codec=Codec("int8"))).anchored(0)
+    owed = predicted(replace(outer, codec=Codec("int8"))).anchored[0]
     assert owed is not None
     assert owed.residuals == owed.anchors
     assert owed.own > 2 * held.own > 2 * owed.others

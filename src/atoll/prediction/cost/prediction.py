@@ -176,19 +176,17 @@ class Prediction:
     def on_host(self, rank: int) -> int:
         """Return the bytes of host memory that a pipeline rank needs: for what rests there, for what blocks keep, and
         for rounds of islands that are worlds of their own, at most."""
-        anchored = self.anchored(rank)
-        rounds = 0 if anchored is None else anchored.rounds
+        rounds = self.anchored[rank].rounds if self.anchored else 0
         return self.ranks.programs.ranks[rank].shape.footprint().host + self.away(rank) + rounds
 
-    def anchored(self, rank: int) -> AnchorBytes | None:
-        """Return the bytes of host memory that a pipeline rank needs for outer steps, if islands are worlds of their
-        own."""
-        return None if self._anchored is None else self._anchored.held(rank)
-
     @cached_property
-    def _anchored(self) -> IslandParts | None:
+    def anchored(self) -> tuple[AnchorBytes, ...]:
+        """The bytes of host memory that each pipeline rank needs for outer steps; none if islands share one world."""
         outer = self.plan.outer
-        return None if outer is None or self.plan.has_islands else IslandParts.of(self.ranks, outer)
+        if outer is None or self.plan.has_islands:
+            return ()
+        parts = IslandParts.of(self.ranks, outer)
+        return tuple(map(parts.held, range(self.plan.mesh.pipeline)))
 
     def away(self, rank: int) -> int:
         """Return the bytes of host memory that a pipeline rank needs for activations."""
@@ -200,7 +198,7 @@ class Prediction:
         """The bytes of a node's host memory that are free beside the state that rests there and a save in the
         background; None if none does, or if it is of outer steps alone and the cluster has no [node.host]. With stages
         of several ranks on a node, each device counts as the fullest one."""
-        ranks, is_anchored = range(self.plan.mesh.pipeline), self.anchored(0) is not None
+        ranks, is_anchored = range(self.plan.mesh.pipeline), bool(self.anchored)
         if self.plan.host is None and (not is_anchored or self.given.node.host is None):
             return None
         devices = min(self.given.node.devices, self.plan.mesh.world)
