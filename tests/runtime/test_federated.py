@@ -106,7 +106,7 @@ class Islands:
             self._note(name)
             if name in self.gates:
                 wait_until(lambda: self.gates[name](engine) or bool(self.errors))
-            samples = steps.lots.read(steps.used, size)
+            samples = steps.standing.lots.read(steps.used, size)
             batch = [case.model.batch(position, 1) for position in samples]
             joined = {key: torch.cat([torch.as_tensor(each[key]) for each in batch]) for key in batch[0]}
             told.events.append({"what": "stepped", "step": engine.step_number, "samples": samples})
@@ -116,9 +116,6 @@ class Islands:
             if engine.step_number == self.saves.get(name):
                 engine.save(self.folder / f"saved {name}")
                 told.events.append({"what": "saved"})
-        if leaves == "finish":
-            steps.finish(30.0)
-            self._note(name)
         if leaves != "be lost":
             engine.federation.depart(30.0, hands_over=leaves == "hand over")
             self._note(name)
@@ -138,7 +135,7 @@ class Islands:
                     told.events.append({"what": what, "rounds": rounds, "on_time": event.on_time})
         if steps.events:
             found = digest_of(tensor for anchor in steps._anchors() for tensor in anchor.tensors())
-            assert told.digests.setdefault(steps.rounds, found) == found
+            assert told.digests.setdefault(steps.standing.rounds, found) == found
         steps.events.clear()
 
     def check(self) -> None:
@@ -196,7 +193,9 @@ def after(steps: int) -> Callable[[Engine], bool]:
 
 def rounds(count: int) -> Callable[[Engine], bool]:
     """Until the masters follow so many rounds that averaged."""
-    return lambda engine: engine.federation.steps.at is not None and engine.federation.steps.at.turn >= count
+    return lambda engine: (
+        engine.federation.steps.standing.at is not None and engine.federation.steps.standing.at.turn >= count
+    )
 
 
 EVERY = {
@@ -247,8 +246,8 @@ def test_a_lost_island_is_not_missed_and_a_new_one_takes_its_place(tmp_path: Pat
     islands = Islands(tmp_path, dict.fromkeys("abc", replace(CASE, outer=outer)), ports, silent=2.0)
     for name in "ab":
         islands.gates[name] = lambda engine: (
-            engine.federation.steps.rounds < 8
-            or ("new c" in islands.engines and islands.engines["c"].federation.steps.is_member)
+            engine.federation.steps.standing.rounds < 8
+            or ("new c" in islands.engines and islands.engines["c"].federation.steps.standing.is_member)
         )
         islands.start(name, rounds(12))
     islands.start("c", after(5), leaves="be lost")
@@ -274,7 +273,7 @@ def test_a_late_contribution_is_a_part_of_the_next(tmp_path: Path, ports: dict[s
     # It is slow in its second step, until the others have gone on; these wait for it later.
     islands.gates["c"] = lambda engine: engine.step_number != 1 or _round_of(engine) > 2
     for name in "ab":
-        islands.gates[name] = lambda engine: engine.federation.steps.rounds < 3 or _holds_one_of(engine, "c")
+        islands.gates[name] = lambda engine: engine.federation.steps.standing.rounds < 3 or _holds_one_of(engine, "c")
     for name in "abc":
         islands.start(name, rounds(5))
     islands.join()
@@ -321,7 +320,7 @@ def test_an_island_goes_on_from_its_checkpoint(tmp_path: Path, ports: dict[str, 
     islands = Islands(tmp_path, dict.fromkeys("abc", case), ports, silent=2.0)
     islands.saves["c"] = 3
     for name in "ab":
-        islands.gates[name] = lambda engine: engine.federation.steps.rounds < 5 or _holds_one_of(engine, "c")
+        islands.gates[name] = lambda engine: engine.federation.steps.standing.rounds < 5 or _holds_one_of(engine, "c")
         islands.start(name, rounds(8))
     islands.start("c", after(4), leaves="be lost")
     wait_until(lambda: not islands.threads["c"].is_alive())

@@ -228,6 +228,10 @@ class Outer:
         cycle, fragment = divmod(turn, self.count(units))
         return cycle * self.every + self.offset(fragment, units)
 
+    def next_leave(self, step: int, units: int) -> int:
+        """Return the first step after `step` after which a fragment is sent."""
+        return next(at for at in range(step + 1, step + 1 + self.every) if self._leaving(at, units))
+
     def turns(self, step: int, units: int) -> tuple[Turn, ...]:
         """Return the outer work after `step`, counted from 1, of a model with `units` units, in order.
 

@@ -39,7 +39,8 @@ class IslandLink:
     ) -> None:
         self.first: IslandExchange | None = None
         self._seat, self._meeting = seat, Meeting()
-        common: dict[str, Any] = {"secret": seat.secret, "at": at, "pace": seat.pace, "poll": seat.poll}
+        pace = None if seat.pace is None else seat.pace / self._meeting.size
+        common: dict[str, Any] = {"secret": seat.secret, "at": at, "pace": pace, "poll": seat.poll}
         self._exchange: IslandExchange | FollowingRank
         if rank == 0:
             self.first = IslandExchange(

@@ -179,10 +179,9 @@ class AnchorSteps(ABC, Generic[AnchorKind]):
         """Do the outer work after `step`, and return the step that the island is at then. Every rank calls it, once its
         masters are those after the step."""
 
-    @abstractmethod
     def settle(self) -> None:
-        """Wait for everything in flight and step the anchors with it. The parameters are still mixed with them after
-        the scheduled step, so results do not change."""
+        """Wait for everything in flight that will be applied after a certain step, and step the anchors with it. The
+        parameters are still mixed with them after that step, so results do not change."""
 
     @abstractmethod
     def forget(self) -> None:

@@ -11,13 +11,14 @@ to the newest: nearly always one or two.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch.nn.functional import pad
 
+from atoll.base.digests import digest
 from atoll.plans.federation.records import Contribution
 from atoll.plans.layouts import Codec, Slice
 from atoll.plans.layouts.flat import Box
@@ -44,6 +45,7 @@ class HostAnchor(Anchor):
 
     def __init__(self, segment: Segment, outer: Outer, transport: Transport, *, tag: tuple[int, int]) -> None:
         super().__init__(segment, outer, transport, tag=tag, device=torch.device("cpu"))
+        self._codec = outer.codec
         self.later: list[AnchorState] = []
 
     @property
@@ -58,9 +60,23 @@ class HostAnchor(Anchor):
         del self.later[:count]
         return self.value - before
 
-    def flow(self) -> torch.Tensor:
-        """Return the outer gradient, in host memory."""
-        return self.value - self.own.to(self.value.device)
+    def leave(self, *, seed: int, name: str) -> tuple[torch.Tensor, PartElements, torch.Tensor]:
+        """Return the outer gradient in host memory, its parts as they are sent, and its squares with those of the
+        anchor (`moved`). With a codec it is what the parts decode to.
+
+        seed, name: of stochastic rounding, which differs between islands and rounds.
+        """
+        flow, found = self.value - self.own.to(self.value.device), dict[TensorPart, memoryview]()
+        moved = self.moved(flow).cpu()
+        for part, each in self.parts():
+            values = flow.narrow(0, each.offset, each.stop - each.start)
+            if self._codec is None:
+                found[part] = raw(values)
+                continue
+            lost = None if self.residual is None else self.residual.narrow(0, each.offset, values.numel())
+            noise = int(digest(f"{seed} {name} {part}".encode())[:15], 16)
+            found[part] = raw(encoded(self._codec, values, residual=lost, seed=noise))
+        return flow, found, moved
 
     def parts(self) -> Iterator[tuple[TensorPart, Slice]]:
         """Yield the parts of the parameters that the anchor has."""
@@ -170,6 +186,13 @@ class AnchorHoldings:
             return None
         del self.trail[fragment][:count]
         return [anchor.follow(count) for anchor in self._anchors[fragment]]
+
+
+def restore_residuals(anchors: Iterable[HostAnchor], before: Iterable[torch.Tensor | None]) -> None:
+    """Let residuals be as they were before outer gradients left: nothing of these has arrived, so nothing was lost."""
+    for anchor, residual in zip(anchors, before, strict=True):
+        if anchor.residual is not None and residual is not None:
+            anchor.residual.copy_(residual)
 
 
 def weights_of(contributions: Sequence[Contribution], outer: Outer) -> list[float]:

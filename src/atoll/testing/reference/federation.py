@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,77 +73,112 @@ def train_federation(
     def make(name: str) -> ReferenceReplica:
         return ReferenceReplica(recipe, seed, dtype, "cpu", optimizer, first=0, microbatches=microbatches[name])
 
-    played = {name: _Island(lambda name=name: make(name), events) for name, events in islands.items()}  # type: ignore[misc]
-    first = next(iter(played.values())).replica.trained
-    anchors = {name: torch.nn.Parameter(value.detach().clone()) for name, value in first.items()}
-    stepping = {
-        name: torch.optim.SGD([each], lr=outer["lr"], momentum=outer["momentum"], nesterov=outer["nesterov"])
-        for name, each in anchors.items()
-    }
-    found = FederatedHistory()
-    flows: dict[str, dict[str, Tensor]] = {}
-    initial = {name: each.detach().clone() for name, each in anchors.items()}
-    for island in played.values():
-        island.base = dict(initial)
-    rounds = 0
+    federation = _Federation(records, outer, fragment_of, batch_of=partial(_batch, recipe), each=microbatch, clip=clip)
+    return federation.run({name: _Island(partial(make, name), events) for name, events in islands.items()})
 
-    def after(count: int) -> Mapping[str, Tensor]:
-        return initial if count == 0 else found.anchors[count - 1]
 
-    def play(island: _Island) -> bool:
-        """Take the next event; False if it needs a round that is not known yet."""
-        event = island.events[island.at]
+def _batch(recipe: Recipe, positions: Sequence[int]) -> dict[str, Tensor]:
+    each = [recipe.batch(position, 1) for position in positions]
+    return {key: torch.cat([torch.as_tensor(one[key]) for one in each]) for key in each[0]}
+
+
+class _Federation:
+    """The anchors of all islands, and what these send."""
+
+    def __init__(
+        self,
+        records: Mapping[int, Mapping[str, Any]],
+        outer: Mapping[str, Any],
+        fragment_of: Callable[[str], int],
+        *,
+        batch_of: Callable[[Sequence[int]], dict[str, Tensor]],
+        each: int,
+        clip: float | None,
+    ) -> None:
+        self._records, self._outer, self._fragment_of = records, outer, fragment_of
+        self._batch_of, self._each, self._clip = batch_of, each, clip
+        self._found = FederatedHistory()
+        self._flows: dict[str, dict[str, Tensor]] = {}
+        self._initial: dict[str, Tensor] = {}
+        self._anchors: dict[str, torch.nn.Parameter] = {}
+        self._stepping: dict[str, torch.optim.SGD] = {}
+        self._rounds = 0
+
+    def run(self, islands: Mapping[str, _Island]) -> FederatedHistory:
+        """Play all events, and decide rounds once their contributions are there."""
+        outer, first = self._outer, next(iter(islands.values())).replica.trained
+        self._initial = {name: value.detach().clone() for name, value in first.items()}
+        self._anchors = {name: torch.nn.Parameter(value.clone()) for name, value in self._initial.items()}
+        self._stepping = {
+            name: torch.optim.SGD([each], lr=outer["lr"], momentum=outer["momentum"], nesterov=outer["nesterov"])
+            for name, each in self._anchors.items()
+        }
+        for island in islands.values():
+            island.base = dict(self._initial)
+        is_moving = True
+        while is_moving:
+            is_moving = any(self._play_all(island) for island in islands.values())
+            is_moving |= self._decide()
+        left = {name: each.events[each.at] for name, each in islands.items() if each.at < len(each.events)}
+        assert not left, f"these need rounds whose contributions nobody has sent: {left}"
+        for name, island in islands.items():
+            self._found.losses[name] = island.losses
+            self._found.parameters[name] = {
+                key: value.detach().clone() for key, value in island.replica.trained.items()
+            }
+        return self._found
+
+    def _play_all(self, island: _Island) -> bool:
+        """Take events as far as rounds are known; return whether any was taken."""
+        begin = island.at
+        while island.at < len(island.events) and self._play(island, island.events[island.at]):
+            island.at += 1
+        return island.at > begin
+
+    def _play(self, island: _Island, event: Mapping[str, Any]) -> bool:
+        """Take an event; False if it needs a round that is not known yet."""
         what, own = event["what"], island.replica.trained
         if what == "new":
-            island.replica, island.base, island.sent = island.make(), dict(initial), {}
+            island.replica, island.base, island.sent = island.make(), dict(self._initial), {}
         elif what == "saved":
             island.saved = copy.deepcopy((island.replica, island.base))
         elif what == "loaded":
             assert island.saved is not None, "it was saved"
             (island.replica, island.base), island.sent = copy.deepcopy(island.saved), {}
         elif what == "stepped":
-            batch = [recipe.batch(position, 1) for position in event["samples"]]
-            joined = {key: torch.cat([torch.as_tensor(each[key]) for each in batch]) for key in batch[0]}
-            island.replica.step(event["step"], joined, microbatch, clip)
+            island.replica.step(event["step"], self._batch_of(event["samples"]), self._each, self._clip)
             island.losses.append(island.replica.history.losses[-1])
         elif what == "sent":
-            names = [name for name in own if fragment_of(name) == event["fragment"]]
+            names = [name for name in own if self._fragment_of(name) == event["fragment"]]
             flow = {name: island.base[name] - own[name].detach() for name in names}
-            flows[event["digest"]] = island.sent[event["digest"]] = flow
+            self._flows[event["digest"]] = island.sent[event["digest"]] = flow
         else:
-            if event["rounds"][-1] >= rounds:
+            last = event["rounds"][-1]
+            if last >= self._rounds:
                 return False
-            _follow(island, event, records, after(event["rounds"][-1] + 1), outer["mix"], fragment_of)
-        island.at += 1
+            mix, anchors = self._outer["mix"], self._found.anchors[last]
+            _follow(island, event, self._records, anchors, mix, self._fragment_of)
         return True
 
-    while True:
-        is_moving = False
-        for island in played.values():
-            while island.at < len(island.events) and play(island):
-                is_moving = True
-        counted = records.get(rounds, {}).get("contributions", ())
-        if rounds in records and all(each["digest"] in flows for each in counted):
-            weights = [each["tokens"] if outer["tokens"] else 1 for each in counted]
-            for name, anchor in anchors.items():
-                parts = [
-                    flows[each["digest"]][name] * (weight / sum(weights))
-                    for each, weight in zip(counted, weights, strict=True)
-                    if each["fragment"] == fragment_of(name)
-                ]
-                if parts:
-                    anchor.grad = torch.stack(parts).sum(0)
-                    stepping[name].step()
-            found.anchors[rounds] = {name: anchor.detach().clone() for name, anchor in anchors.items()}
-            rounds, is_moving = rounds + 1, True
-        if not is_moving:
-            break
-    left = {name: island.events[island.at] for name, island in played.items() if island.at < len(island.events)}
-    assert not left, f"these need rounds whose contributions nobody has sent: {left}"
-    for name, island in played.items():
-        found.losses[name] = island.losses
-        found.parameters[name] = {key: value.detach().clone() for key, value in island.replica.trained.items()}
-    return found
+    def _decide(self) -> bool:
+        """Take the outer step of the next round, if all that it counts was sent."""
+        record = self._records.get(self._rounds)
+        if record is None or any(each["digest"] not in self._flows for each in record["contributions"]):
+            return False
+        counted = record["contributions"]
+        weights = [each["tokens"] if self._outer["tokens"] else 1 for each in counted]
+        for name, anchor in self._anchors.items():
+            parts = [
+                self._flows[each["digest"]][name] * (weight / sum(weights))
+                for each, weight in zip(counted, weights, strict=True)
+                if each["fragment"] == self._fragment_of(name)
+            ]
+            if parts:
+                anchor.grad = torch.stack(parts).sum(0)
+                self._stepping[name].step()
+        self._found.anchors[self._rounds] = {name: each.detach().clone() for name, each in self._anchors.items()}
+        self._rounds += 1
+        return True
 
 
 def _follow(

@@ -55,7 +55,7 @@ class FederatedRun:
     def follow(self) -> int:
         """Read and step as the rounds say, write them down, and return the step that the island is at."""
         progress, steps = self._run.progress, self._steps
-        progress.samples.follow(steps.lots, steps.used)
+        progress.samples.follow(steps.standing.lots, steps.used)
         progress.schedule.go_to(self._engine.step_number)
         if self._results.recorder is None and self._run.is_writer:
             return self._engine.step_number  # the record is not open yet

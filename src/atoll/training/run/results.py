@@ -21,7 +21,6 @@ import torch
 
 from atoll.base.errors import UserError
 from atoll.plans.layouts import Footprint
-from atoll.prediction.cost import Cluster
 from atoll.runtime.pipeline.step_end import StepResult
 from atoll.runtime.sharding.outer import distance
 from atoll.runtime.transport import Later
@@ -31,7 +30,7 @@ from atoll.training.run.oddities import SLOW, Spikes, expert_load, straggler
 from atoll.training.run.run import RankRun
 from atoll.training.run.signals import StopRequest
 from atoll.training.run.utilisation import device_peak, utilised_seconds
-from atoll.training.setup.prediction import in_short, predict_plan
+from atoll.training.setup.prediction import in_short, named_cluster, predict_plan
 from atoll.training.setup.samples import vocabulary_of
 
 TRACED_STEP = 3
@@ -89,7 +88,7 @@ class Results:
             "reads_in_place": engine.reads_in_place,
             "device": device.type,
         }
-        cluster = None if run.config.run.cluster is None else Cluster.read(run.config.run.cluster)
+        cluster = named_cluster(run.config)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         peak = device_peak(name, plan.precision.compute, cluster)
         rates = None if peak is None else asdict(peak)
