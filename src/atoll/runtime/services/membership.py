@@ -9,6 +9,7 @@ from atoll.runtime.agreement import Agreement
 from atoll.runtime.assemble.rank import Rank
 from atoll.runtime.federation.exchange import IslandExchange
 from atoll.runtime.federation.link import are_here, stopped_or_ready
+from atoll.runtime.federation.rank import logger
 from atoll.runtime.sharding.federated import FederatedSteps
 
 
@@ -50,6 +51,7 @@ class IslandMembership:
 
     def _join(self, enough: int, stops: Callable[[], bool]) -> bool:
         steps, begin = self.steps, time.monotonic()
+        said = begin
         if not steps.is_open:
             steps.open()
         link = steps.link
@@ -63,6 +65,10 @@ class IslandMembership:
             stopped, ready = link.met([stops(), is_ready], stopped_or_ready)
             if stopped or ready:
                 return not stopped
+            if link.first is not None and time.monotonic() - said >= steps.seat.away:
+                said = time.monotonic()
+                heard = ", ".join(link.first.heard()) or "nobody"
+                logger.warning("island %s waits for a round: it hears %s", steps.seat.name, heard)
             link.glance(lambda rounds=standing.rounds: link.elements.answer.anchors > rounds)  # type: ignore[misc]
 
     def _has(self, enough: int) -> bool:
