@@ -32,7 +32,7 @@ from typer.testing import CliRunner
 from atoll.base.errors import UserError
 from atoll.cli.main import app
 from atoll.plans.schedules import Links
-from atoll.prediction.cost import Cluster
+from atoll.prediction.cost import Archipelago, Cluster
 from atoll.runtime.same import describe_differences
 from atoll.testing import progress
 from atoll.training.config import from_dict, load
@@ -165,6 +165,8 @@ def test_toml_blocks_are_configs_clusters_or_links(page: Path, tmp_path: Path) -
         values = tomllib.loads(text)
         if "device" in values:
             Cluster.of(values, source=name_of(page))
+        elif "island" in values:
+            assert Archipelago.of(values, source=name_of(page)).islands
         elif "link" in values:
             (tmp_path / "links.toml").write_text(text)
             assert Links.read(tmp_path / "links.toml").each
@@ -212,6 +214,7 @@ ONLY_READ: Mapping[str, str] = {
     "python examples": "tests/test_examples.py runs the same command",
     "python deploy/ray/train.py": "Ray and GPUs; a stand-in: tests/test_deploy.py",
     "atoll plan": "a minute for a recipe; tests/test_recipes.py predicts the plan, tests/cli/test_plan.py runs others",
+    "atoll train islands.toml": "it waits for the other islands; tests/training/run/test_federated.py starts them",
     "atoll doctor": "it starts processes, and fails where those are slow to start; tests/cli/test_doctor.py runs it",
 }
 """Commands that do not run here, by how they begin, each with the reason."""
@@ -236,7 +239,8 @@ class Line:
 
     @property
     def is_training(self) -> bool:
-        return self.words[:2] == ["atoll", "train"] and "--dry-run" not in self.words and not self.printed
+        is_whole = "--dry-run" not in self.words and not self.printed and not begins(self)
+        return self.words[:2] == ["atoll", "train"] and is_whole
 
 
 def lines_in(block: Block) -> Iterator[Line]:
