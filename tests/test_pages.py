@@ -319,6 +319,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "ds_config.json").write_text(json.dumps(DEEPSPEED))
     (folder / "accelerate.yaml").write_text(ACCELERATE)
     (folder / "train.toml").write_text(TORCHTITAN)
+    (folder / "islands.toml").write_text(blocks(ROOT / "docs" / "islands.md", "toml")[0])
 
     lines = [line for page in PAGES for line in lines_of(page) if line.is_training]
     train_all(folder, [[*line.words[1:], *(word for each in TINY for word in ("--set", each))] for line in lines])
