@@ -50,6 +50,8 @@ class Islands:
         self.errors: list[BaseException] = []
         self.units: tuple[tuple[str, ...], ...] = ()
         self.saves: dict[str, int] = {}
+        # What an island waits for before it is lost.
+        self.losing: Callable[[], bool] = lambda: True
         # What an island waits for before a step.
         self.gates: dict[str, Callable[[Engine], bool]] = {}
 
@@ -116,7 +118,9 @@ class Islands:
             if engine.step_number == self.saves.get(name):
                 engine.save(self.folder / f"saved {name}")
                 told.events.append({"what": "saved"})
-        if leaves != "be lost":
+        if leaves == "be lost":
+            wait_until(lambda: self.losing() or bool(self.errors))
+        else:
             engine.federation.depart(30.0, hands_over=leaves == "hand over")
             self._note(name)
         engine.close()
@@ -315,16 +319,23 @@ def test_an_island_that_leaves_hands_over_what_it_has_learned(tmp_path: Path, po
     assert "c" not in {each.island for each in islands.records[max(islands.records)].members}
 
 
-def test_an_island_goes_on_from_its_checkpoint(tmp_path: Path, ports: dict[str, int]) -> None:
+@pytest.mark.parametrize("is_counted", [False, True])
+def test_an_island_goes_on_from_its_checkpoint(is_counted: bool, tmp_path: Path, ports: dict[str, int]) -> None:
+    """is_counted: the others count what it sent after the checkpoint, and before it was lost."""
     case = replace(CASE, outer=Outer(2, delay=1, apart=APART))
     islands = Islands(tmp_path, dict.fromkeys("abc", case), ports, silent=2.0)
     islands.saves["c"] = 3
     for name in "ab":
         islands.gates[name] = lambda engine: engine.federation.steps.standing.rounds < 5 or _holds_one_of(engine, "c")
         islands.start(name, rounds(8))
+    if is_counted:
+        islands.losing = lambda: islands.counted[1:2] == [["a", "b", "c"]]
     islands.start("c", after(4), leaves="be lost")
     wait_until(lambda: not islands.threads["c"].is_alive())
+    before = len(islands.told["c"].events)
     islands.start("c", rounds(8), load=tmp_path / "saved c")
     islands.join()
     islands.check()
+    if is_counted:
+        assert any(event["what"] == "restarted" for event in islands.told["c"].events[before:])
     assert ["a", "b", "c"] in islands.counted[2:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from atoll.plans.federation.records import Contribution
 from atoll.plans.layouts import Codec
 from atoll.plans.outer import Apart, Outer
 from atoll.runtime.federation.elements import TensorPart
+from atoll.runtime.sharding import host_anchors
 from atoll.runtime.sharding.host_anchors import (
     AnchorHoldings,
     AnchorState,
@@ -100,7 +102,13 @@ def _flows(anchors: list[HostAnchor], seed: int, cut: int) -> dict[TensorPart, m
     return found
 
 
-def _step(case: Case) -> dict[TensorPart, bytes]:
+def _step(case: Case, piece: int = 1 << 20) -> dict[TensorPart, bytes]:
+    """piece: elements that are read together."""
+    with patch.object(host_anchors, "PIECE", piece):
+        return _step_in_pieces(case)
+
+
+def _step_in_pieces(case: Case) -> dict[TensorPart, bytes]:
     holdings, anchors = _holdings(case)
     for version in range(2):
         averaged = [
@@ -121,10 +129,11 @@ def _step(case: Case) -> dict[TensorPart, bytes]:
     return {part: bytes(held) for part, held in holdings.show(0).items()}
 
 
-def test_ranks_that_divide_a_model_hold_the_bits_of_one_that_does_not() -> None:
+@pytest.mark.parametrize("piece", [1 << 20, 6])
+def test_ranks_that_divide_a_model_hold_the_bits_of_one_that_does_not(piece: int) -> None:
     case = Case(microbatches=2)
     (whole,) = run_ranks(_step, 1, case)
-    parts = run_ranks(_step, 2, replace(case, intra=2, layout="GGG"))
+    parts = run_ranks(_step, 2, replace(case, intra=2, layout="GGG"), piece)
     names = {part.name for part in whole}
     assert {part.name for each in parts for part in each} == names
     for name in names:

@@ -13,7 +13,9 @@ is what the training thread does: it contributes outer gradients, waits for roun
     counted, but here later         P <- P + (A' - A) + D              what it has learned since it sent D stays
     not counted                     P <- P + (A' - A)                  D stays, and is a part of the next one
     it took anchors over,           P <- A'                            what it had learned since A is lost, and its
-    or was no member                                                   data is read again
+    was no member, or a                                                data is read again
+    process before it was
+    counted
 """
 
 from __future__ import annotations
@@ -253,10 +255,13 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
         rounds, taken = link.met([rounds, taken], agreed_rounds)
         if rounds <= self.standing.rounds or rounds < taken:
             return
-        stays = self.standing.stays(
-            self._known[each] for each in range(self.standing.rounds, rounds) if each in self._known
+        new = [self._known[each] for each in range(self.standing.rounds, rounds) if each in self._known]
+        # Of a process that has ended: what it had learned is in the anchors, and only a part of it in these parameters.
+        own = {sent.digest for sent in self._sent.values()}
+        forgotten = any(
+            each.island == self.seat.name and each.digest not in own for r in new for each in r.contributions
         )
-        if taken > self.standing.rounds or not stays:
+        if taken > self.standing.rounds or forgotten or not self.standing.stays(new):
             self._restart(rounds, step)
         else:
             self._go_on(rounds, arriving, step=step, waited=waited)

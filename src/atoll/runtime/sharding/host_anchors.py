@@ -12,7 +12,7 @@ to the newest: nearly always one or two.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -30,6 +30,8 @@ from atoll.runtime.sharding.segment import Segment
 from atoll.runtime.transport import Transport
 
 _MOMENTUM = "momentum of "
+PIECE = 1 << 20
+"""Elements that are read together, at most: a multiple of the blocks of codecs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +81,13 @@ class HostAnchor(Anchor):
         return flow, found, moved
 
     def parts(self) -> Iterator[tuple[TensorPart, Slice]]:
-        """Yield the parts of the parameters that the anchor has."""
+        """Yield the parts of the parameters that the anchor has, in pieces: who has less reads no more than that."""
         for each in self.slices:
-            yield TensorPart(_named(each.name, self.segment.flat.boxes[each.name]), each.start, each.stop), each
+            name = _named(each.name, self.segment.flat.boxes[each.name])
+            for begin in range(each.start, each.stop, PIECE):
+                end = min(begin + PIECE, each.stop)
+                piece = replace(each, start=begin, stop=end, offset=each.offset + begin - each.start)
+                yield TensorPart(name, begin, end), piece
 
 
 class AnchorHoldings:
