@@ -293,7 +293,6 @@ def _read(folder: Path, disturbances: list[Mapping[str, Any]]) -> dict[str, Any]
     first, last = float("inf"), 0.0
     steps: dict[str, list[float]] = {}
     rejoined: list[dict[str, float]] = []
-    restarts = 0
     losses: list[tuple[int, float]] = []
     for at, name in enumerate(NAMES):
         events = _lines(folder / name / "rounds.jsonl")
@@ -302,10 +301,7 @@ def _read(folder: Path, disturbances: list[Mapping[str, Any]]) -> dict[str, Any]
             first, last = min(first, event["time"]), max(last, event["time"])
         own = [each for each in disturbances if each["island"] == at and each["what"] != "slow"]
         steps[name] = _step_seconds(events, own)
-        for event in events:
-            if event["what"] == "restarted" and event["round"] > 0:
-                restarts += 1
-                rejoined += _rejoined(event, events, own)
+        rejoined += _rejoined(events, own)
     counted = [sum(each["tokens"] for each in records[at]["contributions"]) for at in sorted(records)]
     last_of: dict[int, int] = {}
     for at in sorted(records):
@@ -324,7 +320,6 @@ def _read(folder: Path, disturbances: list[Mapping[str, Any]]) -> dict[str, Any]
         "counted_tokens": sum(counted),
         "step_seconds": {name: median(each) for name, each in steps.items() if each},
         "mean_step_seconds": {name: sum(each) / len(each) for name, each in steps.items() if each},
-        "restarted_from_anchors": restarts,
         "rejoined": rejoined,
         "losses": losses,
         "final_losses": finals,
@@ -346,22 +341,27 @@ def _step_seconds(events: list[dict[str, Any]], own: list[Mapping[str, Any]]) ->
     return found
 
 
-def _rejoined(
-    event: Mapping[str, Any], events: list[dict[str, Any]], own: list[Mapping[str, Any]]
-) -> Iterator[dict[str, float]]:
-    """Yield the seconds from a disturbance's end until an island has the anchors again, and the rounds until it
-    counts."""
-    later = [each for each in events if each["time"] > event["time"]]
-    sent = {each["digest"]: each for each in later if each["what"] == "sent"}
-    for each in later:
-        for record in each["records"]:
-            if any(one["digest"] in sent for one in record["contributions"]):
-                begin = max((one["begin"] for one in own if one["begin"] <= event["time"]), default=None)
-                yield {
-                    "anchors_seconds": event["time"] - begin if begin is not None else float("nan"),
-                    "rounds_until_counted": record["round"] - event["round"],
-                }
-                return
+def _rejoined(events: list[dict[str, Any]], own: list[Mapping[str, Any]]) -> Iterator[dict[str, float]]:
+    """Yield, for each time that an island took anchors over after a disturbance, the seconds since this began, and the
+    rounds after the first anchors until one has counted the island."""
+    for each, following in zip(own, [*own[1:], None], strict=True):
+        end = float("inf") if following is None else following["begin"]
+        later = [event for event in events if each["begin"] < event["time"] < end]
+        restarted = [event for event in later if event["what"] == "restarted" and event["round"] > 0]
+        sent = {event["digest"] for event in later if event["what"] == "sent"}
+        counted = [
+            record["round"]
+            for event in later
+            for record in event["records"]
+            if any(one["digest"] in sent for one in record["contributions"])
+        ]
+        if restarted and counted:
+            known = [at for at in counted if at > restarted[0]["round"]]
+            yield {
+                "what": each["what"],
+                "seconds": restarted[0]["time"] - each["begin"],
+                "rounds": known[0] - restarted[0]["round"] if known else float("nan"),
+            }
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -417,7 +417,9 @@ def report(result: Mapping[str, Any]) -> str:
     ]
     kinds = [each["what"] for each in disturbed["disturbances"]]
     worst = max(result["survivors_slower"].values(), default=float("nan"))
-    mean = [each["anchors_seconds"] for each in disturbed["rejoined"]]
+    away = [each for each in disturbed["disturbances"] if each["what"] != "slow"]
+    share = sum(each["back"] or 60.0 for each in away) / (len(NAMES) * disturbed["seconds"])
+    again = disturbed["rejoined"]
     lines = [
         "# Islands that come and go",
         "",
@@ -431,19 +433,25 @@ def report(result: Mapping[str, Any]) -> str:
         "",
         *_table(rows),
         "",
+        f"- Islands were away {share:.1%} of the time, from the disturbance to their next step.",
         f"- **Goodput {result['goodput']:.1%}**: tokens that rounds counted, of those that islands which are always "
         "there would have made in the same time.",
         f"- Steps of an island while others are disturbed: {worst:+.1%} at most beside the undisturbed run.",
         f"- Loss at {equal['tokens']:,} counted tokens: {equal['disturbed']:.4f}, undisturbed "
         f"{equal['undisturbed']:.4f} ({equal['disturbed'] / equal['undisturbed'] - 1:+.2%}).",
-        f"- Anchors were taken over {disturbed['restarted_from_anchors']} times, "
-        + (
-            f"{median(mean):.1f} s after the disturbance began in the median, {max(mean):.1f} s at most."
-            if mean
-            else ""
-        ),
+        *_again(again),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _again(found: list[dict[str, Any]]) -> Iterator[str]:
+    if found:
+        seconds, rounds = [each["seconds"] for each in found], [each["rounds"] for each in found]
+        yield (
+            f"- {len(found)} returning islands took anchors over, {median(seconds):.1f} s after the disturbance began in "
+            f"the median and {max(seconds):.1f} at most, with the start of their processes. They were counted "
+            f"{median(rounds):.0f} rounds later in the median, {max(rounds):.0f} at most."
+        )
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
