@@ -448,8 +448,8 @@ def _again(found: list[dict[str, Any]]) -> Iterator[str]:
     if found:
         seconds, rounds = [each["seconds"] for each in found], [each["rounds"] for each in found]
         yield (
-            f"- {len(found)} returning islands took anchors over, {median(seconds):.1f} s after the disturbance began in "
-            f"the median and {max(seconds):.1f} at most, with the start of their processes. They were counted "
+            f"- {len(found)} returning islands took anchors over, {median(seconds):.1f} s after the disturbance began "
+            f"in the median and {max(seconds):.1f} at most, with the start of their processes. They were counted "
             f"{median(rounds):.0f} rounds later in the median, {max(rounds):.0f} at most."
         )
 
