@@ -25,6 +25,7 @@ from atoll.base.errors import AtollError
 from atoll.plans import schedules
 from atoll.plans.host import HostState
 from atoll.runtime.assemble.describe import describe_rank
+from atoll.runtime.federation.elements import ElementName, TensorPart, check_covered, check_sizes
 from atoll.runtime.models import SequentialAdapter, adapter_for
 from atoll.runtime.models.weights import weights_for
 from atoll.runtime.rendezvous import host_store, torchrun_environment
@@ -43,6 +44,13 @@ HEADINGS = ("What is missing", "What is refused", "What is refused before anythi
 
 Try = Callable[[Path], object]
 """Does what is refused. It is given an empty folder."""
+
+
+RULES, NOTICE = FederationRules(("a", "b"), fragments=1), Notice("a", "aa", "ab")
+
+
+def _beat(number: int) -> Notice:
+    return Notice("b", "bb", "ab", beat=number)
 
 
 @dataclass(frozen=True)
@@ -352,6 +360,28 @@ CLAIMS: dict[tuple[str, str], list[Tried]] = {
         "docs/outer.md",
         "buffers that a forward changes: they differ between islands, as they do between ranks",
     ): [Tried(lambda _: run_ranks(train_buffers, 2), "the forward changes buffers of 1", is_slow=True)],
+    ("docs/islands.md", "another secret, another model, data, seed or rule: by name, on both sides"): [
+        Tried(lambda _: hear(begin(NOTICE, RULES, 0.0), Notice("b", "bb", "cd"), 0.0), "trains something else"),
+    ],
+    ("docs/islands.md", "two islands of one name, an island with an older notice than one that was seen"): [
+        Tried(lambda _: hear(begin(NOTICE, RULES, 0.0), Notice("a", "bb", "ab"), 0.0), "name of two islands"),
+        Tried(lambda _: hear(hear(begin(NOTICE, RULES, 0.0), _beat(2), 0.0), _beat(1), 0.0), "an old one"),
+    ],
+    ("docs/islands.md", "a contribution of another size or with parts missing; one that is not finite is not sent"): [
+        Tried(lambda _: check_sizes({TensorPart("w", 0, 4): ElementName("aa", 8)}, lambda part: 16), "expected 16"),
+        Tried(lambda _: check_covered([TensorPart("w", 0, 4)], [TensorPart("w", 0, 2)]), "elements 2 to 3 of w"),
+    ],
+    (
+        "docs/islands.md",
+        '`bad_steps = "rollback N"`, and loading or editing parameters while the island takes part',
+    ): [
+        configured(
+            train={"bad_steps": "rollback 2"},
+            parallel={"outer": {"every": 4}},
+            federation={"island": "a", "islands": {"a": "h:1", "b": "h:2"}, "secret": "s"},
+            words="would bring one group back",
+        ),
+    ],
     # ---- combinations
     ("docs/together.md", "`tensor` above 1 and a model without a matching tensor-parallel plan"): [
         Tried(described(lambda: chain(nn.Linear(8, 8)), mesh=MeshShape(tensor=2)), "tensor_plan")

@@ -20,7 +20,7 @@ from atoll.base.errors import ConfigError
 from atoll.cli.main import app
 from atoll.plans.federation.records import Notice
 from atoll.runtime.federation.http import Showcase
-from atoll.testing.progress import wait_until
+from atoll.testing.progress import finish, wait_until
 from atoll.training.config import load
 from atoll.training.watch import FederationReader
 from tests.training.report.test_federation import A, B
@@ -198,7 +198,7 @@ def test_it_goes_on_until_ctrl_c_and_does_not_import_torch(islands: Islands) -> 
         try:
             wait_until(lambda: output.read_text().count("is to be decided") >= 3)
             process.send_signal(2)
-            _, errors = process.communicate(timeout=20)
+            _, errors = finish(process)
         finally:
             process.kill()
     assert (process.returncode, errors) == (0, "stopped\n")

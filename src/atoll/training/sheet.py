@@ -15,7 +15,7 @@ from atoll.base.units import format_bytes, format_rate, format_seconds
 from atoll.prediction.cost import Prediction
 from atoll.program.trace import from_chrome
 from atoll.training.config import load
-from atoll.training.output.folder import WARM_UP, RunFolder, is_of, read_records
+from atoll.training.output.folder import ROUNDS, WARM_UP, RunFolder, is_of, read_records
 from atoll.training.report import (
     Curves,
     Sheet,
@@ -74,7 +74,7 @@ class RunReader:
     def stamp(self) -> tuple[object, ...]:
         """Return a value that changes when a file of the sheet does."""
         folder = self.folder
-        drawn = (folder.metrics, folder.validation, folder.rounds, folder.trace, folder.timing, folder.timeline)
+        drawn = (folder.metrics, folder.validation, folder.root / ROUNDS, folder.trace, folder.timing, folder.timeline)
         return _stamp((folder.config, folder.plan, folder.cluster, *drawn))
 
     def sheet(self) -> Sheet:
@@ -130,7 +130,7 @@ class RunReader:
             timing = read_timing(folder.timing)
             figures["peak memory"] = f"{format_bytes(max(timing.peaks))} {timing.memory}"
             memory = None if memory is None else replace(memory, peaks=timing.peaks, measured=timing.memory)
-        rounds = summarize_rounds(read_records(folder.rounds))
+        rounds = summarize_rounds(read_records(folder.root / ROUNDS))
         if rounds is not None:
             figures |= round_figures(rounds)
             notes += round_notes(rounds)

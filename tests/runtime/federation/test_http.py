@@ -122,7 +122,7 @@ def test_elements_of_no_bytes_are_whole(showcase: Showcase, peer: Peer) -> None:
     """A fragment may have nothing on a rank."""
     digest = show(showcase, b"")
     assert peer.content(digest) == b""
-    assert peer.elements(digest, bytearray()) == 0
+    assert peer.elements({digest: 0}, bytearray()) == 0
 
 
 def test_who_does_not_answer_is_left(showcase: Showcase) -> None:

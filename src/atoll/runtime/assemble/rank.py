@@ -139,8 +139,12 @@ def assemble(
     """Assemble this rank. Raises PlanError if model, plan and options do not match."""
     options.check(plan)
     place = transport.place
-    shapes = {name: list(each.shape) for name, each in model.named_parameters()}
     adapter, stored, notes = _adapt(model, options)
+    shapes = {
+        f"{block.name}.{name}": list(each.shape)
+        for block in adapter.blocks()
+        for name, each in block.module.named_parameters()
+    }
     for note in notes if place.rank == 0 else ():
         warnings.warn(note, WeightsWarning, stacklevel=3)
     outline = Outline.of(adapter, plan, stacked=stacked_in(adapter.blocks()).values())

@@ -54,6 +54,10 @@ LARGEST_LINE = 1 << 20
 """Maximum length of a record's line in bytes."""
 
 
+ROUNDS = "rounds.jsonl"
+"""One line for each thing that an island of a federation did."""
+
+
 class Start(Enum):
     """How a run treats an existing folder.
 
@@ -103,11 +107,6 @@ class RunFolder:
     def incidents(self) -> Path:
         """One line per bad step."""
         return self.root / "incidents.jsonl"
-
-    @property
-    def rounds(self) -> Path:
-        """One line for each thing that an island of a federation did."""
-        return self.root / "rounds.jsonl"
 
     @property
     def trace(self) -> Path:
@@ -240,7 +239,7 @@ class RunFolder:
             self.validation,
             self.incidents,
             self.trace,
-            self.rounds,
+            self.root / ROUNDS,
         )
         generated = (self.sample, self.tokenizer, *(self.root / name for name in BESIDE))
         compared = (self.prediction, self.cluster, self.timing, self.timeline, self.calibration)

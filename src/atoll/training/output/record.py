@@ -151,7 +151,7 @@ class Recorder:
 
     def round(self, record: Mapping[str, Any]) -> None:
         """Write what an island of a federation did: see docs/islands.md."""
-        files.append(self.folder.rounds, record)
+        files.append(self.folder.root / files.ROUNDS, record)
 
     def evaluation(self, step: int, result: Evaluation, parts: Mapping[str, Evaluation]) -> None:
         """Write an evaluation after `step` steps. parts: of each source."""
