@@ -164,10 +164,10 @@ def describe_rounds(path: Path) -> Iterator[str]:
 
 
 def _rounds(path: Path) -> RoundsSummary | None:
-    from atoll.training.output.folder import RunFolder, read_records
+    from atoll.training.output.folder import ROUNDS, read_records
     from atoll.training.report.rounds import summarize_rounds
 
-    return summarize_rounds(read_records(RunFolder(path).rounds))
+    return summarize_rounds(read_records(path / ROUNDS))
 
 
 # ---- JSON
