@@ -140,11 +140,7 @@ def assemble(
     options.check(plan)
     place = transport.place
     adapter, stored, notes = _adapt(model, options)
-    shapes = {
-        f"{block.name}.{name}": list(each.shape)
-        for block in adapter.blocks()
-        for name, each in block.module.named_parameters()
-    }
+    shapes = _shapes(adapter)
     for note in notes if place.rank == 0 else ():
         warnings.warn(note, WeightsWarning, stacklevel=3)
     outline = Outline.of(adapter, plan, stacked=stacked_in(adapter.blocks()).values())
@@ -258,6 +254,15 @@ def _loss(adapter: Adapter, options: EngineOptions, device: torch.device, *, par
     """Return the loss of the last stage's outputs."""
     loss: Loss = adapter.loss if options.loss is None else _OwnLoss(options.loss, device)
     return loss if parts is None else parts.loss_of(loss)
+
+
+def _shapes(adapter: Adapter) -> dict[str, list[int]]:
+    """Return the shapes of a model's parameters by name, before anything is split."""
+    return {
+        f"{block.name}.{name}": list(each.shape)
+        for block in adapter.blocks()
+        for name, each in block.module.named_parameters()
+    }
 
 
 def _outer(
