@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -344,7 +344,7 @@ def _step_seconds(events: list[dict[str, Any]], own: list[Mapping[str, Any]]) ->
 def _rejoined(events: list[dict[str, Any]], own: list[Mapping[str, Any]]) -> Iterator[dict[str, float]]:
     """Yield, for each time that an island took anchors over after a disturbance, the seconds since this began, and the
     rounds after the first anchors until one has counted the island."""
-    for each, following in zip(own, [*own[1:], None], strict=True):
+    for each, following in zip_longest(own, own[1:]):
         end = float("inf") if following is None else following["begin"]
         later = [event for event in events if each["begin"] < event["time"] < end]
         restarted = [event for event in later if event["what"] == "restarted" and event["round"] > 0]
