@@ -342,6 +342,22 @@ def test_an_error_of_a_thread_is_raised_where_training_waits(islands: Islands) -
     islands.train_until(3, seconds=0.02)
 
 
+def test_an_island_that_is_cut_off_for_a_moment_is_not_alone(islands: Islands) -> None:
+    """At the end of a run an island that is alone gives up what it waits for."""
+    a = islands.start("a").exchange
+    islands.start("b")
+    islands.start("c")
+    islands.train_until(2)
+    islands.stop("b")
+    islands.stop("c")
+    wait_until(lambda: not a.reached)
+    assert not a.is_alone
+    assert not a.is_free
+    islands.clock.advance(RULES.silent + 1.0)
+    assert a.is_alone
+    assert a.is_free
+
+
 def test_orders_from_before_a_contribution_do_not_drop_it() -> None:
     """A rank that follows reads its orders a moment before its island contributes."""
     orders = [Orders(0, (), (), records=(), sources=())]

@@ -79,7 +79,7 @@ def test_islands_of_different_plans_end_with_the_same_anchors(
     plans: dict[str, dict[str, Any]] = {
         "a": {"ranks": 2, "pipeline": 2, "schedule": "zb-h1"},
         "b": {"ranks": 2, "intra": 2, "layout": "IGG"},
-        "c": {},
+        "c": {"ranks": 2},  # two groups, between which its anchors are sharded
     }
     ended = {}
     paths = {name: island(tmp_path, corpus, ports, name, **plan) for name, plan in plans.items()}

@@ -307,7 +307,13 @@ class IslandExchange:
     @property
     def is_free(self) -> bool:
         """Return True if no round needs this island: it is no member any more, or nobody is left who would decide."""
-        return not self.is_member or not (self.heard().keys() & self.reached)
+        return not self.is_member or not self.heard()
+
+    @property
+    def is_alone(self) -> bool:
+        """Return True if no other island answers, and those that take part have been silent for long enough: a link
+        that is cut for a moment is not the end."""
+        return not self.reached and not self.heard()
 
     def is_handed_over(self) -> bool:
         """Return True if another island that stays holds all contributions of this one that may still count."""

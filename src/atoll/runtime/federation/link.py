@@ -117,8 +117,8 @@ class IslandLink:
 
     @property
     def is_alone(self) -> bool:
-        """True on the rank that decides if no other island answers."""
-        return self.first is not None and not self.first.reached
+        """True on the rank that decides if no other island is there any more."""
+        return self.first is not None and self.first.is_alone
 
     def behind(self, own: str, records: Sequence[RoundRecord]) -> float:
         """Return how many seconds after those that rounds have counted a contribution of this island came, as the rank
