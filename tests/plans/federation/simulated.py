@@ -64,6 +64,8 @@ class Federation:
         self.now = 0.0
         self.islands = [Island(name) for name in names]
         self.cut: set[frozenset[str]] = set()
+        # Islands whose links are too slow for elements.
+        self.thin: set[str] = set()
         self.decided: dict[int, RoundRecord] = {}
         self.made = 0
         for island in self.islands:
@@ -143,9 +145,12 @@ class Federation:
         assert view is not None
         for other in self.reachable(island):
             if other.notice is not None and sees >> self.islands.index(other) & 1:
-                view = hear(view, other.notice, self.now)
+                known = view.others.get(other.name)
+                # One that hangs says nothing: what it has said before is no sign of life.
+                if known is None or (known.life, known.beat) != (other.notice.life, other.notice.beat):
+                    view = hear(view, other.notice, self.now)
         for each in wanted(view, self.rules):
-            if any(other.is_up and each.digest in other.data for other in self.reachable(island)):
+            if any(each.digest in other.data for other in self.reachable(island) if self.is_wide(island, other)):
                 island.data.add(each.digest)
                 view = replace(view, own=replace(view.own, holds=view.own.holds | {each.digest}))
         before = view.own.round
@@ -176,7 +181,7 @@ class Federation:
                 own = replace(own, at=record)
         if own.anchors < own.round:
             for other in self.reachable(island):
-                if other.is_up and own.anchors < other.own.anchors <= own.round:
+                if self.is_wide(island, other) and own.anchors < other.own.anchors <= own.round:
                     own, island.anchors = replace(own, at=other.own.at), list(other.anchors)
         self._publish(island, own)
 
@@ -184,6 +189,9 @@ class Federation:
         own = replace(own, beat=own.beat + 1)
         assert island.view is not None
         island.view, island.notice = replace(island.view, own=own), own
+
+    def is_wide(self, *islands: Island) -> bool:
+        return not any(each.name in self.thin for each in islands)
 
     def reachable(self, island: Island) -> Iterator[Island]:
         for other in self.islands:

@@ -248,7 +248,7 @@ def test_notices_are_refused_by_name() -> None:
         hear(view, Notice("b", "1", "ab", chain="12"), 1.0)
     view = hear(view, Notice("b", "1", "ab", beat=4), 1.0)
     assert view.heard["b"] == 1.0
-    assert hear(view, Notice("b", "1", "ab", beat=4), 2.0) is view, "the same one again is no sign of life"
+    assert hear(view, Notice("b", "1", "ab", beat=4), 2.0).heard["b"] == 2.0, "it says that nothing has changed"
     with pytest.raises(ValueError, match="an old one"):
         hear(view, Notice("b", "1", "ab", beat=3), 2.0)
 
@@ -317,22 +317,22 @@ def cut_off(federation: Federation, name: str) -> None:
 
 
 def test_what_one_island_may_have_decided_is_decided_by_the_others() -> None:
-    """b sees two votes and decides, is cut off before it says so, and c has contributed in the meantime."""
-    federation = Federation("abc", replace(RULES, grace=0.0), stock=0)
-    a, b, c = federation.islands
-    leads(federation, "abcabc")
+    """b sees three votes of five, decides, and is cut off with a before it says so; d has contributed meanwhile."""
+    federation = Federation("abcde", replace(RULES, founders=tuple("abcde"), grace=0.0), stock=0)
+    a, b, c, d, e = federation.islands
+    leads(federation, "abcde" * 2)
     federation.contribute(a)
-    leads(federation, "abab")  # a tries; b promises; a proposes; b votes, and sees a majority
-    assert (a.own.round, b.own.round) == (0, 1)
-    federation.cut = {frozenset(pair) for pair in ("ab", "bc", "ac")}
+    leads(federation, "bcdea")  # all read; a tries
+    leads(federation, "bcacb")  # b and c promise; a proposes; c and b vote
+    assert (a.own.round, b.own.round, c.own.round) == (0, 1, 0)
+    federation.cut = {frozenset((one, each)) for one in "ab" for each in "abcde" if one != each}
     federation.now += 10.0
-    federation.contribute(c)
-    leads(federation, "c")
+    federation.contribute(d)
+    leads(federation, "cdec")
     assert c.own.trying > a.own.trying
-    cut_off(federation, "b")
-    leads(federation, "ac" * 6)
-    assert (a.own.round, c.own.round) == (1, 1)
-    assert [each.island for each in federation.decided[0].contributions] == ["a"], "c would have been counted as well"
+    leads(federation, "dec" * 4)
+    assert (c.own.round, d.own.round, e.own.round) == (1, 1, 1)
+    assert [each.island for each in federation.decided[0].contributions] == ["a"], "d would have been counted as well"
 
 
 def test_a_promise_is_kept() -> None:
@@ -341,7 +341,7 @@ def test_a_promise_is_kept() -> None:
     a, b, c = federation.islands
     leads(federation, "abcabc")
     federation.contribute(a)
-    leads(federation, "aba")
+    leads(federation, "baba")
     assert a.own.proposal is not None
     assert b.own.accepted is None
     cut_off(federation, "a")
@@ -359,33 +359,62 @@ def test_a_promise_is_kept() -> None:
 
 
 def test_who_does_not_hold_what_a_record_averages_does_not_vote_for_it() -> None:
-    federation = Federation("abc", replace(RULES, grace=0.0))
+    federation = Federation("abc", replace(RULES, grace=0.0), stock=0)
     a, b, _ = federation.islands
     leads(federation, "abcabc")
     federation.contribute(a)
-    elements = set(a.data)
-    a.data.clear()  # nobody can read them
+    federation.thin = {"a"}
+    leads(federation, "abcab")
+    assert a.own.trying == Ballot(), "it would ask for votes that nobody gives"
+    federation.thin.clear()
+    leads(federation, "caca")
+    assert a.own.proposal is not None
+    federation.thin = {"a"}
+    cut_off(federation, "c")
     leads(federation, "abab")
-    assert a.own.accepted is not None
     assert b.own.promised == a.own.trying
     assert b.own.accepted is None
-    a.data |= elements
+    federation.thin.clear()
     leads(federation, "ba")
     assert federation.decided
 
 
+def test_an_island_that_lacks_elements_decides_for_those_that_have_them() -> None:
+    """a, the first member, is on a slow link: nobody gets its elements, and it gets those of nobody."""
+    federation = Federation("abcd", replace(RULES, founders=tuple("abcd")), stock=0)
+    a, *others = federation.islands
+    leads(federation, "abcd" * 2)
+    for island in federation.islands:
+        federation.contribute(island)
+    federation.thin = {"a"}
+    while not federation.decided:
+        leads(federation, "abcd")
+        federation.now += 1.0
+        assert federation.now < 2 * RULES.grace, "they wait for an island that has nothing to give"
+    leads(federation, "abcd")
+    assert [each.island for each in federation.decided[0].contributions] == ["b", "c", "d"]
+    assert [each.own.round for each in federation.islands] == [1] * 4
+    assert [each.own.anchors for each in federation.islands] == [0, 1, 1, 1]
+    # What it gets later it steps by.
+    federation.thin.clear()
+    leads(federation, "a")
+    assert (a.own.anchors, a.anchors) == (1, others[0].anchors)
+
+
 def test_a_vote_whose_elements_are_gone_everywhere_ends_no_federation() -> None:
-    """a votes, is restarted before anybody has read its elements, and is bound to its vote."""
-    federation = Federation("abc", replace(RULES, grace=0.0, lost=10.0))
-    a, *_ = federation.islands
+    """a votes, and is restarted together with b, the only other one that had its elements. It is bound to its vote."""
+    federation = Federation("abc", replace(RULES, grace=0.0, lost=10.0), stock=0)
+    a, b, _ = federation.islands
     leads(federation, "abcabc")
     federation.contribute(a)
-    a.data.clear()
-    leads(federation, "aba")
+    federation.cut = {frozenset("ac"), frozenset("bc")}
+    leads(federation, "baba")
     accepted = a.own.accepted
     assert accepted is not None
-    federation.stop(a)
-    federation.start(a)
+    for island in (a, b):
+        federation.stop(island)
+        federation.start(island)
+    federation.cut.clear()
     federation.settle(60.0, until=lambda: len(federation.decided) > 3)
     assert federation.decided[0] == accepted[1]
     assert federation.decided[1].restored == 0, "nobody can step by the first record"

@@ -62,10 +62,15 @@ def test_parts_that_touch_do_not_overlap() -> None:
 
 
 @pytest.mark.parametrize(
-    "shown", [{}, [], [[0, "[]"]], [[0, "[]"], [1]], [[0, "[]"], ["1", "[]"]], [[0, "[]"], [1, "{}"]]]
+    "rows", [{}, [], [[0, "[]"]], [[0, "[]"], [1]], [[0, "[]"], ["1", "[]"]], [[0, "[]"], [1, "{}"]]]
 )
-def test_what_is_no_anchors_is_refused(shown: object) -> None:
+def test_what_is_no_anchors_is_refused(rows: object) -> None:
     """A peer with the secret must not end the thread that reads it."""
-    assert read_anchors([[0, "[]"], [-1, "[]"]], 2) == [(0, {}), (-1, {})]
+    found = read_anchors({"at": None, "fragments": [[0, "[]"], [-1, "[]"]]}, 2)
+    assert found == (None, ((0, {}), (-1, {})))
     with pytest.raises(ValueError, match=r"anchors|a manifest"):
-        read_anchors(shown, 2)
+        read_anchors({"at": None, "fragments": rows}, 2)
+    with pytest.raises(ValueError, match=r"anchors.at: record"):
+        read_anchors({"at": rows, "fragments": [[0, "[]"], [-1, "[]"]]}, 2)
+    with pytest.raises(ValueError, match="expected an object with at, fragments"):
+        read_anchors(rows, 2)

@@ -17,9 +17,11 @@ from atoll.plans.federation.orders import Orders
 from atoll.plans.federation.records import Contribution, RoundRecord
 from atoll.plans.federation.rounds import FederationRules
 from atoll.runtime.federation.elements import PartElements, TensorPart, manifest_of
-from atoll.runtime.federation.exchange import FollowingRank, IslandAddress, IslandExchange, Loops
+from atoll.runtime.federation.exchange import IslandExchange
+from atoll.runtime.federation.following import FollowingRank, Loops
 from atoll.runtime.federation.http import Showcase
 from atoll.runtime.federation.rank import ElementExchange
+from atoll.runtime.federation.seat import IslandAddress
 from atoll.testing.clock import Clock
 from atoll.testing.progress import wait_until
 
@@ -28,6 +30,10 @@ RATE = 0.7
 SIZES = {0: {"embed": 12, "norm": 3}, 1: {"head": 20}}
 """Parameters of each fragment, with their elements."""
 RULES = FederationRules(("a", "b", "c"), fragments=2, quorum=1, grace=2.0, silent=3.0, away=1e6, lost=5.0)
+
+
+ROUNDS: dict[str, int] = {}
+"""The round in which a contribution was made, by its digest: a later one counts it if members alone change before."""
 
 
 class Anchors:
@@ -107,9 +113,9 @@ class Island:
             manifest = manifest_of([*chain(*rows)])
             for rank in ranks:
                 rank.hold(manifest)
-            exchange.contribute(
-                fragment, manifest, base=self.anchors[0].version(fragment), tokens=tokens(self.name), used=1
-            )
+            base = self.anchors[0].version(fragment)
+            made = exchange.contribute(fragment, manifest, base=base, tokens=tokens(self.name), used=1)
+            ROUNDS[made.digest] = own.round
 
     def close(self) -> None:
         for each in (*self.followers, self.exchange):
@@ -142,7 +148,7 @@ def replayed(records: Mapping[int, RoundRecord], last: int) -> Mapping[str, np.n
         record = records[number]
         total = record.tokens
         for each in record.contributions:
-            for name, flow in gradient(each.island, each.fragment, number).items():
+            for name, flow in gradient(each.island, each.fragment, ROUNDS[each.digest]).items():
                 values[name] = values[name] - RATE * each.tokens / total * flow
     return values
 

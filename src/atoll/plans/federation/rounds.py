@@ -22,6 +22,9 @@ of which each has one writer, as in Disk Paxos (Gafni and Lamport, 2003):
     accepted   members vote for the proposal of the highest ballot, once they hold all that its record averages
     decided    a record that a majority has accepted with one ballot, or that any notice has among its records
 
+What is proposed is held by a majority already, not by the island that tries alone: one with a slow link decides for the
+others without making them wait for its elements.
+
 A majority is more than half of the members, or half of them with the first one: any two share a member. So one of two
 islands goes on if the other one, which came later, is lost. Since who votes holds all contributions, what is decided is
 lost only with a majority of the members. An island keeps its notice on disk before it publishes it: after a restart it
@@ -130,7 +133,7 @@ def begin(notice: Notice, rules: FederationRules, now: float) -> IslandView:
 
 
 def hear(view: IslandView, notice: Notice, now: float) -> IslandView:
-    """Return the view after reading a notice.
+    """Return the view after reading a notice, or after hearing that the last one still holds.
 
     Raises ValueError for a notice of another run, of another history, or of another process with this island's name.
     """
@@ -151,8 +154,6 @@ def hear(view: IslandView, notice: Notice, now: float) -> IslandView:
         if any(each.round == record.round and each.name != record.name for each in notice.records):
             raise ValueError(f"island {island!r} has another history: its record of round {record.round} differs")
     before = view.others.get(island)
-    if before is not None and (before.life, before.beat) == (notice.life, notice.beat):
-        return view
     if before is not None and before.life == notice.life and before.beat > notice.beat:
         raise ValueError(f"island {island!r} shows notice {notice.beat} after notice {before.beat}: an old one")
     return replace(view, others={**view.others, island: notice}, heard={**view.heard, island: now})
@@ -301,7 +302,9 @@ def _propose(view: IslandView, rules: FederationRules, now: float) -> IslandView
     if first.island != own.island:
         return view
     # What was proposed since one voter had accepted it may be held by nobody else, and its voter be gone.
-    is_stuck = own.proposal is not None and not own.has(own.proposal)
+    is_stuck = own.proposal is not None and not any(
+        notice.has(own.proposal) for member, notice in voters.items() if _is_own_or_heard(view, member, rules, now)
+    )
     if own.trying == NO_BALLOT or is_stuck or own.trying < max(notice.promised for notice in voters.values()):
         is_begun = any(notice.accepted is not None for notice in voters.values())
         if not is_begun and _outcome(view, rules, now) is None:
@@ -363,7 +366,7 @@ def _outcome(view: IslandView, rules: FederationRules, now: float) -> RoundRecor
         # Nobody has anything to read before the first record.
         begins = not own.records and any(each.ranges for each in record.lots.held)
         return record if grows or begins or _heirs_vote(view, members) else None
-    counted = _counted(view, rules)
+    counted = _counted(view, rules, now)
     missing = {each.island for each in members} - {each.island for each in counted}
     waits = any(_can_lead(view, each, rules, now) for each in members if each.island in missing)
     if waits and now - view.ready < rules.grace:
@@ -435,25 +438,42 @@ def _stays(view: IslandView, member: Member, rules: FederationRules, now: float)
     return now - view.heard[member.island] < rules.away
 
 
-def _counted(view: IslandView, rules: FederationRules) -> list[Contribution]:
-    """Return the contributions that the round may count and the island holds: those of members first, in their order,
-    then those of islands that have left."""
+def _counted(view: IslandView, rules: FederationRules, now: float) -> list[Contribution]:
+    """Return the contributions that the round may count and a majority holds, as many as possible: those of members
+    first, in their order, then those of islands that have left."""
     own, members = view.own, rules.members(view.own)
     order = {each.island: at for at, each in enumerate(members)}
-    found = {
-        each.island: each
+    valid = {
+        each.digest: each
         for notice in view.notices
         for each in notice.contributions
-        if rules.is_valid(each, own)
-        and each.digest in own.holds
-        and (notice.is_one_of(members) or notice.wish is Wish.OUT)
+        if rules.is_valid(each, own) and (notice.is_one_of(members) or notice.wish is Wish.OUT)
     }
-    return [found[name] for name in sorted(found, key=lambda name: (order.get(name, len(order)), name))]
+    heard = [(member, notice) for member, notice in _voters(view, rules) if _is_own_or_heard(view, member, rules, now)]
+    by_most = sorted(heard, key=lambda voter: -len(valid.keys() & voter[1].holds))
+    # Half of the members decide with the first one among them, who may hold less than others.
+    by_first = sorted(by_most, key=lambda voter: voter[0] != members[0])
+    found = max((_held_by_majority(view, rules, each, valid.keys()) for each in (by_most, by_first)), key=len)
+    counted = [valid[digest] for digest in found]
+    return sorted(counted, key=lambda each: (order.get(each.island, len(order)), each.island))
+
+
+def _held_by_majority(
+    view: IslandView, rules: FederationRules, voters: Sequence[tuple[Member, Notice]], digests: Collection[str]
+) -> set[str]:
+    """Return the digests that the first voters hold who are a majority."""
+    held, enough = set(digests), list[Member]()
+    for member, notice in voters:
+        held &= notice.holds
+        enough.append(member)
+        if _carries(view, rules, enough):
+            return held
+    return set()
 
 
 def _notice_times(view: IslandView, rules: FederationRules, now: float) -> IslandView:
     """Note since when the round could be decided, nobody has the current anchors, or what a proposal averages."""
-    is_ready = len(_counted(view, rules)) >= rules.quorum
+    is_ready = len(_counted(view, rules, now)) >= rules.quorum
     heard = [view.own, *(each for each in view.others.values() if _is_heard(view, each.own, rules, now))]
     is_lost = not any(_can_step(each, view.own) for each in heard)
     held = frozenset[str]().union(*(each.holds for each in heard))
@@ -473,6 +493,10 @@ def _can_step(notice: Notice, own: Notice) -> bool:
 
 def _is_heard(view: IslandView, member: Member, rules: FederationRules, now: float) -> bool:
     return now - view.heard.get(member.island, float("-inf")) <= rules.silent
+
+
+def _is_own_or_heard(view: IslandView, member: Member, rules: FederationRules, now: float) -> bool:
+    return member.island == view.own.island or _is_heard(view, member, rules, now)
 
 
 def _records_of(notice: Notice) -> Iterator[RoundRecord]:

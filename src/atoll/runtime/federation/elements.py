@@ -10,7 +10,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from atoll.base.documents import parse_json
-from atoll.plans.federation.records import Contribution
+from atoll.plans.federation.records import (
+    Contribution,
+    Fields,
+    RoundRecord,
+    read_optional,
+    read_record,
+    read_tuple,
+)
 from atoll.runtime.federation.http import Showcase
 
 
@@ -102,18 +109,29 @@ def read_manifest(content: bytes) -> dict[TensorPart, ElementName]:
     return found
 
 
-def read_anchors(content: object, fragments: int) -> list[tuple[int, dict[TensorPart, ElementName]]]:
-    """Return version and names of each fragment, as `Shelf.anchors` shows them. Raises ValueError for anything else."""
-    if not isinstance(content, list) or len(content) != fragments:
+class ShownAnchors(NamedTuple):
+    """The anchors of a rank, as it shows them. at: the record that they are of, None for the initial values, and while
+    they are of none.  fragments: of each the round that set it, and the names of its elements."""
+
+    at: RoundRecord | None
+    fragments: Sequence[tuple[int, Mapping[TensorPart, ElementName]]]
+
+
+def read_anchors(content: object, fragments: int) -> ShownAnchors:
+    """Return what `Shelf.anchors` shows. Raises ValueError for anything else."""
+    fields = Fields(content, "anchors", ShownAnchors._fields)
+    found = fields.read("fragments", read_tuple(_read_fragment))
+    if len(found) != fragments:
         raise ValueError(f"anchors of another number of fragments than {fragments}")
-    found = []
-    for row in content:
-        match row:
-            case [int(version), str(manifest)]:
-                found.append((version, read_manifest(manifest.encode())))
-            case _:
-                raise ValueError(f"anchors with {row!r:.80}")
-    return found
+    return ShownAnchors(fields.read("at", read_optional(read_record)), found)
+
+
+def _read_fragment(row: object) -> tuple[int, Mapping[TensorPart, ElementName]]:
+    match row:
+        case [int(version), str(manifest)]:
+            return version, read_manifest(manifest.encode())
+        case _:
+            raise ValueError(f"anchors with {row!r:.80}")
 
 
 def check_covered(own: Sequence[TensorPart], others: Iterable[TensorPart]) -> None:
@@ -148,32 +166,49 @@ def is_part_of(part: TensorPart, own: Sequence[TensorPart]) -> bool:
     )
 
 
-class Shelf:
-    """What a rank shows of contributions and anchors. Callers hold `lock`."""
+SNAPSHOTS = 2
+"""Anchors of so many records can be read: a reader may be slower than rounds are, and another have come after it."""
 
-    def __init__(self, showcase: Showcase, holdings: Holdings, *, fragments: int, lock: threading.Condition) -> None:
+
+class Shelf:
+    """What a rank shows of contributions and anchors. Callers hold `lock`. at: returns the record that anchors are of,
+    None if they are of none."""
+
+    def __init__(
+        self,
+        showcase: Showcase,
+        holdings: Holdings,
+        *,
+        fragments: int,
+        lock: threading.Condition,
+        at: Callable[[], RoundRecord | None],
+    ) -> None:
         self._showcase, self._holdings, self._fragments, self._lock = showcase, holdings, fragments, lock
+        self._at = at
         # Digest of a contribution -> its elements that this rank needs. Own ones are there from the beginning.
         self.held: dict[str, PartElements] = {}
         self._manifests: dict[str, bytes] = {}
         # Elements are shown once, however many contributions and fragments have the same.
         self._counts: Counter[str] = Counter()
-        self._anchors: dict[int, tuple[int, bytes]] = {}
+        # The rounds that set the fragments of the last anchors that were read, and manifests of fragment and round.
+        self._snapshots: list[tuple[int, ...]] = []
+        self._named: dict[tuple[int, int], bytes] = {}
 
     def anchors(self) -> Any:
-        """Show the anchors. Their elements can be read until a fragment has been stepped and they are shown again."""
+        """Show the anchors. Their elements can be read until later ones have been shown for `SNAPSHOTS` times."""
         with self._lock:
-            for fragment in range(self._fragments):
-                version = self._holdings.version(fragment)
-                known, manifest = self._anchors.get(fragment, (None, b"[]"))
-                if known != version:
-                    elements = self._holdings.show(fragment)
-                    self._hide(read_manifest(manifest).values())
-                    manifest = manifest_of(names_of_elements(elements))
-                    self._show(read_manifest(manifest), elements)
-                    self._anchors[fragment] = version, manifest
-            shown = (self._anchors[fragment] for fragment in range(self._fragments))
-            return [[version, manifest.decode()] for version, manifest in shown]
+            versions = tuple(map(self._holdings.version, range(self._fragments)))
+            if versions not in self._snapshots:
+                self._snapshots = [*self._snapshots, versions][-SNAPSHOTS:]
+                kept = {pair for each in self._snapshots for pair in enumerate(each)}
+                for pair in kept - self._named.keys():
+                    elements = self._holdings.show(pair[0])
+                    self._named[pair] = manifest_of(names_of_elements(elements))
+                    self._show(read_manifest(self._named[pair]), elements)
+                for pair in self._named.keys() - kept:
+                    self._hide(read_manifest(self._named.pop(pair)).values())
+            at, rows = self._at(), [[each[1], self._named[each].decode()] for each in enumerate(versions)]
+            return {"at": None if at is None else at.to_json(), "fragments": rows}
 
     def hold(self, digest: str, manifest: bytes, elements: PartElements) -> None:
         """Show a contribution, and what is here of its elements."""

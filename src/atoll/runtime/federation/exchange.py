@@ -6,12 +6,16 @@ It shows at its address, which the others know, beside what every rank shows (`a
     /ranks         the addresses of all ranks of the island
     /orders        what the island's ranks do next (`atoll.plans.federation.orders.Orders`)
 
-and reads the first two of the others, and the answers of its island's ranks. One thread decides, one fetches, one reads
-each other island, and one each other rank. The training thread calls `contribute`, `wait` and `leave`; no island keeps
-it waiting for longer than it asks to.
+and reads the first two of the others, and the answers of its island's ranks. One thread decides, one steps the anchors,
+one reads each other island, and one each other rank, all of them as soon as there is something new; elements are read
+in jobs of their own. The training thread calls `contribute`, `wait` and `leave`; no island keeps it waiting for longer
+than it asks to.
 
 [Note: what is on the disk] The notice, whenever anything in it changes that others rely on, before they can read it.
-Beats alone are not written; a restart continues with a number that no beat before it can have reached.
+What it holds is not written; a restart continues with a number that no beat before it can have reached.
+
+[Note: signs of life] An island that has nothing new says so at least once in `HOLD_SECONDS`. Its notice does not hold
+once the deciding thread has hung for `silent` seconds, though the thread that answers goes on.
 """
 
 from __future__ import annotations
@@ -19,11 +23,11 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from atoll.base import digests
 from atoll.plans.federation.orders import (
@@ -32,14 +36,14 @@ from atoll.plans.federation.orders import (
     RankAnswer,
     island_answer,
     parse_answer,
-    parse_orders,
     parse_ranks,
 )
 from atoll.plans.federation.records import Contribution, Notice, RoundRecord, Wish, parse_notice
 from atoll.plans.federation.rounds import FederationRules, advance, begin, hear, wanted
 from atoll.runtime.federation.elements import Holdings
-from atoll.runtime.federation.http import Peer, PeerError, Showcase
-from atoll.runtime.federation.rank import ElementExchange, logger
+from atoll.runtime.federation.following import FederatedRank
+from atoll.runtime.federation.http import HOLD_SECONDS, READ_SECONDS, Peer, PeerError, Showcase
+from atoll.runtime.federation.rank import logger
 from atoll.runtime.federation.seat import POLL_SECONDS, IslandAddress
 
 RESTART_BEATS = 1 << 32
@@ -48,122 +52,11 @@ NOTICE = "notice.json"
 """File with the notice, in the island's folder."""
 
 
-class Loops:
-    """Threads that do something again and again until they are ended. error: the first that one of them raised."""
-
-    def __init__(self, poll: float, told: threading.Condition) -> None:
-        self.error: BaseException | None = None
-        self._poll, self._told = poll, told
-        self._ends = threading.Event()
-        self._threads: list[threading.Thread] = []
-
-    def begin(self, turn: Callable[[], None]) -> None:
-        """Start a thread."""
-        thread = threading.Thread(target=self._guard, args=(turn,), daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def end(self) -> None:
-        """End the threads, after what they are doing."""
-        self._ends.set()
-        for thread in self._threads:
-            thread.join()
-
-    def wait(self, until: Callable[[], bool], seconds: float) -> bool:
-        """Wait until something holds, or for so long; return whether it holds. Raises what a thread has raised."""
-        with self._told:
-            found = self._told.wait_for(lambda: until() or self.error is not None, seconds)
-            if self.error is not None:
-                raise self.error
-            return found
-
-    def _guard(self, turn: Callable[[], None]) -> None:
-        while not self._ends.wait(self._poll):
-            try:
-                turn()
-            except Exception as error:
-                with self._told:
-                    self.error = self.error or error
-                    self._told.notify_all()
-                return
-
-
-class FollowingRank:
-    """The exchange of a rank that does not decide. first: the rank of its island that does.
-
-    It shows what it has at any free port of `host`. holdings, at, pace: as of `ElementExchange`.
-    """
-
-    def __init__(
-        self,
-        holdings: Holdings,
-        *,
-        rank: int,
-        fragments: int,
-        host: str,
-        first: IslandAddress,
-        secret: bytes,
-        at: RoundRecord | None = None,
-        pace: float | None = None,
-        poll: float = POLL_SECONDS,
-    ) -> None:
-        self._showcase = Showcase(secret, host)
-        self._first = Peer(secret, first.host, first.port)
-        self.exchange = ElementExchange(
-            holdings,
-            rank=rank,
-            fragments=fragments,
-            showcase=self._showcase,
-            secret=secret,
-            orders=self._orders,
-            at=at,
-            pace=pace,
-        )
-        self._loops = Loops(poll, self.exchange.lock)
-
-    @property
-    def address(self) -> IslandAddress:
-        """Where the rank shows what it has."""
-        return IslandAddress(self._showcase.host, self._showcase.port)
-
-    @property
-    def traffic(self) -> tuple[int, int]:
-        """Bytes that others have read here, and those of elements that were read from others."""
-        return self._showcase.sent, self.exchange.received
-
-    @property
-    def error(self) -> BaseException | None:
-        """What the thread has raised."""
-        return self._loops.error
-
-    def wait(self, until: Callable[[], bool], seconds: float) -> bool:
-        """Wait until something holds, or for so long; return whether it holds. Raises what the thread has raised."""
-        return self._loops.wait(until, seconds)
-
-    def start(self) -> FollowingRank:
-        """Start the thread."""
-        self._loops.begin(self.exchange.turn)
-        return self
-
-    def close(self) -> None:
-        """End the thread and stop showing."""
-        self._loops.end()
-        self._showcase.close()
-        self._first.close()
-
-    def _orders(self) -> Orders | None:
-        try:
-            return parse_orders(self._first.document("/orders"))
-        except PeerError:
-            return None  # the island's own failure handling ends a run whose first rank is gone
-
-
-class IslandExchange:
+class IslandExchange(FederatedRank):
     """The exchange of one island, on the rank that decides.
 
     name, run: of the notice.  folder: for it.  own, others: where the islands are found.  listen: where this one
-    listens, if not there.  stock: lots that the island wants to have.
-    holdings, at, pace: as of `ElementExchange`.
+    listens, if not there.  stock: lots that the island wants to have.  options: of `ElementExchange`.
     """
 
     def __init__(
@@ -180,15 +73,17 @@ class IslandExchange:
         listen: IslandAddress | None = None,
         at: RoundRecord | None = None,
         stock: int = 0,
-        pace: float | None = None,
         poll: float = POLL_SECONDS,
         clock: Callable[[], float] = time.monotonic,
+        **options: Any,
     ) -> None:
         self.rules, self.stock = rules, stock
         self.refused: dict[str, str] = {}
         self._secret, self._folder, self._clock = secret, folder, clock
         self._ranks: tuple[IslandAddress, ...] = ()
-        # What was read last: of each other island the notice and its ranks, of each other rank its answer.
+        # What was read since the last decision: the notice of each other island that has answered. What was read last:
+        # of each its notice and its ranks, and of each other rank its answer.
+        self._new: dict[str, Notice] = {}
         self._notices: dict[str, Notice] = {}
         self._places: dict[str, tuple[str, ...]] = {}
         self._answers: dict[int, RankAnswer] = {}
@@ -200,28 +95,20 @@ class IslandExchange:
         notice = self._kept(name, run, at)
         self._view = begin(notice, rules, clock())
         at_home = listen or own
-        self._showcase = Showcase(secret, at_home.host, at_home.port)
+        self._turned = clock()
+        hold = min(HOLD_SECONDS, rules.silent / 4)
+        shown = Showcase(secret, at_home.host, at_home.port, hold=hold, is_alive=self._is_alive)
         self._own = own
         self._others = tuple(others)
-        self._peers = {island: Peer(secret, each.host, each.port) for island, each in others.items()}
-        self.exchange = ElementExchange(
-            holdings,
-            rank=0,
-            fragments=rules.fragments,
-            showcase=self._showcase,
-            secret=secret,
-            orders=self._orders,
-            at=at,
-            pace=pace,
-        )
+        # A read that has waited for so long is given up for another connection: the one at hand may wait for packets to
+        # be sent again that were lost in a link that is up by now.
+        limit = min(READ_SECONDS, HOLD_SECONDS + rules.silent / 2)
+        self._peers = {island: Peer(secret, each.host, each.port, seconds=limit) for island, each in others.items()}
+        self._wake: Callable[[], None] = lambda: None
+        facts = {"rank": 0, "fragments": rules.fragments, "secret": secret, "at": at, **options}
+        super().__init__(holdings, shown, poll=poll, told=self._tell, **facts)
         self.lock = self.exchange.lock
-        self._loops = Loops(poll, self.lock)
         self._publish(notice)
-        self._showcase.documents |= {
-            "/notice": lambda: self.notice.to_json(),
-            "/ranks": lambda: [str(each) for each in (self.address, *self._ranks)],
-            "/orders": lambda: self._orders().to_json(),
-        }
 
     @property
     def address(self) -> IslandAddress:
@@ -231,18 +118,18 @@ class IslandExchange:
     def start(self, ranks: Sequence[IslandAddress] = ()) -> IslandExchange:
         """Start the threads. ranks: addresses of the island's other ranks, in order."""
         self._ranks = tuple(ranks)
+        self._showcase.show("/ranks", [str(each) for each in (self.address, *self._ranks)])
         for at, each in enumerate(self._ranks, start=1):
             self._loops.begin(self._follower(at, each))
         for island in self._others:
             self._loops.begin(self._reader(island))
-        self._loops.begin(self._decide)
-        self._loops.begin(self.exchange.turn)
+        self._wake = self._loops.begin(self._decide)
+        self._begin_turns()
         return self
 
     def close(self) -> None:
         """End the threads and stop showing."""
-        self._loops.end()
-        self._showcase.close()
+        super().close()
         for peer in self._peers.values():
             peer.close()
 
@@ -252,16 +139,6 @@ class IslandExchange:
     def notice(self) -> Notice:
         """The island's notice."""
         return self._view.own
-
-    @property
-    def traffic(self) -> tuple[int, int]:
-        """Bytes that others have read here, and those of elements that were read from others."""
-        return self._showcase.sent, self.exchange.received
-
-    @property
-    def error(self) -> BaseException | None:
-        """What a thread has raised."""
-        return self._loops.error
 
     @property
     def is_member(self) -> bool:
@@ -282,7 +159,8 @@ class IslandExchange:
             others = tuple(each for each in own.contributions if each.fragment != fragment)
             self._publish(replace(own, contributions=(*others, made)))
             self._seen[digest] = self._clock()
-            return made
+        self._wake()
+        return made
 
     def behind(self, own: str, record: RoundRecord) -> float:
         """Return how many seconds after the last contribution that a round has counted that of this island came."""
@@ -294,6 +172,7 @@ class IslandExchange:
         """Say that the island leaves. Its contributions count as long as others hold them."""
         with self.lock:
             self._publish(replace(self.notice, wish=Wish.OUT))
+        self._wake()
 
     def heard(self) -> dict[str, Notice]:
         """Return the notices of the other islands that take part and are not silent."""
@@ -320,15 +199,13 @@ class IslandExchange:
         own = {each.digest for each in self.notice.contributions}
         return not own or any(own <= notice.holds for notice in self.heard().values())
 
-    def wait(self, until: Callable[[], bool], seconds: float) -> bool:
-        """Wait until something holds, or for so long; return whether it holds. Raises what a thread has raised."""
-        return self._loops.wait(until, seconds)
-
     # ---- the thread that decides
 
     def _decide(self) -> None:
         with self.lock:
-            for island, notice in [*self._notices.items()]:
+            self._turned = self._clock()
+            new, self._new = self._new, {}
+            for island, notice in new.items():
                 try:
                     self._view = hear(self._view, notice, self._clock())
                     self.refused.pop(island, None)
@@ -342,20 +219,31 @@ class IslandExchange:
             own = replace(self.notice, at=done.at, holds=frozenset(done.held), stock=self.stock)
             self._view = advance(replace(self._view, own=own), self.rules, self._clock())
             self._publish(self.notice)
+            orders = self._made_orders()
+            if orders != self._orders:
+                self._showcase.show("/orders", orders.to_json())
+                self._set_orders(orders)
             self.lock.notify_all()
 
-    def _orders(self) -> Orders:
-        with self.lock:
-            own, others = self.notice, self._view.others
-            missing = wanted(replace(self._view, own=replace(own, holds=frozenset())), self.rules)
-            # What ranks hold and the island does not, since not all of them have it yet, is needed as well.
-            needed = {*own.holds, *(each.digest for each in (*missing, *own.contributions))}
-            sources = tuple(
-                ElementSource(island, self._places[island], tuple(sorted(notice.holds)), anchors=notice.anchors)
-                for island, notice in others.items()
-                if island in self._places
-            )
-            return Orders(own.round, tuple(missing), tuple(sorted(needed)), records=own.records, sources=sources)
+    def _tell(self) -> None:
+        """Have what ranks hold be taken into account, and the next elements be read."""
+        self._wake()
+        self._wake_turn()
+
+    def _is_alive(self) -> bool:
+        return self._clock() - self._turned <= self.rules.silent
+
+    def _made_orders(self) -> Orders:
+        own, others = self.notice, self._view.others
+        missing = wanted(replace(self._view, own=replace(own, holds=frozenset())), self.rules)
+        # What ranks hold and the island does not, since not all of them have it yet, is needed as well.
+        needed = {*own.holds, *(each.digest for each in (*missing, *own.contributions))}
+        sources = tuple(
+            ElementSource(island, self._places[island], tuple(sorted(notice.holds)), anchors=notice.anchors)
+            for island, notice in others.items()
+            if island in self._places
+        )
+        return Orders(own.round, tuple(missing), tuple(sorted(needed)), records=own.records, sources=sources)
 
     def _refuse(self, island: str, why: str) -> None:
         if self.refused.get(island) != why:
@@ -363,12 +251,16 @@ class IslandExchange:
             logger.warning("island %s is not heard: %s", island, why)
 
     def _publish(self, own: Notice) -> None:
-        """Write the notice and show it: see [Note: what is on the disk]."""
+        """Write the notice and show it, if it has changed: see [Note: what is on the disk]."""
+        before = self._published
+        if own == before:
+            return
         own = replace(own, beat=own.beat + 1)
-        if self._published is None or replace(self._published, beat=own.beat, holds=own.holds) != own:
+        if before is None or replace(before, beat=own.beat, holds=own.holds) != own:
             _write(self._folder / NOTICE, digests.seal(own.to_json()))
         self._published = own
         self._view = replace(self._view, own=own)
+        self._showcase.show("/notice", own.to_json())
 
     def _kept(self, name: str, run: str, at: RoundRecord | None) -> Notice:
         path = self._folder / NOTICE
@@ -383,36 +275,57 @@ class IslandExchange:
 
     # ---- the threads that read
 
-    def _reader(self, island: str) -> Callable[[], None]:
+    def _reader(self, island: str) -> Callable[[], bool]:
         """Read an island's notice; silence is what `silent` and `away` of the rules are about."""
         peer = self._peers[island]
 
-        def read() -> None:
+        def read() -> bool:
             try:
-                notice = parse_notice(peer.document("/notice"))
-                if notice.island != island:
-                    raise ValueError(f"{peer} is island {notice.island!r}")
-                if any(len(record.bases) != self.rules.fragments for record in notice.records):
-                    raise ValueError(f"island {island!r} has another number of fragments than {self.rules.fragments}")
-                self._places[island] = parse_ranks(peer.document("/ranks"))
-                self._notices[island] = notice
-                self.reached.add(island)
+                found = peer.news("/notice")
+                if found is not None or island not in self._notices:
+                    self._notices.pop(island, None)
+                    notice = self._parsed(island, peer.document("/notice") if found is None else found)
+                    self._places[island] = parse_ranks(peer.document("/ranks"))
+                    self._notices[island] = notice
             except PeerError:
                 self.reached.discard(island)
+                return False
             except ValueError as error:
                 self._refuse(island, str(error))
+                return False
+            with self.lock:
+                self._new[island] = self._notices[island]
+                self.reached.add(island)
+            if found is not None:
+                self._wake()
+            return True
 
         return read
 
-    def _follower(self, at: int, address: IslandAddress) -> Callable[[], None]:
+    def _parsed(self, island: str, content: object) -> Notice:
+        notice = parse_notice(content)
+        if notice.island != island:
+            raise ValueError(f"{self._peers[island]} is island {notice.island!r}")
+        if any(len(record.bases) != self.rules.fragments for record in notice.records):
+            raise ValueError(f"island {island!r} has another number of fragments than {self.rules.fragments}")
+        return notice
+
+    def _follower(self, at: int, address: IslandAddress) -> Callable[[], bool]:
         peer = Peer(self._secret, address.host, address.port)
         self._peers[f"rank {at}"] = peer  # closed with the others
 
-        def read() -> None:
+        def read() -> bool:
             try:
-                self._answers[at] = parse_answer(peer.document("/answer"))
+                found = peer.news("/answer")
             except PeerError:
                 self._answers.pop(at, None)
+                return False
+            if found is None and at not in self._answers:
+                found = peer.document("/answer")
+            if found is not None:
+                self._answers[at] = parse_answer(found)
+                self._wake()
+            return True
 
         return read
 

@@ -6,7 +6,9 @@ another that has the same, and whoever is late, slow or gone takes a connection 
 
 [Note: who may read] A request has a random word and the HMAC-SHA-256 of its path and that word, with the secret of the
 federation; requests without it are refused. A document's answer has that of its content and the same word, so it is no
-older than the request. Elements are named by their SHA-256, which is in a document. Nothing is encrypted: across
+older than the request. A reader that names the content that it knows is told that it still holds, likewise signed, or
+gets the next one as soon as there is one: on a slow link islands that have nothing new to say need next to nothing.
+Elements are named by their SHA-256, which is in a document. Nothing is encrypted: across
 networks that others can read, use a tunnel.
 """
 
@@ -38,8 +40,10 @@ CONNECTIONS = 256
 """Connections at once; further ones are closed."""
 READ_BYTES = 1 << 18
 """Bytes that are read at once."""
+HOLD_SECONDS = 1.0
+"""Seconds for which a reader that knows a document waits for the next one, at most."""
 
-_WORD, _SIGNATURE = "Atoll-Word", "Atoll-Signature"
+_WORD, _SIGNATURE, _KNOWN = "Atoll-Word", "Atoll-Signature", "Atoll-Known"
 _ELEMENTS = "/elements/"
 _RANGE = re.compile(r"bytes=(\d{1,18})-")
 
@@ -59,15 +63,29 @@ def sign(secret: bytes, parts: Iterable[bytes | bytearray]) -> str:
 
 class Showcase:
     """A server in this process. `documents` and `elements` are what it shows, by path; both may change at any time.
+    What `show` is given is read as well, and waited for.
 
     documents: path -> a function that returns a value of JSON.  elements: SHA-256 -> bytes, kept by whoever adds them.
+    hold: seconds for which a reader that knows a document waits, at most.  is_alive: False if what was shown does not
+    hold any more, since whoever shows it hangs.
     """
 
-    def __init__(self, secret: bytes, host: str, port: int = 0) -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        host: str,
+        port: int = 0,
+        *,
+        hold: float = HOLD_SECONDS,
+        is_alive: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.documents: dict[str, Callable[[], Any]] = {}
         self.elements: dict[str, memoryview] = {}
         self.sent = 0
-        self._secret = secret
+        self._secret, self._hold, self._is_alive = secret, hold, is_alive
+        # Path -> content of a document that was shown, and its digest.
+        self._shown: dict[str, tuple[bytes, str]] = {}
+        self._news, self._is_over = threading.Condition(), False
         self._slots = threading.BoundedSemaphore(CONNECTIONS)
         self._open: set[Any] = set()
         showcase = self
@@ -102,10 +120,33 @@ class Showcase:
         self._thread = threading.Thread(target=self._server.serve_forever, name="atoll-showcase", daemon=True)
         self._thread.start()
 
+    def show(self, path: str, value: Any) -> None:
+        """Show a value of JSON at a path, to those who wait for another than before, too."""
+        content = json.dumps(value, allow_nan=False).encode()
+        digest = hashlib.sha256(content).hexdigest()
+        with self._news:
+            if self._shown.get(path, (b"", ""))[1] != digest:
+                self._shown[path] = content, digest
+                self._news.notify_all()
+
+    def read(self, path: str, known: str) -> tuple[bytes, str] | None:
+        """Return the document at a path and its digest, None if there is none. known: the digest of what the reader
+        has; then wait for another."""
+        if path in self.documents:
+            content = json.dumps(self.documents[path](), allow_nan=False).encode()
+            return content, hashlib.sha256(content).hexdigest()
+        with self._news:
+            if path in self._shown:
+                self._news.wait_for(lambda: self._is_over or self._shown[path][1] != known, self._hold)
+            return self._shown.get(path) if self._is_alive() else None
+
     def close(self) -> None:
         """Stop listening, and end the connections."""
         self._server.shutdown()
         self._server.server_close()
+        with self._news:
+            self._is_over = True
+            self._news.notify_all()
         for connection in tuple(self._open):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -132,9 +173,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         word, signature = self.headers.get(_WORD, ""), self.headers.get(_SIGNATURE, "")
         if not self.shows.is_from_a_member(self.path, word, signature):
             self._answer(HTTPStatus.UNAUTHORIZED)
-        elif self.path in self.shows.documents:
-            content = json.dumps(self.shows.documents[self.path](), allow_nan=False).encode()
-            self._answer(HTTPStatus.OK, content, headers={_SIGNATURE: self.shows.sign(self.path, word, content)})
+        elif (found := self.shows.read(self.path, known := self.headers.get(_KNOWN, ""))) is not None:
+            content, digest = found
+            if digest == known:
+                signed = self.shows.sign(self.path, word, known.encode())
+                self._answer(HTTPStatus.NOT_MODIFIED, headers={_SIGNATURE: signed})
+            else:
+                self._answer(HTTPStatus.OK, content, headers={_SIGNATURE: self.shows.sign(self.path, word, content)})
         elif (held := self._elements()) is not None:
             asked = _RANGE.fullmatch(self.headers.get("Range", ""))
             begin = int(asked[1]) if asked else 0
@@ -170,15 +215,24 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 class Peer:
     """Reads what another rank shows. Not for two threads at once.
 
-    seconds: limit of time for each wait.  pace: bytes a second at most, or None.
+    seconds: limit of time for each wait.  pace: bytes a second at most, or None.  stops: True once what is being read
+    is not needed any more.
     """
 
     def __init__(
-        self, secret: bytes, host: str, port: int, *, seconds: float = READ_SECONDS, pace: float | None = None
+        self,
+        secret: bytes,
+        host: str,
+        port: int,
+        *,
+        seconds: float = READ_SECONDS,
+        pace: float | None = None,
+        stops: Callable[[], bool] = lambda: False,
     ) -> None:
         self.host, self.port, self.pace = host, port, pace
         self.received = 0
-        self._secret = secret
+        self._secret, self._stops = secret, stops
+        self._known: dict[str, str] = {}
         self._connection = http.client.HTTPConnection(host, port, timeout=seconds)
 
     def __str__(self) -> str:
@@ -186,11 +240,23 @@ class Peer:
 
     def document(self, path: str) -> Any:
         """Return a document. Raises PeerError."""
-        answer, word = self._ask(path)
-        content = self._read(answer, bytearray(self._length(answer)), 0)
+        self._known.pop(path, None)
+        return self.news(path)
+
+    def news(self, path: str) -> Any:
+        """Return a document once it is another than the last time; None if it still is the same. Raises PeerError."""
+        known = self._known.get(path, "")
+        answer, word = self._ask(path, known=known)
+        is_known = answer.status == HTTPStatus.NOT_MODIFIED
+        content = known.encode() if is_known else self._read(answer, bytearray(self._length(answer)), 0)
+        if is_known:
+            answer.read()
         expected = sign(self._secret, (path.encode(), word.encode(), content))
         if not hmac.compare_digest(expected, answer.headers.get(_SIGNATURE, "")):
             raise self._refuse(f"a document at {path} that is not signed with this federation's secret")
+        if is_known:
+            return None
+        self._known[path] = hashlib.sha256(content).hexdigest()
         try:
             return parse_json(bytes(content))
         except ValueError as error:
@@ -227,11 +293,13 @@ class Peer:
         """Close the connection; the next read opens another."""
         self._connection.close()
 
-    def _ask(self, path: str, begin: int = 0) -> tuple[http.client.HTTPResponse, str]:
+    def _ask(self, path: str, begin: int = 0, *, known: str = "") -> tuple[http.client.HTTPResponse, str]:
         word = secrets.token_hex(16)
         headers = {_WORD: word, _SIGNATURE: sign(self._secret, (path.encode(), word.encode()))}
         if begin:
             headers["Range"] = f"bytes={begin}-"
+        if known:
+            headers[_KNOWN] = known
         for is_again in (False, True):
             try:
                 self._connection.request("GET", path, headers=headers)
@@ -242,7 +310,8 @@ class Peer:
                 # A connection that was kept may have been closed by its peer after the last answer.
                 if is_again or isinstance(error, TimeoutError):
                     raise PeerError(f"{self} does not answer: {error or type(error).__name__}") from None
-        if answer.status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
+        expected = {HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT, *([HTTPStatus.NOT_MODIFIED] if known else [])}
+        if answer.status not in expected:
             why = {HTTPStatus.UNAUTHORIZED: "another secret", HTTPStatus.NOT_FOUND: f"nothing at {path}"}
             raise self._refuse(why.get(HTTPStatus(answer.status), f"status {answer.status}"))
         return answer, word
@@ -259,9 +328,12 @@ class Peer:
         return into
 
     def _fill(self, answer: http.client.HTTPResponse, into: bytearray, begin: int) -> int:
-        """Read into the rest of a buffer, as fast as `pace`; return where it ends."""
+        """Read into the rest of a buffer, as fast as `pace`, until `stops`; return where it ends."""
         view, at, since = memoryview(into), begin, time.monotonic()
         while at < len(into):
+            if self._stops():
+                self._connection.close()
+                break
             try:
                 count = answer.readinto(view[at : at + READ_BYTES])
             except (OSError, http.client.HTTPException):

@@ -10,7 +10,9 @@ from atoll.plans.federation.records import Member, RoundRecord
 from atoll.plans.federation.rounds import FederationRules
 from atoll.runtime.checkpoint.meeting import Meeting
 from atoll.runtime.federation.elements import Holdings
-from atoll.runtime.federation.exchange import FollowingRank, IslandExchange
+from atoll.runtime.federation.exchange import IslandExchange
+from atoll.runtime.federation.following import FollowingRank
+from atoll.runtime.federation.http import READ_SECONDS
 from atoll.runtime.federation.rank import ElementExchange
 from atoll.runtime.federation.seat import IslandAddress, IslandSeat
 from atoll.runtime.rendezvous import own_address
@@ -41,6 +43,7 @@ class IslandLink:
         self._seat, self._meeting = seat, Meeting()
         pace = None if seat.pace is None else seat.pace / self._meeting.size
         common: dict[str, Any] = {"secret": seat.secret, "at": at, "pace": pace, "poll": seat.poll}
+        common["patience"] = min(READ_SECONDS, max(1.0, rules.silent))
         self._exchange: IslandExchange | FollowingRank
         if rank == 0:
             self.first = IslandExchange(

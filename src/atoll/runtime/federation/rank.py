@@ -9,9 +9,13 @@ A rank shows at its address
 Islands may divide their anchors in other ways: a rank reads the parts of a contribution that overlap its own, from
 whichever rank of an island has them.
 
-[Note: who steps the anchors] The fetching thread alone, and `at` says of which record they are: by the next record,
-once all that it averages is here; or by taking over the anchors of another island, fragment by fragment, in which time
-they are of none. The training thread reads them under `lock`.
+[Note: who steps the anchors] The thread that takes turns, and `at` says of which record they are: by the next record,
+once all that it averages is here. If it can never be here, the anchors of another island are taken over in a job of
+their own, fragment by fragment, in which time they are of none: those of one record, which the island goes on showing
+while it steps on, and this one follows by the records since. The training thread reads them under `lock`.
+
+[Note: who is read] Contributions are read in jobs, of each island one at a time and its own first. So an island that
+is slow or cut off delays what it has made and nothing else, and what nobody counts any more is not read to its end.
 """
 
 from __future__ import annotations
@@ -20,7 +24,9 @@ import contextlib
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 from atoll.plans.federation.orders import ElementSource, Orders, RankAnswer
@@ -38,7 +44,7 @@ from atoll.runtime.federation.elements import (
     read_anchors,
     read_manifest,
 )
-from atoll.runtime.federation.http import Peer, PeerError, Showcase, elements_in
+from atoll.runtime.federation.http import READ_SECONDS, Peer, PeerError, Showcase, elements_in
 
 MOST_AT_ONCE = 256
 """Elements that are asked for in one request, at most."""
@@ -50,11 +56,19 @@ _T = TypeVar("_T")
 logger = logging.getLogger("atoll.federation")
 
 
+def _at_once(act: Callable[[], None]) -> None:
+    act()
+
+
 class ElementExchange:
     """The exchange of one rank.
 
     orders: returns what is to be done next, None if nobody says.  at: the record that `holdings` are of, None for the
-    initial values.  pace: bytes a second at which anchors are taken over, at most.  lock: of what others read here.
+    initial values.  pace: bytes a second at which anchors are taken over, at most.  patience: seconds to wait for
+    another island's next bytes.  run: does a job, at once or beside `turn`.  told: called when there is something new,
+    for `turn` or for who reads `answer`.
+
+    lock: of what others read here.
     """
 
     def __init__(
@@ -68,22 +82,33 @@ class ElementExchange:
         orders: Callable[[], Orders | None],
         at: RoundRecord | None = None,
         pace: float | None = None,
+        patience: float = READ_SECONDS,
+        run: Callable[[Callable[[], None]], None] = _at_once,
+        told: Callable[[], None] = lambda: None,
     ) -> None:
         self.holdings, self.at, self.rank = holdings, at, rank
         self.lock = threading.Condition()
-        self.shelf = Shelf(showcase, holdings, fragments=fragments, lock=self.lock)
+        self.shelf = Shelf(showcase, holdings, fragments=fragments, lock=self.lock, at=lambda: self.at)
         self._fragments, self._orders, self._secret, self._pace = fragments, orders, secret, pace
+        self._showcase, self._patience, self._run, self._told = showcase, patience, run, told
         # True from the first fragment that is taken over to the last.
         self._is_mixed = False
         self._records: list[RoundRecord] = []
         self.received = 0  # bytes of elements
         self._refused: set[str] = set()
-        self._reads = ElementReads()
+        self._reads, self._anchor_reads = ElementReads(), ElementReads()
         # What this rank gives to a contribution, until the contribution has a name.
         self._offered: PartElements = {}
         # Digests of what was held here and no orders have named yet: those at hand may be older.
         self._new: set[str] = set()
-        showcase.documents |= {"/answer": lambda: self.answer.to_json(), "/anchors": self.shelf.anchors}
+        # Digests that are needed; of each island the one that is being read there, and those that it failed to give.
+        self._wanted: set[str] = set()
+        self._busy: dict[str, str] = {}
+        self._failed: set[tuple[str, str]] = set()
+        self._is_healing, self._is_over = False, False
+        self._said: RankAnswer | None = None
+        showcase.documents["/anchors"] = self.shelf.anchors
+        self._say()
 
     # ---- for the training thread
 
@@ -99,6 +124,7 @@ class ElementExchange:
             self.shelf.hold(digest, manifest, self._offered)
             self._new.add(digest)
             self._offered = {}
+            self._say()
         return digest
 
     def records(self) -> list[RoundRecord]:
@@ -113,7 +139,7 @@ class ElementExchange:
         with self.lock:
             return RankAnswer(tuple(self.shelf.held), at=self.at)
 
-    # ---- the thread that fetches
+    # ---- the thread that takes turns
 
     def turn(self) -> None:
         """Do once what the orders say."""
@@ -122,24 +148,70 @@ class ElementExchange:
             return
         with self.lock:
             self._new -= set(orders.needed)
+            self._wanted = {each.digest for each in orders.wanted}
             for digest in set(self.shelf.held) - set(orders.needed) - self._new:
                 self.shelf.drop(digest)
-        with self._peers() as reach:
-            for contribution in orders.wanted:
-                if contribution.digest not in self.shelf.held:
-                    self._fetch(contribution, orders.sources, reach)
+        for contribution, source in self._begun(orders):
+            self._run(partial(self._fetch, contribution, source))
         self._step(orders)
-        self._heal(orders)
+        if self._needs_anchors(orders):
+            self._is_healing = True
+            self._run(partial(self._heal, orders))
+        self._say()
 
-    def _fetch(
-        self, contribution: Contribution, sources: Sequence[ElementSource], reach: Callable[[str], Peer]
-    ) -> None:
+    def end(self) -> None:
+        """Give up what is being read."""
+        self._is_over = True
+
+    def _say(self) -> None:
+        """Show what the rank has done, if that is more than before."""
+        with self.lock:
+            before, self._said = self._said, self.answer
+            if self._said == before:
+                return
+            self._showcase.show("/answer", self._said.to_json())
+        self._told()
+
+    def _begun(self, orders: Orders) -> list[tuple[Contribution, ElementSource]]:
+        """Return what is read now, and of whom: see [Note: who is read]."""
+        begun = []
+        with self.lock:
+            self._failed = {(island, digest) for island, digest in self._failed if digest in self._wanted}
+            missing = {
+                each.digest: each
+                for each in orders.wanted
+                if each.digest not in self.shelf.held and each.digest not in self._refused
+            }
+            for is_own in (True, False):
+                for source in orders.sources:
+                    free = missing.keys() & set(source.holds) - set(self._busy.values())
+                    could = [each for digest, each in missing.items() if digest in free]
+                    chosen = next((each for each in could if self._reads_of(each, source, orders, is_own)), None)
+                    if chosen is not None and source.island not in self._busy:
+                        self._busy[source.island] = chosen.digest
+                        begun.append((chosen, source))
+        return begun
+
+    def _reads_of(self, contribution: Contribution, source: ElementSource, orders: Orders, is_own: bool) -> bool:
+        """Return True if an island is the one to ask. is_own: look for who made it, unless that one has failed where
+        another has it; otherwise for others."""
+        others = [
+            each.island
+            for each in orders.sources
+            if contribution.digest in each.holds and (each.island, contribution.digest) not in self._failed
+        ]
+        if others and source.island not in others:
+            return False
+        if not others:
+            self._failed = {(island, digest) for island, digest in self._failed if digest != contribution.digest}
+        return (source.island == contribution.island) == is_own
+
+    def _fetch(self, contribution: Contribution, source: ElementSource) -> None:
+        digest, wanted = contribution.digest, dict[TensorPart, ElementName]()
         own = self.holdings.parts(contribution.fragment)
-        for source in sources:
-            if contribution.digest not in source.holds:
-                continue
-            try:
-                manifest = _first(source.ranks, lambda rank: reach(rank).content(contribution.digest))
+        try:
+            with self._peers(stops=lambda: self._is_over or digest not in self._wanted) as reach:
+                manifest = _first(source.ranks, lambda rank: reach(rank).content(digest))
                 names = read_manifest(manifest)
                 check_covered(own, names)
                 check_sizes(names, self.holdings.contribution_bytes)
@@ -149,20 +221,25 @@ class ElementExchange:
                     of_rank = {part: name for part, name in wanted.items() if name.rank == rank}
                     found |= self._reads.read(_beginning_with(source, rank), of_rank, reach)
                 self.holdings.check(contribution.fragment, found)
-            except PeerError:
-                continue
-            except ValueError as error:
-                self._refuse(contribution, str(error))
-                return
             with self.lock:
-                self.shelf.hold(contribution.digest, manifest, found)
-            self._reads.forget(name.digest for name in wanted.values())
-            return
+                self.shelf.hold(digest, manifest, found)
+                self._new.add(digest)
+        except PeerError:
+            self._failed.add((source.island, digest))
+        except ValueError as error:
+            self._refuse(contribution, str(error))
+        finally:
+            with self.lock:
+                del self._busy[source.island]
+                is_here = digest in self.shelf.held
+                if is_here or digest not in self._wanted:
+                    self._reads.forget(name.digest for name in wanted.values())
+        if is_here:
+            self._say()
 
     def _refuse(self, contribution: Contribution, why: str) -> None:
-        if contribution.digest not in self._refused:
-            self._refused.add(contribution.digest)
-            logger.warning("a contribution of island %s is not read: %s", contribution.island, why)
+        self._refused.add(contribution.digest)
+        logger.warning("a contribution of island %s is not read: %s", contribution.island, why)
 
     def _step(self, orders: Orders) -> None:
         with self.lock:
@@ -189,63 +266,90 @@ class ElementExchange:
     def _has(self, record: RoundRecord) -> bool:
         return record.restored is None and all(each.digest in self.shelf.held for each in record.contributions)
 
+    def _needs_anchors(self, orders: Orders) -> bool:
+        """Return True if nothing here can ever step to the last record, so that anchors have to be taken over."""
+        with self.lock:
+            last, rounds = orders.last, self._rounds()
+            if self._is_healing or last is None or last.round < rounds:
+                return False
+            following = [record for record in orders.records if record.round >= rounds]
+            there = set(self.shelf.held).union(*(source.holds for source in orders.sources))
+            can_step = len(following) == orders.round - rounds and all(
+                record.restored is None and there >= {each.digest for each in record.contributions}
+                for record in following
+            )
+            return self._is_mixed or not can_step
+
     def _heal(self, orders: Orders) -> None:
-        """Take over anchors that are of later rounds than the rank's, if nothing here can step to them."""
-        last = orders.last
-        if last is None or last.round < self._rounds():
-            return
-        following = [record for record in orders.records if record.round >= self._rounds()]
-        can_step = len(following) == orders.round - self._rounds() and all(map(self._has, following))
-        if can_step and not self._is_mixed:
-            return
-        with self._peers(pace=self._pace) as reach:
-            for source in orders.sources:
-                if source.anchors == orders.round:
+        """Take over anchors of another island that are of a later record than the rank's; the latest that there are."""
+        known = {record.name for record in orders.records}
+        try:
+            with self._peers(pace=self._pace, stops=lambda: self._is_over) as reach:
+                for source in sorted(orders.sources, key=lambda source: -source.anchors):
                     try:
-                        self._take_all(source.ranks, last.bases, reach)
+                        if self._take_all(source.ranks, known, reach):
+                            break
                     except PeerError:
-                        continue  # it has gone, or shows other anchors by now
+                        continue  # it has gone, or was so slow that it shows other anchors by now
                     except ValueError as error:
                         logger.warning("anchors of island %s are not read: %s", source.island, error)
-        with self.lock:
-            if all(self.holdings.version(fragment) == base for fragment, base in enumerate(last.bases)):
-                self._arrive(last)
+        finally:
+            self._is_healing = False
+        self._say()
 
-    def _take_all(self, ranks: Iterable[str], bases: Sequence[int], reach: Callable[[str], Peer]) -> None:
+    def _take_all(self, ranks: Sequence[str], known: Collection[str], reach: Callable[[str], Peer]) -> bool:
+        """Take over the anchors of an island, if they are of one record among those that are known and no fragment is
+        of an earlier round than here. Return whether they are here."""
+        begun = self._rounds()
         shown = {rank: read_anchors(reach(rank).document("/anchors"), self._fragments) for rank in ranks}
-        for fragment, version in enumerate(bases):
+        at = next(iter(shown.values())).at if shown else None
+        if at is None or at.name not in known or at.round < begun or any(each.at != at for each in shown.values()):
+            return False  # its ranks are not equally far, or it is further than the orders are
+        if any(self.holdings.version(fragment) > base for fragment, base in enumerate(at.bases)):
+            return False
+        for fragment, version in enumerate(at.bases):
             if self.holdings.version(fragment) == version:
                 continue
-            if any(each[fragment][0] != version for each in shown.values()):
-                return  # that island has gone on; this one learns of it
             own, found = self.holdings.state_parts(fragment), dict[TensorPart, memoryview]()
             for rank, each in shown.items():
-                _, names = each[fragment]
+                shows, names = each.fragments[fragment]
+                if shows != version:
+                    raise ValueError(f"fragment {fragment} is of round {shows}, and their record says {version}")
                 check_sizes(names, self.holdings.state_bytes)
                 missing = {part: name for part, name in names.items() if is_part_of(part, own) and part not in found}
-                found |= self._reads.read([rank], missing, reach)
+                found |= self._anchor_reads.read([rank], missing, reach)
             check_covered(own, found)
             with self.lock:
+                if not self._is_mixed and self._rounds() != begun:
+                    return False  # what was missing has come meanwhile
                 self._is_mixed, self.at = True, None
                 self.holdings.take(fragment, version, found)
-            self._reads.forget()
+            self._anchor_reads.forget()
+        with self.lock:
+            if not self._is_mixed and self._rounds() != begun:
+                return False
+            self._arrive(at)
+        return True
 
     @contextlib.contextmanager
-    def _peers(self, *, pace: float | None = None) -> Iterator[Callable[[str], Peer]]:
-        """Connections for one turn, by address."""
+    def _peers(
+        self, *, pace: float | None = None, stops: Callable[[], bool] = lambda: False
+    ) -> Iterator[Callable[[str], Peer]]:
+        """Connections for one job, by address."""
         known: dict[str, Peer] = {}
 
         def reach(address: str) -> Peer:
             if address not in known:
                 host, _, port = address.rpartition(":")
-                known[address] = Peer(self._secret, host, int(port), pace=pace)
+                known[address] = Peer(self._secret, host, int(port), seconds=self._patience, pace=pace, stops=stops)
             return known[address]
 
         try:
             yield reach
         finally:
+            with self.lock:
+                self.received += sum(peer.received for peer in known.values())
             for peer in known.values():
-                self.received += peer.received
                 peer.close()
 
 
@@ -256,9 +360,10 @@ def _beginning_with(source: ElementSource, rank: int) -> list[str]:
 
 class ElementReads:
     """Elements that were read and are not needed yet by all, so that a read that fails goes on where it was: from
-    another rank, or in the next turn."""
+    another rank, or in a later job. Two jobs do not read the same."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._done: dict[str, memoryview] = {}
         # Of what was asked for together, what came of it before a peer has gone.
         self._begun: dict[tuple[str, ...], tuple[bytearray, int]] = {}
@@ -274,13 +379,17 @@ class ElementReads:
 
     def forget(self, digests: Iterable[str] | None = None) -> None:
         """Drop some elements, or all."""
-        for digest in tuple(self._done) if digests is None else digests:
-            self._done.pop(digest, None)
-        self._begun.clear()
+        with self._lock:
+            gone = {*self._done, *chain(*self._begun)} if digests is None else set(digests)
+            for digest in gone:
+                self._done.pop(digest, None)
+            self._begun = {key: begun for key, begun in self._begun.items() if gone.isdisjoint(key)}
 
     def _read(self, addresses: Sequence[str], sizes: Mapping[str, int], reach: Callable[[str], Peer]) -> None:
         key, error = tuple(sizes), PeerError("an island without ranks")
-        into, begin = self._begun.pop(key, (bytearray(sum(sizes.values())), 0))
+        with self._lock:
+            begun = self._begun.pop(key) if key in self._begun else (bytearray(sum(sizes.values())), 0)
+        into, begin = begun
         for address in addresses:
             try:
                 begin = reach(address).elements(sizes, into, begin=begin)
@@ -288,10 +397,12 @@ class ElementReads:
                 error = found
                 continue
             if begin == len(into):
-                self._done |= elements_in(sizes, into)
+                with self._lock:
+                    self._done |= elements_in(sizes, into)
                 return
             error = PeerError(f"{address} has gone")
-        self._begun[key] = into, begin
+        with self._lock:
+            self._begun[key] = into, begin
         raise error
 
 
