@@ -216,6 +216,32 @@ def test_what_an_island_hands_over_counts_after_it_has_gone() -> None:
     assert last <= counted
 
 
+def test_an_island_that_is_never_seen_in_the_current_round_becomes_a_member() -> None:
+    """Rounds are faster than notices: what a sees of c is always of the round before."""
+    federation = Federation("abc", replace(RULES, grace=0.0, silent=1.0, away=1.0))
+    federation.settle(5.0)
+    a, b, c = federation.islands
+    federation.stop(c, wipes=True)
+    federation.settle(5.0)
+    assert c.name not in {each.island for each in federation.rules.members(a.own)}
+    federation.start(c)
+    for _ in range(4):
+        federation.run(c)
+        before = a.own.round
+        assert c.own.round == c.own.anchors == before
+        while a.own.round == before:
+            for island in (a, b):
+                federation.contribute(island)
+                federation.run(island, sees=0b011)
+        federation.run(b, sees=0b011)
+        for island in (a, b) * 4:
+            federation.run(island)
+    assert c.own.own in federation.rules.members(a.own)
+    federation.settle(10.0)
+    counted = [each.island for each in federation.decided[max(federation.decided)].contributions]
+    assert is_whole(federation, a.own.round - 1), counted
+
+
 def test_anchors_that_are_lost_with_all_islands_are_those_of_the_last_checkpoint() -> None:
     federation = Federation("abc", replace(RULES, lost=10.0))
     federation.settle(10.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain, count, pairwise
@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from atoll.plans.federation.orders import Orders
+from atoll.plans.federation.orders import ElementSource, Orders
 from atoll.plans.federation.records import Contribution, RoundRecord
 from atoll.plans.federation.rounds import FederationRules
 from atoll.runtime.federation.elements import PartElements, TensorPart, manifest_of
 from atoll.runtime.federation.exchange import IslandExchange
 from atoll.runtime.federation.following import FollowingRank, Loops
-from atoll.runtime.federation.http import Showcase
+from atoll.runtime.federation.http import Peer, Showcase
 from atoll.runtime.federation.rank import ElementExchange
 from atoll.runtime.federation.seat import IslandAddress
 from atoll.testing.clock import Clock
@@ -362,6 +362,125 @@ def test_an_island_that_is_cut_off_for_a_moment_is_not_alone(islands: Islands) -
     islands.clock.advance(RULES.silent + 1.0)
     assert a.is_alone
     assert a.is_free
+
+
+def test_a_returning_island_may_be_slower_than_rounds_are(islands: Islands) -> None:
+    """It takes the anchors of one record over, while the others go on and another one reads theirs as well."""
+    for name in "abc":
+        islands.start(name)
+    islands.train_until(3)
+    islands.stop("a")
+    islands.clock.advance(10.0)
+    before = max(islands.records)
+    islands.train_until(before + 6, seconds=0.02)
+    back = islands.start("a")
+    anchors, taken = back.anchors[0], list[tuple[int, int]]()
+    goes_on, has_begun = threading.Event(), threading.Event()
+    take, size_of = anchors.take, anchors.state_bytes
+
+    def count(fragment: int, version: int, elements: PartElements) -> None:
+        taken.append((fragment, version))
+        take(fragment, version, elements)
+
+    def wait(part: TensorPart) -> int:
+        has_begun.set()
+        assert goes_on.wait(600)
+        return size_of(part)
+
+    anchors.take, anchors.state_bytes = count, wait  # type: ignore[method-assign]
+    wait_until(has_begun.is_set)
+    others = {name: island for name, island in islands.islands.items() if name != "a"}
+    begun = max(island.exchange.notice.anchors for island in others.values())
+    islands.islands.pop("a")
+    islands.train_until(begun + 2, seconds=0.02)
+    for name in "bc":
+        another = Peer(SECRET, "127.0.0.1", islands.ports[name])
+        another.document("/anchors")
+        another.close()
+    islands.islands["a"] = back
+    goes_on.set()
+    wait_until(lambda: back.exchange.notice.anchors == back.exchange.notice.round > begun + 1)
+    assert [fragment for fragment, _ in taken] == [0, 1], "what was read is of use"
+    assert max(version for _, version in taken) < begun, "the anchors are those of the moment at which it began"
+    islands.train_until(max(islands.records) + 4)
+    islands.check()
+
+
+class Stalled(dict[str, memoryview]):
+    """Elements that nobody gets before `goes_on`."""
+
+    def __init__(self, goes_on: threading.Event) -> None:
+        super().__init__()
+        self.goes_on = goes_on
+
+    def get(self, digest: str, default: object = None) -> memoryview | None:  # type: ignore[override]
+        assert self.goes_on.wait(600)
+        return super().get(digest)
+
+
+def test_an_island_that_stalls_delays_what_it_has_made_and_nothing_else() -> None:
+    goes_on = threading.Event()
+    makers = {name: Showcase(SECRET, "127.0.0.1") for name in "ab"}
+    makers["a"].elements = Stalled(goes_on)
+    made, sources = {}, []
+    for name, shown in makers.items():
+        maker = ElementExchange(Anchors(), rank=0, fragments=2, showcase=shown, secret=SECRET, orders=lambda: None)
+        manifest = manifest_of(maker.offer(elements(gradient(name, 0, 0), Anchors().parts(0), 1)))
+        digest = maker.hold(manifest)
+        made[name] = Contribution(name, 0, -1, 1, 1, digest=digest)
+        sources.append(ElementSource(name, (f"127.0.0.1:{shown.port}",), (digest,), anchors=0))
+    a, b = made["a"], made["b"]
+    orders = [Orders(0, (a, b), (a.digest, b.digest), records=(), sources=tuple(sources))]
+    shown, threads = Showcase(SECRET, "127.0.0.1"), list[threading.Thread]()
+
+    def run(act: Callable[[], None]) -> None:
+        threads.append(threading.Thread(target=act, daemon=True))
+        threads[-1].start()
+
+    reader = ElementExchange(
+        Anchors(), rank=0, fragments=2, showcase=shown, secret=SECRET, orders=lambda: orders[0], patience=600, run=run
+    )
+    reader.turn()
+    wait_until(lambda: reader.answer.held == (b.digest,))
+    reader.turn()
+    reader.turn()
+    assert len(threads) == 2, "an island is asked for one thing at a time"
+    # Nobody needs it any more, so it is not held when it comes after all; later it is asked for again.
+    orders[0] = replace(orders[0], wanted=(), needed=(b.digest,))
+    reader.turn()
+    goes_on.set()
+    for thread in threads:
+        thread.join()
+    reader.turn()
+    assert reader.answer.held == (b.digest,)
+    orders[0] = replace(orders[0], wanted=(a,), needed=(a.digest, b.digest))
+    reader.turn()
+    wait_until(lambda: set(reader.answer.held) == {a.digest, b.digest})
+    for each in (shown, *makers.values()):
+        each.close()
+
+
+def test_what_its_maker_does_not_give_another_island_does() -> None:
+    holder, shown = Showcase(SECRET, "127.0.0.1"), Showcase(SECRET, "127.0.0.1")
+    gone = Showcase(SECRET, "127.0.0.1")
+    gone.close()
+    other = ElementExchange(Anchors(), rank=0, fragments=2, showcase=holder, secret=SECRET, orders=lambda: None)
+    digest = other.hold(manifest_of(other.offer(elements(gradient("a", 0, 0), Anchors().parts(0), 1))))
+    made = Contribution("a", 0, -1, 1, 1, digest=digest)
+    sources = [
+        ElementSource(name, (f"127.0.0.1:{each.port}",), (digest,), anchors=0)
+        for name, each in (("a", gone), ("b", holder))
+    ]
+    orders = Orders(0, (made,), (digest,), records=(), sources=tuple(sources))
+    reader = ElementExchange(
+        Anchors(), rank=0, fragments=2, showcase=shown, secret=SECRET, orders=lambda: orders, patience=5
+    )
+    reader.turn()
+    assert not reader.answer.held
+    reader.turn()
+    assert reader.answer.held == (digest,)
+    for each in (shown, holder):
+        each.close()
 
 
 def test_orders_from_before_a_contribution_do_not_drop_it() -> None:

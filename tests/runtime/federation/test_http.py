@@ -1,5 +1,6 @@
 """What islands show each other: read by who has the secret, whole or refused."""
 
+import contextlib
 import hashlib
 import http.client
 import socket
@@ -181,3 +182,79 @@ def test_secrets_are_not_easy_to_guess() -> None:
     assert own_secret(" 0123456789abcdef\n") == b"0123456789abcdef"
     with pytest.raises(ValueError, match="16 characters"):
         own_secret("password")
+
+
+def test_news_are_read_when_there_are_any() -> None:
+    shown = Showcase(SECRET, "127.0.0.1", hold=0.01)
+    peer = Peer(SECRET, shown.host, shown.port)
+    shown.show("/notice", {"beat": 1})
+    assert peer.news("/notice") == {"beat": 1}
+    assert peer.news("/notice") is None
+    shown.show("/notice", {"beat": 1})
+    assert peer.news("/notice") is None
+    shown.show("/notice", {"beat": 2})
+    assert peer.news("/notice") == {"beat": 2}
+    assert peer.document("/notice") == {"beat": 2}, "who asks for a document gets it"
+    with pytest.raises(PeerError, match="nothing at /orders"):
+        peer.news("/orders")
+    peer.close()
+    shown.close()
+
+
+def test_who_waits_for_news_gets_them_at_once() -> None:
+    shown = Showcase(SECRET, "127.0.0.1", hold=1e6)
+    peer = Peer(SECRET, shown.host, shown.port, seconds=1e6)
+    shown.show("/notice", 1)
+    assert peer.news("/notice") == 1
+    later = threading.Timer(0.05, shown.show, ("/notice", 2))
+    later.start()
+    assert peer.news("/notice") == 2
+    # Nobody waits for a process that ends.
+    later = threading.Timer(0.05, shown.close)
+    later.start()
+    with contextlib.suppress(PeerError):
+        assert peer.news("/notice") is None
+    later.join()
+    peer.close()
+
+
+def test_what_a_stalled_island_has_shown_does_not_hold() -> None:
+    is_alive = [True]
+    shown = Showcase(SECRET, "127.0.0.1", hold=0.01, is_alive=lambda: is_alive[0])
+    peer = Peer(SECRET, shown.host, shown.port)
+    shown.show("/notice", 1)
+    assert peer.news("/notice") == 1
+    is_alive[0] = False
+    with pytest.raises(PeerError, match="nothing at /notice"):
+        peer.news("/notice")
+    peer.close()
+    shown.close()
+
+
+def test_that_nothing_has_changed_is_signed_as_well() -> None:
+    shown = Showcase(SECRET, "127.0.0.1", hold=0.01)
+    peer = Peer(SECRET, shown.host, shown.port)
+    shown.show("/notice", 1)
+    assert peer.news("/notice") == 1
+    shown.sign = lambda path, word, content: "0" * 64  # type: ignore[method-assign]
+    with pytest.raises(PeerError, match="not signed"):
+        peer.news("/notice")
+    peer.close()
+    shown.close()
+
+
+def test_what_is_not_needed_any_more_is_not_read_to_its_end(showcase: Showcase) -> None:
+    content = bytes(range(256)) * 8192
+    digest = show(showcase, content)
+    counts = iter([False, False, True, True])
+    peer = Peer(SECRET, showcase.host, showcase.port, stops=lambda: next(counts))
+    into = bytearray(len(content))
+    end = peer.elements({digest: len(content)}, into)
+    assert 0 < end < len(content)
+    assert into[:end] == content[:end]
+    # It can be read from there by whoever needs it after all.
+    other = Peer(SECRET, showcase.host, showcase.port)
+    assert other.elements({digest: len(content)}, into, begin=end) == len(content)
+    assert into == content
+    peer.close()
+    other.close()

@@ -35,8 +35,8 @@ members have to agree, and these vote as heirs of who they were.
 
 [Note: members] A record names the members of the next round, so all votes of a round are of the same members. An island
 that leaves, or that nobody has heard for `away` seconds, is no member from the next round on; one that has the anchors
-of this round becomes one. A record that averages nothing makes members of others if a round needs more contributions
-than there are members present, or of heirs; it grants the first lots, and lets go who has left.
+of this round, or of the one before, becomes one. A record that averages nothing makes members of others if a round
+needs more contributions than there are members present, or of heirs; it grants the first lots and lets go who has left.
 
 [Note: late contributions] A contribution is valid for one round: the first of its fragment after the anchors that it
 started from were set. If that round does not count it, nothing ever does, so nothing is counted twice. What the island
@@ -396,7 +396,7 @@ def _record(
         for _, notice in sorted(view.others.items())
         if notice.wish is Wish.IN
         and not notice.is_one_of((*before, *stay))
-        and (notice.round, notice.chain, notice.anchors) == (own.round, own.chain, own.round)
+        and _has_come(notice, own)
         and _is_heard(view, notice.own, rules, now)
     ]
     members = (*stay, *joining) or (own.own,)
@@ -424,6 +424,13 @@ def _record(
         lots=lots,
         restored=None if restored is None else restored.anchors,
     )
+
+
+def _has_come(notice: Notice, own: Notice) -> bool:
+    """Return True if an island has the anchors of the round, or of the one before: where rounds follow each other
+    quickly, it would never be seen with those of this one. It steps to them as slow members do."""
+    known = [(own.round, own.chain), *((record.round, record.before) for record in own.records[-1:])]
+    return notice.anchors == notice.round and (notice.round, notice.chain) in known
 
 
 def _stays(view: IslandView, member: Member, rules: FederationRules, now: float) -> bool:

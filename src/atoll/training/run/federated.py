@@ -65,8 +65,10 @@ class FederatedRun:
             apart = distance(moved.tolist())
         else:
             apart = None
+        # An island that catches up restarts from several rounds one after the other; the last is of interest.
+        restarts = [event for event in events if event.what == "restarted" and event.records]
         for event in events:
-            self._write(event, apart)
+            self._write(event, apart, says=event in restarts[-1:])
         return self._engine.step_number
 
     def leave(self, stopped: signal.Signals | None) -> None:
@@ -77,7 +79,7 @@ class FederatedRun:
         self._membership.depart(seconds, hands_over=stopped is not None)
         self.follow()
 
-    def _write(self, event: RoundEvent, apart: float | None) -> None:
+    def _write(self, event: RoundEvent, apart: float | None, *, says: bool) -> None:
         recorder, say = self._results.recorder, self._run.display.say
         for record in event.records:
             counted = tuple(each.island for each in record.contributions)
@@ -86,7 +88,7 @@ class FederatedRun:
                 self._counted = counted
             if record.restored is not None:
                 say(f"note: islands continue from the anchors after round {record.restored - 1}; later ones are lost")
-        if event.what == "restarted" and event.records:
+        if says:
             say(
                 f"island {self._steps.seat.name} has the anchors after round {event.round}, of step "
                 f"{self._engine.step_number}; {format_count(event.lost)} tokens that were not counted are read again"
