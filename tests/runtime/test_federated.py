@@ -134,6 +134,8 @@ class Islands:
             match event.what:
                 case "sent":
                     told.events.append({"what": "sent", "fragment": event.fragment, "digest": event.digest})
+                case "joining" | "waited":
+                    pass  # the reference needs neither
                 case what:
                     rounds = [record.round for record in event.records]
                     told.events.append({"what": what, "rounds": rounds, "on_time": event.on_time})

@@ -17,7 +17,8 @@ from atoll.runtime.federation.elements import manifest_of
 class RoundEvent:
     """What an island did, for its record.
 
-    what: "sent", "followed" or "restarted".  step: after which.  round: the last one that it knows then.
+    what: "joining", "sent", "waited" in vain, "followed" or "restarted".  step: after which.  round: the last one that
+    it knows then.  time: when, in seconds since 1970.
     fragment, digest, tokens, used: of what was sent.  records: of the rounds that it followed.  on_time: fragments
     whose masters were mixed with the anchors.  lost: tokens that it had learned from and no round has counted.
     waited: seconds.
@@ -26,6 +27,7 @@ class RoundEvent:
     what: str
     step: int
     round: int
+    time: float
     fragment: int | None = None
     digest: str | None = None
     tokens: int = 0

@@ -152,6 +152,7 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
         rank, at = self._transport.place.rank, self.standing.at
         self._link = IslandLink(self.seat, self.rules, self._holdings, run=self._run, rank=rank, at=at)
         self.standing = replace(self.standing, own=self._link.own)
+        self._note("joining", self.rounds_step)
 
     def close(self) -> None:
         """End the exchange. The others take it for an island that is lost, unless `depart` came before."""
@@ -237,7 +238,10 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
         for fragment in [at for at, sent in self._sent.items() if sent.step == step - self.outer.delay]:
             begin = time.monotonic()
             self.link.wait(partial(self._holdings.is_ahead, fragment), self.rules.grace)
-            self.follow(fragment, step=step, waited=time.monotonic() - begin)
+            waited, before = time.monotonic() - begin, self.standing.rounds
+            self.follow(fragment, step=step, waited=waited)
+            if self.standing.rounds == before:
+                self._note("waited", step, fragment=fragment, waited=waited)
 
     # ---- following rounds
 
@@ -324,7 +328,7 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
         self._note("restarted", step, records=records, lost=lost)
 
     def _note(self, what: str, step: int, **facts: Any) -> None:
-        self.events.append(RoundEvent(what, step, self.standing.rounds - 1, **facts))
+        self.events.append(RoundEvent(what, step, self.standing.rounds - 1, time=time.time(), **facts))
 
     # ---- what is stored
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import time
 
 from atoll.base.units import format_count
 from atoll.runtime.federation.events import RoundEvent
@@ -98,7 +97,7 @@ class FederatedRun:
             recorder.round(
                 {
                     "step": max(event.step, 0),
-                    "time": time.time(),
+                    "time": event.time,
                     "island": self._steps.seat.name,
                     "what": event.what,
                     "round": event.round,
