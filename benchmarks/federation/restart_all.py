@@ -1,8 +1,8 @@
 """The peer of the islands: one world of the same hosts, links and steps, in which every loss of a host ends all ranks.
 
 It meets the disturbances of the islands' run: the same ones, of the same hosts, at the same times since the first outer
-gradient, or as soon as the one before is over, for as many seconds as that run had. What its experts would set, and what
-is easier here than in life:
+gradient, or as soon as the one before is over, for as many seconds as that run had. What its experts would set, and
+what is easier here than in life:
 
     checkpoints     in the background, every `CHECKPOINT` steps: after a step whose validation waits for the outer
                     gradients in flight in any case. The run folder is on a disk that all hosts share, at no cost
