@@ -146,8 +146,8 @@ def _disturb(fleet: Fleet, rounds: int) -> list[Away]:
     pause = max(1.0, (expected * 0.75 - sum(seconds for _, _, seconds in queue)) / max(1, len(queue)))
     for what, island, seconds in queue:
         time.sleep(pause)
-        if fleet.processes[island].poll() is not None:
-            continue
+        if any(code is not None for code in fleet.codes()):
+            break  # the first islands have reached the last step
         before = _step(fleet, island)
         each = Away(what, island, time.time(), seconds)
         begin = time.monotonic()
