@@ -33,12 +33,26 @@ def test_what_a_restart_costs_is_read_from_the_times_of_steps() -> None:
     assert found["counted_tokens"] == 26 * TOKENS
     assert found["rounds"] == 26 // (EVERY // FRAGMENTS)
     assert found["seconds"] == 30.0
+    assert found["end_seconds"] == pytest.approx(104.0 + 30.0 - 125.0 - SECONDS)
 
 
 def test_a_world_that_has_finished_took_less_time() -> None:
     found = restart_all.read(steps_of((100.0, 0, 20)), 60.0, codes=[0] * 4)
     assert found["seconds"] == pytest.approx((20 - EVERY // FRAGMENTS) * SECONDS)
     assert (found["restarts"], found["steps_again"]) == (0, 0)
+
+
+def test_losses_are_of_the_tokens_that_anchors_have_learned_from() -> None:
+    """Rounds are followed some steps after they began, and validations are at steps of their own."""
+    events = [
+        {"step": 0, "records": []},
+        {"step": 14, "records": [{"round": 1}]},
+        {"step": 22, "records": [{"round": 2}, {"round": 3}]},
+        {"step": 0, "records": [{"round": 4}]},  # after the last step
+    ]
+    validations = [{"step": step, "loss": loss} for step, loss in ((0, 5.0), (16, 4.0), (24, 3.0), (32, 2.0))]
+    found = bench.losses_by_tokens(events, validations, {1: 10, 2: 20, 3: 30, 4: 40})
+    assert found == [(0, 5.0), (10, 4.0), (30, 3.0), (40, 2.0)]
 
 
 def ran(codes: list[int | None], tokens: int, seconds: float) -> dict[str, Any]:
@@ -68,8 +82,9 @@ def test_the_page_says_both_goodputs() -> None:
     assert "**Goodput 50.0%**, of the islands 90.0%" in page
     assert "- 1 restarts, in which no host took a step: 10 of 50 s, 10.0 s each" in page
     assert "- 4 steps were lost and taken again: 2 s." in page
-    assert "\n- 13 s in which all hosts waited" in page
-    assert "| one world, restarted | stopped after the time of the islands |" in page
+    assert "\n- 16 s without a step until the end" in page  # from 137 s to 154 s, less a step
+    assert "\n- 0 s in which all hosts waited" in page
+    assert "| one world, restarted | after the time of the islands |" in page
 
 
 def test_islands_and_the_world_have_the_same_job() -> None:

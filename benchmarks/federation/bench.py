@@ -190,7 +190,6 @@ def _read(folder: Path, disturbances: list[Mapping[str, Any]]) -> dict[str, Any]
     first, last = float("inf"), 0.0
     steps: dict[str, list[float]] = {}
     rejoined: list[dict[str, float]] = []
-    losses: list[tuple[int, float]] = []
     for at, name in enumerate(NAMES):
         events = lines(folder / name / "rounds.jsonl")
         for event in events:
@@ -203,13 +202,8 @@ def _read(folder: Path, disturbances: list[Mapping[str, Any]]) -> dict[str, Any]
     last_of: dict[int, int] = {}
     for at in sorted(records):
         last_of[at] = sum(counted[: at + 1])
-    for event in lines(folder / NAMES[0] / "rounds.jsonl"):
-        for record in event["records"]:
-            losses += [
-                (last_of[record["round"]], each["loss"])
-                for each in lines(folder / NAMES[0] / "validation.jsonl")
-                if each["step"] == event["step"]
-            ]
+    own = folder / NAMES[0]
+    losses = losses_by_tokens(lines(own / "rounds.jsonl"), lines(own / "validation.jsonl"), last_of)
     finals = {name: lines(folder / name / "validation.jsonl")[-1]["loss"] for name in NAMES}
     return {
         "began": first,
@@ -223,6 +217,26 @@ def _read(folder: Path, disturbances: list[Mapping[str, Any]]) -> dict[str, Any]
         "final_losses": finals,
         "counted": [[each["island"] for each in records[at]["contributions"]] for at in sorted(records)],
     }
+
+
+def losses_by_tokens(
+    events: Sequence[Mapping[str, Any]], validations: Sequence[Mapping[str, Any]], tokens_until: Mapping[int, int]
+) -> list[tuple[int, float]]:
+    """Return the losses of an island's anchors, each with the tokens that these have learned from.
+
+    tokens_until: tokens of all rounds until each one. An event without a step is of the end.
+    """
+    step, known = 0, 0
+    last = max((each["step"] for each in validations), default=0)
+    followed = [(0, 0)]
+    for event in events:
+        step = event["step"] if event["step"] >= step else last
+        known = max([known, *(tokens_until[record["round"]] for record in event["records"])])
+        followed.append((step, known))
+    return [
+        (max(tokens for step, tokens in followed if step <= validation["step"]), validation["loss"])
+        for validation in validations
+    ]
 
 
 def _step_seconds(events: list[dict[str, Any]], own: list[Mapping[str, Any]]) -> list[float]:
@@ -295,7 +309,7 @@ def report(result: Mapping[str, Any]) -> str:
         *(
             (
                 name,
-                _ended(each["codes"]),
+                _ended(each),
                 f"{each['seconds']:.0f}",
                 str(each["rounds"]),
                 f"{each['counted_tokens']:,}",
@@ -339,19 +353,20 @@ def report(result: Mapping[str, Any]) -> str:
     return "\n".join(text) + "\n"
 
 
-def _ended(codes: Sequence[int | None]) -> str:
+def _ended(ran: Mapping[str, Any]) -> str:
     """Return how the processes of a run ended."""
-    if codes == [0] * len(NAMES):
+    if ran["codes"] == [0] * len(NAMES):
         return "all"
-    return "stopped after the time of the islands" if set(codes) <= {0, None} else str(list(codes))
+    is_peer = "restarts" in ran and set(ran["codes"]) <= {0, None}
+    return "after the time of the islands" if is_peer else str(ran["codes"])
 
 
 def _beside(result: Mapping[str, Any]) -> Iterator[str]:
     """Yield what the same disturbances cost one world."""
     peer, goodput = result["restart_all"], result["restart_all_goodput"]
     step, down, again = peer["median_step_seconds"], peer["restart_seconds"], peer["steps_again"]
-    seconds = peer["seconds"]
-    rest = max(0.0, seconds * (1.0 - goodput) - sum(down) - again * step)
+    seconds, end = peer["seconds"], peer["end_seconds"]
+    rest = max(0.0, seconds * (1.0 - goodput) - sum(down) - end - again * step)
     each = f", {median(down):.1f} s each in the median and {max(down):.1f} at most" if down else ""
     yield from (
         "## Beside it: one world, restarted after every loss",
@@ -375,8 +390,9 @@ def _beside(result: Mapping[str, Any]) -> Iterator[str]:
         "islands make in the same time.",
         f"- {peer['restarts']} restarts, in which no host took a step: {sum(down):.0f} of {seconds:.0f} s{each}.",
         f"- {again} steps were lost and taken again: {again * step:.0f} s.",
-        f"- {rest:.0f} s in which all hosts waited for one that was stopped, cut off or slow, for outer gradients and "
-        "validations, or for a restart that was not over at the end.",
+        f"- {end:.0f} s without a step until the end, after the last one.",
+        f"- {rest:.0f} s in which all hosts waited for one that was stopped, cut off or slow, or for outer gradients "
+        "and validations.",
     )
 
 

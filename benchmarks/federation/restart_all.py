@@ -98,7 +98,8 @@ def read(steps: Sequence[Mapping[str, float]], seconds: float, *, codes: Sequenc
     """Return what the times of a world's steps say: tokens that count, and what its restarts cost.
 
     steps: time, step and process of each. Steps that no checkpoint had were taken again after a restart.
-    seconds: since the first outer gradient; less where the world has finished.
+    seconds: since the first outer gradient; less where the world has finished. `end_seconds` are those after the last
+    step, as of a restart that was not over.
     """
     first = _first(steps)
     assert first is not None, "the world has taken steps"
@@ -116,5 +117,6 @@ def read(steps: Sequence[Mapping[str, float]], seconds: float, *, codes: Sequenc
         "median_step_seconds": step_seconds,
         "restarts": len(starts),
         "restart_seconds": down,
+        "end_seconds": max(0.0, first + seconds - steps[-1]["time"] - step_seconds),
         "steps_again": again,
     }
