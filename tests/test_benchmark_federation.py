@@ -48,6 +48,7 @@ def test_losses_are_of_the_tokens_that_anchors_have_learned_from() -> None:
         {"step": 0, "records": []},
         {"step": 14, "records": [{"round": 1}]},
         {"step": 22, "records": [{"round": 2}, {"round": 3}]},
+        {"step": 8, "records": []},  # of a process that a checkpoint began
         {"step": 0, "records": [{"round": 4}]},  # after the last step
     ]
     validations = [{"step": step, "loss": loss} for step, loss in ((0, 5.0), (16, 4.0), (24, 3.0), (32, 2.0))]

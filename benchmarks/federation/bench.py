@@ -230,7 +230,7 @@ def losses_by_tokens(
     last = max((each["step"] for each in validations), default=0)
     followed = [(0, 0)]
     for event in events:
-        step = event["step"] if event["step"] >= step else last
+        step = last if step and not event["step"] else max(step, event["step"])
         known = max([known, *(tokens_until[record["round"]] for record in event["records"])])
         followed.append((step, known))
     return [
