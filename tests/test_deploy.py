@@ -99,22 +99,25 @@ exit 0
 """
 
 
-def sbatch(script: Path, work: Path, *arguments: str, srun: str = SRUN) -> subprocess.CompletedProcess[str]:
+def sbatch(
+    script: Path, work: Path, *arguments: str, srun: str = SRUN, job: int | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a batch script as the first node would, on two nodes of one task each."""
+    job = free_job() if job is None else job
     tools = work / "bin"
     tools.mkdir()
     for name, text in (("srun", srun), ("scontrol", SCONTROL)):
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
     own = environment(
-        SLURM_JOB_ID=free_job(), SLURM_JOB_NUM_NODES=2, SLURM_JOB_NODELIST="localhost", SLURM_NTASKS_PER_NODE=1, GPUS=1
+        SLURM_JOB_ID=job, SLURM_JOB_NUM_NODES=2, SLURM_JOB_NODELIST="localhost", SLURM_NTASKS_PER_NODE=1, GPUS=1
     )
     return run(["bash", script, *arguments], cwd=work, env=own | {"PATH": f"{tools}:{own['PATH']}"})
 
 
-def free_job() -> int:
-    """The number of a job whose port is free, and kept: ports follow from it."""
-    for job in range(os.getpid() % 9000, 10000):
+def free_job(after: int | None = None) -> int:
+    """The number of a job whose port is free, and kept: ports follow from it. after: one that runs beside it."""
+    for job in range(os.getpid() % 9000 if after is None else after + 1, 10000):
         with contextlib.suppress(OSError):
             return keep_port(20000 + job) - 20000
     raise AssertionError("no port is free")

@@ -205,7 +205,8 @@ ONLY_READ: Mapping[str, str] = {
     "make": "it is what runs the tests, or what they are part of; its targets are looked up",
     "torchrun": "several machines; one machine: tests/cli/test_train.py and tests/test_examples.py",
     "srun": "Slurm; stand-ins: tests/test_deploy.py",
-    "sbatch": "Slurm; stand-ins: tests/test_deploy.py",
+    "sbatch": "Slurm; stand-ins: tests/test_deploy.py and tests/test_deploy_islands.py",
+    "bash deploy/islands/island.sh": "it waits for the other islands; tests/test_deploy_islands.py starts them",
     "kubectl": "Kubernetes; its manifests are read by their schemas and their pods run in tests/test_deploy.py",
     "export": "it sets a variable for what runs on several machines; who reads it is looked up",
     "python -m venv": "it makes the environment that the tests run in",
@@ -500,15 +501,30 @@ def read_srun(words: list[str]) -> None:
 
 
 def read_sbatch(words: list[str]) -> None:
-    script, config = map(Path, words)
-    assert "#SBATCH " in script.read_text()
-    load(config).to_plan()
+    if words[0].startswith("--nodelist="):
+        del words[0]
+    script, *rest = words
+    assert "#SBATCH " in Path(script).read_text()
+    read_atoll(["train", *rest])
+
+
+def read_bash(words: list[str]) -> None:
+    """A script that starts an island, by its name."""
+    script, island, config, *rest = words
+    assert Path(script).is_file()
+    read_atoll(["train", config, "--set", f"federation.island={island}", *rest])
 
 
 def read_kubectl(words: list[str]) -> None:
-    assert words[:2] == ["apply", "-f"]
     yaml = pytest.importorskip("yaml")
-    assert {"apiVersion", "kind", "metadata", "spec"} <= set(yaml.safe_load(Path(words[2]).read_text()))
+    match words:
+        case ["apply", "-f", path]:
+            for each in yaml.safe_load_all(Path(path).read_text()):
+                assert {"apiVersion", "kind", "metadata", "spec"} <= set(each)
+        case ["create", "secret", "generic", name, "--from-file=secret"]:
+            assert f"secretName: {name}\n" in Path("deploy/islands/kubernetes/oslo.yaml").read_text()
+        case _:
+            raise AssertionError(words)
 
 
 def read_export(words: list[str]) -> None:
@@ -532,6 +548,7 @@ def read_git(words: list[str]) -> None:
 
 READERS: Mapping[str, Callable[[list[str]], None]] = {
     "atoll": read_atoll,
+    "bash": read_bash,
     "export": read_export,
     "git": read_git,
     "kubectl": read_kubectl,

@@ -9,134 +9,59 @@ without any, and what the same disturbances cost a run of one world, in which ea
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
 import secrets
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise, zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
-
+from benchmarks.federation import restart_all
+from benchmarks.federation.fleet import (
+    BITS,
+    DELAY,
+    EVERY,
+    FRAGMENTS,
+    NAMES,
+    SECONDS,
+    Away,
+    Fleet,
+    disturb,
+    job,
+    lines,
+    wait,
+)
 from benchmarks.federation.star import Star
 
-NAMES = "abcd"
-BITS, SLOW_BITS = 50e6, 2e6
-SECONDS = 0.5
-"""Of a step."""
-EVERY, FRAGMENTS, DELAY = 16, 2, 6
 GRACE = 1.5
 """Less than the steps of a delay take: then nobody waits for an island that is late."""
 ROUNDS = 60
 AWAY = 0.1
 """Share of the time in which each island is away."""
-MOST_SECONDS = 1500.0
+MOST_SECONDS = 1200.0
+LATE_SECONDS = 120.0
+"""For islands to end after the first one: one that returns after the others have ended hears nobody, and waits."""
 
-CONFIG = """
-[model]
-source = "builtin"
-layers = 4
-hidden = 128
-heads = 4
-ffn = 352
-[data]
-source = "stdlib"
-tokenizer = "bytes"
-sequence = 128
-[train]
-steps = {steps}
-global_batch = 4
-microbatch = 4
-lr = 2e-3
-warmup = 30
-eval_every = {evaluate}
-eval_batches = 8
-[parallel]
-ranks = 1
-outer = {{ every = {every}, fragments = {fragments}, delay = {delay}, grace = {grace} }}
-[run]
-folder = "runs/a"
-loggers = []
-[checkpoint]
-every = 48
-[federation]
+FEDERATION = """[federation]
 island = "a"
 islands = {{ {islands} }}
-secret = "secret"
+secret = "{secret}"
 silent = 2.0
 away = 60.0
 """
 
 
-@dataclass
-class Away:
-    """A disturbance: what, of which island, from when on, and for how long. back: seconds until its next step."""
-
-    what: str
-    island: int
-    begin: float
-    seconds: float
-    back: float | None = None
-
-
-@dataclass
-class Fleet:
-    """The processes of all islands."""
-
-    star: Star
-    folder: Path
-    config: Path
-    processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
-    began: float = field(default_factory=time.monotonic)
-
-    def start(self, at: int) -> None:
-        """Start an island, or start it again."""
-        name = NAMES[at]
-        sets = [f"federation.island={name}", f"run.folder={self.folder / name}"]
-        command = [sys.executable, "-m", "benchmarks.federation.island", str(self.config), str(SECONDS), *sets]
-        with (self.folder / f"{name}.log").open("ab") as log:
-            self.processes[at] = subprocess.Popen(
-                self.star.command(at, command),
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "ATOLL_MEASURE": "0"},
-            )
-
-    def signal(self, at: int, number: signal.Signals) -> None:
-        """Send a signal to every process of an island."""
-        process = psutil.Process(self.processes[at].pid)
-        for each in [process, *process.children(recursive=True)]:
-            try:
-                each.send_signal(number)
-            except psutil.NoSuchProcess:
-                continue
-
-    def is_over(self) -> bool:
-        """Return True if all islands have ended by themselves."""
-        return all(process.poll() is not None for process in self.processes.values())
-
-    def step(self, at: int) -> int:
-        """The last step of an island's record."""
-        path = self.folder / NAMES[at] / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return int(json.loads(lines[-1])["step"]) if lines else 0
-
-
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure the undisturbed run, then the disturbed one."""
+    """Measure islands without disturbances, with them, and the world that is restarted."""
     rounds = 8 if arguments.quick else ROUNDS
-    found = {name: _train(rounds, disturbed=name == "disturbed") for name in ("undisturbed", "disturbed")}
+    calm, disturbed = (_train(rounds, disturbed=each) for each in (False, True))
+    peer = _restart_all(rounds, disturbed)
     return {
         "device": "emulated: a step sleeps until it has taken half a second",
         "network": f"{len(NAMES)} namespaces of one machine around a bridge, veth, tbf rate {BITS:.0f}bit on both ends",
@@ -146,52 +71,66 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "fragments": FRAGMENTS,
         "delay": DELAY,
         "grace": GRACE,
-        **found,
-        **_compared(found["undisturbed"], found["disturbed"]),
+        "undisturbed": calm,
+        "disturbed": disturbed,
+        "restart_all": peer,
+        **_compared(calm, disturbed, peer),
     }
 
 
-def _train(rounds: int, *, disturbed: bool) -> dict[str, Any]:
+@contextmanager
+def _place() -> Iterator[tuple[Star, Path]]:
+    """A star of hosts and a folder, which are removed afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="atoll-federation-"))
     try:
         with Star(len(NAMES)) as star:
             for at in range(len(NAMES)):
                 star.limit(at, BITS)
-            (folder / "secret").write_text(secrets.token_hex(32))
-            addresses = zip(NAMES, star.addresses, strict=True)
-            text = CONFIG.format(
-                steps=rounds * EVERY // FRAGMENTS,
-                evaluate=EVERY,
-                every=EVERY,
-                fragments=FRAGMENTS,
-                delay=DELAY,
-                grace=GRACE,
-                islands=", ".join(f'{name} = "{address}:29600"' for name, address in addresses),
-            ).replace('"secret"', f'"{folder / "secret"}"')
-            config = folder / "config.toml"
-            config.write_text(text)
-            fleet = Fleet(star, folder, config)
-            try:
-                for at in range(len(NAMES)):
-                    fleet.start(at)
-                times = _disturb(fleet, rounds) if disturbed else []
-                while not fleet.is_over() and time.monotonic() - fleet.began < MOST_SECONDS:
-                    time.sleep(0.5)
-                codes = [process.poll() for process in fleet.processes.values()]
-            finally:
-                for at, process in fleet.processes.items():
-                    if process.poll() is None:
-                        fleet.signal(at, signal.SIGCONT)
-                        fleet.signal(at, signal.SIGKILL)
-            logs = {name: (folder / f"{name}.log").read_text(errors="replace")[-1500:] for name in NAMES}
-            return {
-                "codes": codes,
-                "disturbances": [vars(each) for each in times],
-                **_read(folder, [vars(each) for each in times]),
-                **({} if codes == [0] * len(NAMES) else {"logs": logs}),
-            }
+            yield star, folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _train(rounds: int, *, disturbed: bool) -> dict[str, Any]:
+    with _place() as (star, folder):
+        (folder / "secret").write_text(secrets.token_hex(32))
+        addresses = zip(NAMES, star.addresses, strict=True)
+        islands = ", ".join(f'{name} = "{address}:29600"' for name, address in addresses)
+        steps = rounds * EVERY // FRAGMENTS
+        config = folder / "config.toml"
+        config.write_text(
+            job(steps=steps, ranks=1, checkpoint=48, folder="runs/a", grace=GRACE)
+            + FEDERATION.format(islands=islands, secret=folder / "secret")
+        )
+        command = [sys.executable, "-m", "benchmarks.federation.island", str(config), str(SECONDS)]
+        sets = [[f"federation.island={name}", f"run.folder={folder / name}"] for name in NAMES]
+        fleet = Fleet(star, folder, [[*command, *own] for own in sets])
+        try:
+            for at in range(len(NAMES)):
+                fleet.start(at)
+            times = _disturb(fleet, rounds) if disturbed else []
+            wait(lambda: any(code is not None for code in fleet.codes()), MOST_SECONDS)
+            wait(fleet.is_over, LATE_SECONDS)
+            codes = fleet.codes()
+        finally:
+            fleet.kill()
+        return {
+            "codes": codes,
+            "disturbances": [vars(each) for each in times],
+            **_read(folder, [vars(each) for each in times]),
+            **({} if codes == [0] * len(NAMES) else {"logs": {name: fleet.log(at) for at, name in enumerate(NAMES)}}),
+        }
+
+
+def _restart_all(rounds: int, disturbed: Mapping[str, Any]) -> dict[str, Any]:
+    """Disturb one world as the islands were, for as long as their run took."""
+    times = [(Away(**each), each["begin"] - disturbed["began"]) for each in disturbed["disturbances"]]
+    with _place() as (star, folder):
+        fleet = restart_all.fleet_of(star, folder, steps=rounds * EVERY // FRAGMENTS)
+        try:
+            return restart_all.follow(fleet, times, disturbed["seconds"])
+        finally:
+            fleet.kill()
 
 
 # ---- disturbances
@@ -201,22 +140,28 @@ def _disturb(fleet: Fleet, rounds: int) -> list[Away]:
     """Disturb one island at a time, until each has been away for its share, and return what was done."""
     chance = random.Random(20261129)
     expected = rounds * EVERY / FRAGMENTS * SECONDS
-    _wait(lambda: all(fleet.step(at) >= EVERY for at in range(len(NAMES))), 120.0)
+    wait(lambda: all(_step(fleet, at) >= EVERY for at in range(len(NAMES))), 120.0)
     queue = list(_drawn(chance, expected))
     done: list[Away] = []
     pause = max(1.0, (expected * 0.75 - sum(seconds for _, _, seconds in queue)) / max(1, len(queue)))
     for what, island, seconds in queue:
         time.sleep(pause)
-        if fleet.processes[island].poll() is not None:
-            continue
-        before = fleet.step(island)
+        if any(code is not None for code in fleet.codes()):
+            break  # the first islands have reached the last step
+        before = _step(fleet, island)
         each = Away(what, island, time.time(), seconds)
         begin = time.monotonic()
-        _ACTS[what](fleet, island, seconds)
-        if _wait(lambda island=island, before=before: fleet.step(island) > before, 60.0):
+        disturb(fleet, each)
+        if wait(lambda island=island, before=before: _step(fleet, island) > before, 60.0):
             each.back = time.monotonic() - begin
         done.append(each)
     return done
+
+
+def _step(fleet: Fleet, at: int) -> int:
+    """The last step of an island's record."""
+    found = lines(fleet.folder / NAMES[at] / "metrics.jsonl")
+    return int(found[-1]["step"]) if found else 0
 
 
 def _drawn(chance: random.Random, expected: float) -> Iterator[tuple[str, int, float]]:
@@ -237,54 +182,6 @@ def _drawn(chance: random.Random, expected: float) -> Iterator[tuple[str, int, f
     yield from queue
 
 
-def _kill(fleet: Fleet, at: int, seconds: float) -> None:
-    fleet.signal(at, signal.SIGKILL)
-    fleet.processes[at].wait()
-    fleet.start(at)
-
-
-def _leave(fleet: Fleet, at: int, seconds: float) -> None:
-    fleet.signal(at, signal.SIGTERM)
-    fleet.processes[at].wait()
-    fleet.start(at)
-
-
-def _stop(fleet: Fleet, at: int, seconds: float) -> None:
-    fleet.signal(at, signal.SIGSTOP)
-    time.sleep(seconds)
-    fleet.signal(at, signal.SIGCONT)
-
-
-def _cut(fleet: Fleet, at: int, seconds: float) -> None:
-    fleet.star.connect(at, up=False)
-    time.sleep(seconds)
-    fleet.star.connect(at, up=True)
-
-
-def _slow(fleet: Fleet, at: int, seconds: float) -> None:
-    fleet.star.limit(at, SLOW_BITS)
-    time.sleep(seconds)
-    fleet.star.limit(at, BITS)
-
-
-_ACTS: Mapping[str, Callable[[Fleet, int, float], None]] = {
-    "kill": _kill,
-    "leave": _leave,
-    "stop": _stop,
-    "cut": _cut,
-    "slow": _slow,
-}
-
-
-def _wait(until: Callable[[], bool], seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if until():
-            return True
-        time.sleep(0.05)
-    return False
-
-
 # ---- what came of it
 
 
@@ -293,9 +190,8 @@ def _read(folder: Path, disturbances: list[Mapping[str, Any]]) -> dict[str, Any]
     first, last = float("inf"), 0.0
     steps: dict[str, list[float]] = {}
     rejoined: list[dict[str, float]] = []
-    losses: list[tuple[int, float]] = []
     for at, name in enumerate(NAMES):
-        events = _lines(folder / name / "rounds.jsonl")
+        events = lines(folder / name / "rounds.jsonl")
         for event in events:
             records |= {record["round"]: record for record in event["records"]}
             first, last = min(first, event["time"]), max(last, event["time"])
@@ -306,15 +202,11 @@ def _read(folder: Path, disturbances: list[Mapping[str, Any]]) -> dict[str, Any]
     last_of: dict[int, int] = {}
     for at in sorted(records):
         last_of[at] = sum(counted[: at + 1])
-    for event in _lines(folder / NAMES[0] / "rounds.jsonl"):
-        for record in event["records"]:
-            losses += [
-                (last_of[record["round"]], each["loss"])
-                for each in _lines(folder / NAMES[0] / "validation.jsonl")
-                if each["step"] == event["step"]
-            ]
-    finals = {name: _lines(folder / name / "validation.jsonl")[-1]["loss"] for name in NAMES}
+    own = folder / NAMES[0]
+    losses = losses_by_tokens(lines(own / "rounds.jsonl"), lines(own / "validation.jsonl"), last_of)
+    finals = {name: lines(folder / name / "validation.jsonl")[-1]["loss"] for name in NAMES}
     return {
+        "began": first,
         "seconds": last - first,
         "rounds": len([each for each in records.values() if each["contributions"]]),
         "counted_tokens": sum(counted),
@@ -325,6 +217,26 @@ def _read(folder: Path, disturbances: list[Mapping[str, Any]]) -> dict[str, Any]
         "final_losses": finals,
         "counted": [[each["island"] for each in records[at]["contributions"]] for at in sorted(records)],
     }
+
+
+def losses_by_tokens(
+    events: Sequence[Mapping[str, Any]], validations: Sequence[Mapping[str, Any]], tokens_until: Mapping[int, int]
+) -> list[tuple[int, float]]:
+    """Return the losses of an island's anchors, each with the tokens that these have learned from.
+
+    tokens_until: tokens of all rounds until each one. An event without a step is of the end.
+    """
+    step, known = 0, 0
+    last = max((each["step"] for each in validations), default=0)
+    followed = [(0, 0)]
+    for event in events:
+        step = last if step and not event["step"] else max(step, event["step"])
+        known = max([known, *(tokens_until[record["round"]] for record in event["records"])])
+        followed.append((step, known))
+    return [
+        (max(tokens for step, tokens in followed if step <= validation["step"]), validation["loss"])
+        for validation in validations
+    ]
 
 
 def _step_seconds(events: list[dict[str, Any]], own: list[Mapping[str, Any]]) -> list[float]:
@@ -364,17 +276,7 @@ def _rejoined(events: list[dict[str, Any]], own: list[Mapping[str, Any]]) -> Ite
             }
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    found = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
-
-
-def _compared(calm: Mapping[str, Any], disturbed: Mapping[str, Any]) -> dict[str, Any]:
+def _compared(calm: Mapping[str, Any], disturbed: Mapping[str, Any], peer: Mapping[str, Any]) -> dict[str, Any]:
     rate = calm["counted_tokens"] / calm["seconds"]
     slower = {
         name: disturbed["mean_step_seconds"][name] / calm["mean_step_seconds"][name] - 1.0
@@ -384,6 +286,7 @@ def _compared(calm: Mapping[str, Any], disturbed: Mapping[str, Any]) -> dict[str
     tokens, loss = (disturbed["losses"] or [(0, float("nan"))])[-1]
     return {
         "goodput": disturbed["counted_tokens"] / (rate * disturbed["seconds"]),
+        "restart_all_goodput": peer["counted_tokens"] / (rate * peer["seconds"]),
         "survivors_slower": slower,
         "loss_at_equal_tokens": {"tokens": tokens, "disturbed": loss, "undisturbed": _at(calm["losses"], tokens)},
     }
@@ -399,20 +302,24 @@ def _at(losses: list[tuple[int, float]], tokens: int) -> float:
 
 def report(result: Mapping[str, Any]) -> str:
     """Return the page."""
-    calm, disturbed = result["undisturbed"], result["disturbed"]
+    calm, disturbed, peer = result["undisturbed"], result["disturbed"], result["restart_all"]
     equal = result["loss_at_equal_tokens"]
     rows = [
         ("run", "ended", "seconds", "rounds", "counted tokens", "final loss"),
         *(
             (
                 name,
-                "all" if each["codes"] == [0] * len(NAMES) else str(each["codes"]),
+                _ended(each),
                 f"{each['seconds']:.0f}",
                 str(each["rounds"]),
                 f"{each['counted_tokens']:,}",
                 f"{max(each['final_losses'].values()):.4f}",
             )
-            for name, each in (("undisturbed", calm), ("disturbed", disturbed))
+            for name, each in (
+                ("islands, undisturbed", calm),
+                ("islands, disturbed", disturbed),
+                ("one world, restarted", peer),
+            )
         ),
     ]
     kinds = [each["what"] for each in disturbed["disturbances"]]
@@ -420,7 +327,7 @@ def report(result: Mapping[str, Any]) -> str:
     away = [each for each in disturbed["disturbances"] if each["what"] != "slow"]
     share = sum(each["back"] or 60.0 for each in away) / (len(NAMES) * disturbed["seconds"])
     again = disturbed["rejoined"]
-    lines = [
+    text = [
         "# Islands that come and go",
         "",
         f"{len(NAMES)} islands of one rank, {result['rounds']} rounds: {result['network']}; {result['device']}. "
@@ -440,8 +347,53 @@ def report(result: Mapping[str, Any]) -> str:
         f"- Loss at {equal['tokens']:,} counted tokens: {equal['disturbed']:.4f}, undisturbed "
         f"{equal['undisturbed']:.4f} ({equal['disturbed'] / equal['undisturbed'] - 1:+.2%}).",
         *_again(again),
+        "",
+        *_beside(result),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(text) + "\n"
+
+
+def _ended(ran: Mapping[str, Any]) -> str:
+    """Return how the processes of a run ended."""
+    if ran["codes"] == [0] * len(NAMES):
+        return "all"
+    is_peer = "restarts" in ran and set(ran["codes"]) <= {0, None}
+    return "after the time of the islands" if is_peer else str(ran["codes"])
+
+
+def _beside(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what the same disturbances cost one world."""
+    peer, goodput = result["restart_all"], result["restart_all_goodput"]
+    step, down, again = peer["median_step_seconds"], peer["restart_seconds"], peer["steps_again"]
+    seconds, end = peer["seconds"], peer["end_seconds"]
+    rest = max(0.0, seconds * (1.0 - goodput) - sum(down) - end - again * step)
+    each = f", {median(down):.1f} s each in the median and {max(down):.1f} at most" if down else ""
+    yield from (
+        "## Beside it: one world, restarted after every loss",
+        "",
+        f"The same {len(NAMES)} hosts, links, model, batch of a host and steps, as one world of {len(NAMES)} ranks "
+        "with [outer steps](../../docs/outer.md) of the same `every`, `fragments` and `delay`. It met "
+        f"{len(peer['disturbances'])} of the {len(result['disturbed']['disturbances'])} disturbances, those within the "
+        "time that the islands' run took: of the same hosts, at the same times since the first outer gradient. A host "
+        "that is killed or leaves ends all ranks. The world goes on from its newest checkpoint once that host's "
+        "launcher has started again; it begins to do so at once, as that of an island. After SIGTERM to a host all "
+        "ranks save a checkpoint and end.",
+        "",
+        "It is set as is best for it. Checkpoints are written in the background every "
+        f"{peer['checkpoint']} steps, where the validation waits for the outer gradients in flight anyway, to a disk "
+        "that all hosts share and that costs no network. The launchers of the other hosts go on and fork their ranks, "
+        "which have imported all that they need; no rendezvous of agents adds to a restart. A host that is stopped, "
+        "cut off or slow for seconds is waited for: the limit is a minute. Steps count that were taken last, saved or "
+        "not. One thing is worse than in life: ranks that start together share the cores of one machine.",
+        "",
+        f"- **Goodput {goodput:.1%}**, of the islands {result['goodput']:.1%}: both of the tokens that undisturbed "
+        "islands make in the same time.",
+        f"- {peer['restarts']} restarts, in which no host took a step: {sum(down):.0f} of {seconds:.0f} s{each}.",
+        f"- {again} steps were lost and taken again: {again * step:.0f} s.",
+        f"- {end:.0f} s without a step until the end, after the last one.",
+        f"- {rest:.0f} s in which all hosts waited for one that was stopped, cut off or slow, or for outer gradients "
+        "and validations.",
+    )
 
 
 def _again(found: list[dict[str, Any]]) -> Iterator[str]:

@@ -1,0 +1,100 @@
+"""What the benchmark of islands computes of its runs: goodput, and what restarts of the peer cost."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+import pytest
+
+from atoll.training.config import from_dict
+from benchmarks.federation import bench, restart_all
+from benchmarks.federation.fleet import EVERY, FRAGMENTS, ISLAND_BATCH, NAMES, SECONDS, SEQUENCE, job
+
+TOKENS = len(NAMES) * ISLAND_BATCH * SEQUENCE
+"""Of a step of all hosts."""
+
+
+def steps_of(*attempts: tuple[float, int, int]) -> list[dict[str, float]]:
+    """Times of steps: of each attempt, when it begins, after which step, and how many it takes."""
+    return [
+        {"time": begin + SECONDS * at, "step": first + at, "process": number}
+        for number, (begin, first, count) in enumerate(attempts)
+        for at in range(1, count + 1)
+    ]
+
+
+def test_what_a_restart_costs_is_read_from_the_times_of_steps() -> None:
+    # 20 steps, of which a checkpoint has 16; the next attempt begins 10 s after the last of them.
+    found = restart_all.read(steps_of((100.0, 0, 20), (120.0, 16, 10)), 30.0, codes=[None] * 4)
+    assert found["restarts"] == 1
+    assert found["restart_seconds"] == [pytest.approx(10.0)]
+    assert found["steps_again"] == 4
+    assert found["counted_tokens"] == 26 * TOKENS
+    assert found["rounds"] == 26 // (EVERY // FRAGMENTS)
+    assert found["seconds"] == 30.0
+    assert found["end_seconds"] == pytest.approx(104.0 + 30.0 - 125.0 - SECONDS)
+
+
+def test_a_world_that_has_finished_took_less_time() -> None:
+    found = restart_all.read(steps_of((100.0, 0, 20)), 60.0, codes=[0] * 4)
+    assert found["seconds"] == pytest.approx((20 - EVERY // FRAGMENTS) * SECONDS)
+    assert (found["restarts"], found["steps_again"]) == (0, 0)
+
+
+def test_losses_are_of_the_tokens_that_anchors_have_learned_from() -> None:
+    """Rounds are followed some steps after they began, and validations are at steps of their own."""
+    events = [
+        {"step": 0, "records": []},
+        {"step": 14, "records": [{"round": 1}]},
+        {"step": 22, "records": [{"round": 2}, {"round": 3}]},
+        {"step": 8, "records": []},  # of a process that a checkpoint began
+        {"step": 0, "records": [{"round": 4}]},  # after the last step
+    ]
+    validations = [{"step": step, "loss": loss} for step, loss in ((0, 5.0), (16, 4.0), (24, 3.0), (32, 2.0))]
+    found = bench.losses_by_tokens(events, validations, {1: 10, 2: 20, 3: 30, 4: 40})
+    assert found == [(0, 5.0), (10, 4.0), (30, 3.0), (40, 2.0)]
+
+
+def ran(codes: list[int | None], tokens: int, seconds: float) -> dict[str, Any]:
+    return {
+        "codes": codes,
+        "seconds": seconds,
+        "rounds": 4,
+        "counted_tokens": tokens,
+        "mean_step_seconds": dict.fromkeys(NAMES, SECONDS),
+        "final_losses": dict.fromkeys(NAMES, 3.0),
+        "losses": [(0, 5.0), (tokens, 3.0)],
+        "rejoined": [],
+        "disturbances": [{"what": "kill", "island": 0, "begin": 110.0, "seconds": 9.0, "back": 8.0}],
+    }
+
+
+def test_the_page_says_both_goodputs() -> None:
+    calm, disturbed = ran([0] * 4, 100 * TOKENS, 50.0), ran([0] * 4, 90 * TOKENS, 50.0)
+    read = restart_all.read(steps_of((100.0, 0, 20), (120.0, 16, 34)), 50.0, codes=[None] * 4)
+    peer = ran([None] * 4, 0, 50.0) | {"checkpoint": 16} | read
+    shown = {"network": "", "device": "", "rounds": 4, "every": EVERY, "fragments": FRAGMENTS, "delay": 6, "grace": 1.5}
+    compared = bench._compared(calm, disturbed, peer)
+    assert compared["goodput"] == pytest.approx(0.9)
+    assert compared["restart_all_goodput"] == pytest.approx(0.5)
+    result = shown | {"undisturbed": calm, "disturbed": disturbed, "restart_all": peer} | compared
+    page = bench.report(result)
+    assert "**Goodput 50.0%**, of the islands 90.0%" in page
+    assert "- 1 restarts, in which no host took a step: 10 of 50 s, 10.0 s each" in page
+    assert "- 4 steps were lost and taken again: 2 s." in page
+    assert "\n- 16 s without a step until the end" in page  # from 137 s to 154 s, less a step
+    assert "\n- 0 s in which all hosts waited" in page
+    assert "| one world, restarted | after the time of the islands |" in page
+
+
+def test_islands_and_the_world_have_the_same_job() -> None:
+    world = job(steps=48, ranks=len(NAMES), checkpoint=16, folder="run")
+    island = job(steps=48, ranks=1, checkpoint=48, folder="run", grace=bench.GRACE)
+    island += bench.FEDERATION.format(islands='a = "h:1", b = "h:2"', secret="secret")
+    one, four = (from_dict(tomllib.loads(text), source="job", text=text) for text in (island, world))
+    assert four.to_plan().global_batch == len(NAMES) * one.to_plan().global_batch
+    assert one.parallel.outer is not None
+    assert four.parallel.outer is not None
+    differing = {"grace"}
+    assert one.parallel.outer.model_dump(exclude=differing) == four.parallel.outer.model_dump(exclude=differing)
