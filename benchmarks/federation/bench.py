@@ -194,7 +194,9 @@ def _read(folder: Path, disturbances: list[Mapping[str, Any]]) -> dict[str, Any]
         events = lines(folder / name / "rounds.jsonl")
         for event in events:
             records |= {record["round"]: record for record in event["records"]}
-            first, last = min(first, event["time"]), max(last, event["time"])
+            last = max(last, event["time"])
+            if event["what"] != "joining":
+                first = min(first, event["time"])
         own = [each for each in disturbances if each["island"] == at and each["what"] != "slow"]
         steps[name] = _step_seconds(events, own)
         rejoined += _rejoined(events, own)
@@ -254,8 +256,8 @@ def _step_seconds(events: list[dict[str, Any]], own: list[Mapping[str, Any]]) ->
 
 
 def _rejoined(events: list[dict[str, Any]], own: list[Mapping[str, Any]]) -> Iterator[dict[str, float]]:
-    """Yield, for each time that an island took anchors over after a disturbance, the seconds since this began, and the
-    rounds after the first anchors until one has counted the island."""
+    """Yield, for each time that an island took anchors over after a disturbance, the seconds since this began and since
+    its new process looked for the others, and the rounds after the first anchors until one has counted the island."""
     for each, following in zip_longest(own, own[1:]):
         end = float("inf") if following is None else following["begin"]
         later = [event for event in events if each["begin"] < event["time"] < end]
@@ -269,9 +271,11 @@ def _rejoined(events: list[dict[str, Any]], own: list[Mapping[str, Any]]) -> Ite
         ]
         if restarted and counted:
             known = [at for at in counted if at > restarted[0]["round"]]
+            joined = [event["time"] for event in later if event["what"] == "joining"]
             yield {
                 "what": each["what"],
                 "seconds": restarted[0]["time"] - each["begin"],
+                "joining": restarted[0]["time"] - joined[0] if joined else float("nan"),
                 "rounds": known[0] - restarted[0]["round"] if known else float("nan"),
             }
 
@@ -399,10 +403,12 @@ def _beside(result: Mapping[str, Any]) -> Iterator[str]:
 def _again(found: list[dict[str, Any]]) -> Iterator[str]:
     if found:
         seconds, rounds = [each["seconds"] for each in found], [each["rounds"] for each in found]
+        joining = [each["joining"] for each in found if each["joining"] == each["joining"]]
+        own = f"; {median(joining):.1f} s and {max(joining):.1f} after these looked for the others" if joining else ""
         yield (
             f"- {len(found)} returning islands took anchors over, {median(seconds):.1f} s after the disturbance began "
-            f"in the median and {max(seconds):.1f} at most, with the start of their processes. They were counted "
-            f"{median(rounds):.0f} rounds later in the median, {max(rounds):.0f} at most."
+            f"in the median and {max(seconds):.1f} at most, with the start of their processes{own}. They were "
+            f"counted {median(rounds):.0f} rounds later in the median, {max(rounds):.0f} at most."
         )
 
 

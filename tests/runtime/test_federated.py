@@ -46,7 +46,10 @@ class Islands:
         self.records: dict[int, RoundRecord] = {}
         self.engines: dict[str, Engine] = {}
         self.threads: dict[str, threading.Thread] = {}
+        # Initial values are drawn from the process's generator, so nothing else may be drawn at that time: an engine of
+        # later is made before the others train.
         self.building = threading.Lock()
+        self.spare: dict[str, Engine] = {}
         self.errors: list[BaseException] = []
         self.units: tuple[tuple[str, ...], ...] = ()
         self.saves: dict[str, int] = {}
@@ -94,8 +97,8 @@ class Islands:
 
     def _train(self, name: str, end: Callable[[Engine], bool], leaves: str, load: Path | None) -> None:
         case, told = self.cases[name], self.told[name]
-        with self.building:  # initial values are drawn from the process's generator
-            engine = self.engine(name)
+        with self.building:
+            engine = self.spare.pop(name, None) or self.engine(name)
         self.engines[name], self.units = engine, units_of(engine)
         steps, size = engine.federation.steps, case.samples
         if load is None:
@@ -146,6 +149,8 @@ class Islands:
 
     def check(self) -> None:
         """Losses and parameters are those of the reference; anchors have equal bits on all islands."""
+        for rounds in {at for told in self.told.values() for at in told.digests}:
+            assert len({told.digests[rounds] for told in self.told.values() if rounds in told.digests}) == 1
         any_case = next(iter(self.cases.values()))
         outer = any_case.outer
         assert outer is not None
@@ -171,8 +176,6 @@ class Islands:
         )
         for name, told in self.told.items():
             torch.testing.assert_close(torch.tensor(told.losses), torch.tensor(wanted.losses[name]), atol=1e-9, rtol=0)
-        for rounds in {at for told in self.told.values() for at in told.digests}:
-            assert len({told.digests[rounds] for told in self.told.values() if rounds in told.digests}) == 1
         for name, engine in self.engines.items():
             for anchor in engine.federation.steps._anchors():
                 for part in anchor.slices:
@@ -250,6 +253,10 @@ def test_islands_are_weighted_by_their_tokens(tmp_path: Path, ports: dict[str, i
 def test_a_lost_island_is_not_missed_and_a_new_one_takes_its_place(tmp_path: Path, ports: dict[str, int]) -> None:
     outer = Outer(4, fragments=2, delay=1, apart=APART)
     islands = Islands(tmp_path, dict.fromkeys("abc", replace(CASE, outer=outer)), ports, silent=2.0)
+    # With an empty folder, of other sizes and speed.
+    other = Islands(tmp_path / "other disk", {"c": replace(CASE, outer=replace(outer, every=2), microbatches=4)}, ports)
+    other.seat = islands.seat
+    new = other.engine("c")
     for name in "ab":
         islands.gates[name] = lambda engine: (
             engine.federation.steps.standing.rounds < 8
@@ -259,9 +266,7 @@ def test_a_lost_island_is_not_missed_and_a_new_one_takes_its_place(tmp_path: Pat
     islands.start("c", after(5), leaves="be lost")
     wait_until(lambda: not islands.threads["c"].is_alive())
     wait_until(lambda: bool(islands.errors) or ["a", "b"] in islands.counted)
-    # With an empty folder, of other sizes and speed.
-    islands.cases["c"] = replace(CASE, outer=replace(outer, every=2), microbatches=4)
-    islands.folder = tmp_path / "other disk"
+    islands.cases["c"], islands.spare["c"] = other.cases["c"], new
     islands.start("c", rounds(12))
     wait_until(lambda: bool(islands.errors) or islands.engines["c"].federation.steps.is_open)
     islands.engines["new c"] = islands.engines["c"]

@@ -144,9 +144,11 @@ class IslandLink:
 
 
 def are_here(exchange: IslandExchange) -> bool:
-    """Return True if all islands that are heard have the anchors of this one, so that they need nothing of it."""
-    own = exchange.notice.anchors
-    return all(each.anchors >= own for each in exchange.heard().values())
+    """Return True if all other members are heard and have the anchors of this island, so that they need nothing of it:
+    one that was lost may return, and find nobody else who has them."""
+    heard, own = exchange.heard(), exchange.notice
+    others = {each.island for each in exchange.rules.members(own)} - {own.island}
+    return others <= heard.keys() and all(each.anchors >= own.anchors for each in heard.values())
 
 
 def agreed_rounds(said: Sequence[Sequence[int]]) -> list[int]:
