@@ -184,11 +184,13 @@ def load_state(
     spare: Sequence[str] = (),
     outer: AnchorSteps[Any] | None = None,
     island: int = 0,
+    load: Callable[..., dict[str, Any]] = checkpoint.load_pieces,
 ) -> dict[str, Any]:
     """Fill masters, frozen parameters, buffers, optimizer state and what codecs keep, and begin to send parameters to
     where they are stored; every rank calls it.
 
     spare: names of the model that the checkpoint may have: earlier versions saved some buffers that are not persistent.
+    load: `checkpoint.load_pieces`, or what fills pieces from elsewhere.
 
     If the islands of the checkpoint differ, in number or in their outer steps, all islands restart from the anchors
     without residuals, each with its own optimizer state and loss scaler, or those of the first island if it has none.
@@ -230,7 +232,7 @@ def load_state(
     scaler = _scaler_piece(island, [0.0] * 3)
     has_scaler = scaler.name in names
     pieces += [scaler] * has_scaler
-    state = checkpoint.load_pieces(folder, pieces, optional=(f"{_CODEC}.", *OF_ISLANDS, *_of_model(spare)))
+    state = load(folder, pieces, optional=(f"{_CODEC}.", *OF_ISLANDS, *_of_model(spare)))
     if has_scaler:
         scale, growth_steps, good_steps = scaler.tensor.tolist()
         state = {**state, "scaler": dict(zip(SCALER, (scale, int(growth_steps), int(good_steps)), strict=True))}

@@ -46,5 +46,8 @@ class Checkpoint(Section):
     keep_best: Natural = 0
     """also keep this many checkpoints with the lowest validation loss, and save after each validation that is the best
     so far: docs/training.md#best-checkpoint"""
+    memory: Natural = 0
+    """steps between copies of each rank's state to the memory of its host, from which a restart continues if they are
+    newer than the newest checkpoint; 0: none: docs/checkpoints.md#in-host-memory"""
     background: bool = True
     """write in the background while training continues, from a copy in host memory"""
