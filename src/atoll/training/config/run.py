@@ -27,7 +27,8 @@ class Run(Section):
     folder: str = "runs/default"
     """output folder of the run"""
     restarts: Natural = 3
-    """maximum number of restarts of local ranks from the newest checkpoint; the count resets at each checkpoint"""
+    """maximum number of restarts of local ranks from the newest checkpoint or state in host memory; the count resets at
+    each one"""
     loggers: Annotated[tuple[LoggerName, ...], BeforeValidator(as_tuple)] = ("tensorboard",)
     """loggers of metrics, beside metrics.jsonl: "tensorboard", if the package is installed, "wandb", "mlflow", or
     "module:function", called with values by name and the step: docs/training.md#loggers"""
