@@ -94,7 +94,7 @@ def describe_prediction(prediction: Prediction, *, keeps: bool = False) -> Itera
     saved = max(map(prediction.saved, ranks))
     yield from ("", f"host memory for background saves: at most {format_bytes(saved)} per rank")
     if keeps:
-        kept = format_bytes(max(map(prediction.kept, ranks)))
+        kept = format_bytes(2 * max(_kept(prediction, rank) for rank in ranks))
         yield f"host memory for two states in memory (checkpoint.memory): at most {kept} per rank"
     anchored = prediction.anchored
     if anchored:
@@ -105,6 +105,14 @@ def describe_prediction(prediction: Prediction, *, keeps: bool = False) -> Itera
         yield f"state that rests in host memory: at most {format_bytes(resting)} per rank{activations}"
     if prediction.cluster is not None:
         yield from ("", _fit(prediction))
+
+
+def _kept(prediction: Prediction, rank: int) -> int:
+    """Return the bytes of a state that a pipeline rank keeps in host memory."""
+    from atoll.plans.layouts import kept_bytes
+
+    units = prediction.ranks.of(rank).units.values()
+    return sum(kept_bytes([segment], sharding) for unit in units for segment, sharding in unit.sharded_segments)
 
 
 def _plan(prediction: Prediction) -> Iterator[str]:

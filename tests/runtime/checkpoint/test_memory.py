@@ -13,7 +13,7 @@ import torch.distributed as dist
 from atoll.base.digests import seal, unseal
 from atoll.base.errors import CheckpointError
 from atoll.runtime.checkpoint import Generation, MemoryCheckpoints, Piece, meeting, memory
-from atoll.runtime.checkpoint.memory import KeptFile, Source, choose_sources
+from atoll.runtime.checkpoint.memory import KeptFile, StateSource, choose_sources
 from atoll.testing import run_ranks
 
 # ---- which step, and from where
@@ -28,7 +28,7 @@ def seen(*hosts: dict[int, tuple[int, ...]], copies: Sequence[Sequence[int]] = (
 def test_the_newest_step_that_all_ranks_have_is_taken_and_torn_ones_are_named() -> None:
     step, sources, missing = choose_sources(seen({0: (4, 6)}, {1: (4, 6)}, {2: (4,)}), after=3)
     assert step == 4
-    assert sources == [Source(0, 0, 4), Source(1, 1, 14), Source(2, 2, 24)]
+    assert sources == [StateSource(0, 0, 4), StateSource(1, 1, 14), StateSource(2, 2, 24)]
     assert missing == {6: [2]}
 
 
@@ -40,7 +40,7 @@ def test_a_step_that_is_no_newer_than_the_disk_is_not_taken(after: int) -> None:
 def test_a_lost_state_is_sent_by_a_replica_and_by_nobody_else() -> None:
     hosts = ({0: (4,)}, {1: (4,)}, {2: (4,)}, dict[int, tuple[int, ...]]())
     step, sources, missing = choose_sources(seen(*hosts, copies=[(0, 2), (1, 3)]), after=0)
-    assert (step, sources[3], missing) == (4, Source(1, 1, 14), {})
+    assert (step, sources[3], missing) == (4, StateSource(1, 1, 14), {})
     assert choose_sources(seen(*hosts, copies=[(0, 2)]), after=0) == (None, [], {4: [3]})
 
 
@@ -49,10 +49,10 @@ def test_a_replica_of_the_same_host_comes_before_another_host() -> None:
     hosts = ({0: (4,), 3: (4,)}, pair, pair, dict[int, tuple[int, ...]](pair))
     # Rank 3's own file is on the host of rank 0, and a replica's on that of rank 3.
     _, sources, _ = choose_sources(seen(*hosts, copies=[(2, 3)]), after=0)
-    assert sources == [Source(0, 0, 4), Source(1, 1, 14), Source(2, 2, 24), Source(3, 2, 24)]
+    assert sources == [StateSource(0, 0, 4), StateSource(1, 1, 14), StateSource(2, 2, 24), StateSource(3, 2, 24)]
     # Its own file is as good as any, where it is not read but sent.
     _, sources, _ = choose_sources(seen(*hosts[:3], {}, copies=[(2, 3)]), after=0)
-    assert sources[3] == Source(0, 3, 34)
+    assert sources[3] == StateSource(0, 3, 34)
 
 
 def test_replicas_share_what_is_to_be_sent() -> None:

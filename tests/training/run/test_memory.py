@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from atoll.base.errors import RankError
-from atoll.runtime.checkpoint import Archive, Piece, load_pieces, memory
+from atoll.plans.layouts import kept_bytes
+from atoll.runtime.checkpoint import Archive, Generation, MemoryCheckpoints, Piece, load_pieces, memory
+from atoll.runtime.checkpoint.generation import size_of_body
 from atoll.testing import run_ranks
 from atoll.training.config.load import from_dict
 from atoll.training.output.display import Display
@@ -23,6 +25,8 @@ from atoll.training.output.folder import RunFolder, Start
 from atoll.training.run.checkpoints import RunCheckpoints
 from atoll.training.run.session import run_session
 from atoll.training.run.signals import StopRequest
+from atoll.training.setup.prediction import predict_plan
+from tests.training.run import test_bad_steps
 from tests.training.run.test_train import TEXT, assert_same_run, settings
 
 LENGTH = 8
@@ -270,6 +274,26 @@ def test_a_damaged_state_is_taken_from_a_replica_or_is_an_older_one(
     assert_equal(found.folder, whole("groups"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_state_has_the_bytes_that_are_predicted(play: Callable[..., Play], corpus: Path, layout: str) -> None:
+    found = play(layout)
+    found.die(4)
+    config = from_dict(values_of(found.folder, corpus, layout))
+    prediction = predict_plan(config, config.to_plan(), None, vocabulary=256)
+    for rank, host in enumerate(found.hosts):
+        (path,) = host.glob(f"*/*/rank-{rank}/step-000004")
+        units = prediction.ranks.of(config.to_plan().mesh.place(rank).pp).units.values()
+        predicted = sum(
+            kept_bytes([segment], sharding) for unit in units for segment, sharding in unit.sharded_segments
+        )
+        pieces = Generation(path).claims
+        # Without step counters, and but for padding: of flat buffers to 8 elements, of segments to all ranks.
+        held = sum(claim.nbytes for claim in pieces if claim.path[-1] != "step")
+        assert 0 <= predicted - held <= 0.05 * held
+        assert path.stat().st_size >= size_of_body(pieces) >= held
+
+
 def test_a_newer_checkpoint_comes_before_memory(play: Callable[..., Play]) -> None:
     found = play()
     found.die(4)
@@ -322,3 +346,20 @@ def test_a_state_of_another_corpus_is_refused_as_a_checkpoint_is(
     found.corpus.write_text(TEXT.replace("fox", "cat"))
     with pytest.raises(RankError, match="step-000004 was trained on another corpus"):
         found.go()
+
+
+def test_a_rollback_drops_newer_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 6 is bad: back to the checkpoint of step 4, with nothing of step 5 left to continue from."""
+    monkeypatch.setenv("ATOLL_MEMORY", str(tmp_path))
+    seen, drop = [], MemoryCheckpoints.drop_after
+
+    def drop_and_look(own: MemoryCheckpoints, step: int) -> None:
+        before = sorted(path.name for path in tmp_path.glob("*/*/rank-0/step-*"))
+        drop(own, step)
+        seen.append((step, before, sorted(path.name for path in tmp_path.glob("*/*/rank-0/step-*"))))
+
+    monkeypatch.setattr(MemoryCheckpoints, "drop_after", drop_and_look)
+    values = test_bad_steps.settings(tmp_path / "run", "rollback 2")
+    values["checkpoint"]["memory"] = 1
+    assert test_bad_steps.in_rank(values, (5 * test_bad_steps.BATCH,)) == (8, "")
+    assert seen == [(4, ["step-000004", "step-000005"], ["step-000004"])]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from atoll.base.errors import ConfigError
-from atoll.plans.layouts import kept_bytes, saved_bytes
+from atoll.plans.layouts import saved_bytes
 from atoll.plans.plan import Plan
 from atoll.prediction.cost.activations import with_activations
 from atoll.prediction.cost.apart import AnchorBytes, IslandParts
@@ -167,11 +167,6 @@ class Prediction:
         """Return the bytes of host memory that a pipeline rank keeps for saving in the background."""
         each = (unit.sharded_segments for unit in self.ranks.of(rank).units.values())
         return sum(saved_bytes([segment], sharding) for unit in each for segment, sharding in unit)
-
-    def kept(self, rank: int) -> int:
-        """Return the bytes of host memory of a pipeline rank's two generations, if its run keeps states there."""
-        each = (unit.sharded_segments for unit in self.ranks.of(rank).units.values())
-        return 2 * sum(kept_bytes([segment], sharding) for unit in each for segment, sharding in unit)
 
     def margin(self, rank: int) -> int:
         """Return the bytes of the device's memory that are free at a pipeline rank's peak; negative if it does not

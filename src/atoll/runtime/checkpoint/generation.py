@@ -38,7 +38,7 @@ class Generation(Archive):
     """A generation opened for loading, with the interface of a checkpoint that has the tensors of this rank alone.
 
     run, plan: the run's id, and the digest of its plan.  rank: the one that wrote it.  replicas: the ranks that held
-    the same then, `rank` among them.
+    the same then, `rank` among them.  claims: its pieces, each with its first byte.
 
     Raises DamageError if the header is not what `write_generation` writes; `verify` reads the pieces.
     """
@@ -54,7 +54,7 @@ class Generation(Archive):
             self.replicas = tuple(whole_number(each) for each in header["replicas"])
             self.state, identity = dict(header["state"]), dict(header["identity"])
             self._size = whole_number(header["size"], limit=LARGEST_BYTES)
-            self._claims = dict(_placed(header["pieces"], self._size))
+            self.claims = dict(_placed(header["pieces"], self._size))
             if self._size != body or self.rank not in self.replicas:
                 raise ValueError(f"{body} bytes of pieces, expected {self._size}; rank {self.rank} of {self.replicas}")
         except FileNotFoundError:
@@ -73,7 +73,7 @@ class Generation(Archive):
         """The tensors of which this rank has pieces."""
         tensors = {
             claim.name: TensorStorageMetadata(TensorProperties(dtype=claim.dtype), torch.Size(claim.shape), [])
-            for claim in self._claims
+            for claim in self.claims
         }
         return Contents(tensors, {})
 
@@ -98,7 +98,7 @@ class Generation(Archive):
     def _compare(self, pieces: Iterable[Piece], optional: tuple[str, ...]) -> None:
         asked, held = (
             {_range(piece.claim): piece.name for piece in pieces},
-            {_range(each): each.name for each in self._claims},
+            {_range(each): each.name for each in self.claims},
         )
         missing = [name for key, name in asked.items() if key not in held]
         spare = [name for key, name in held.items() if key not in asked and not name.startswith(optional)]
@@ -108,7 +108,7 @@ class Generation(Archive):
 
     def _copy(self, pieces: Iterable[Piece]) -> None:
         body = self._body()
-        places = {_range(claim): (claim, at) for claim, at in self._claims.items()}
+        places = {_range(claim): (claim, at) for claim, at in self.claims.items()}
         for piece in pieces:
             claim, at = places[_range(piece.claim)]
             piece.tensor.copy_(_view(body, claim, at))

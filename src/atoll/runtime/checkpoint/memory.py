@@ -58,7 +58,7 @@ class KeptFile(NamedTuple):
     replicas: Sequence[int]
 
 
-class Source(NamedTuple):
+class StateSource(NamedTuple):
     """Where a rank's state comes from: a rank that sees it, and whose file it is."""
 
     by: int
@@ -219,8 +219,8 @@ class MemoryCheckpoints:
             step, sources, said = self._meeting.round(_LOST, self._look, lambda each: _agreed(each, after))
             notes += said
             if step is None:
-                return Recovery(0, None, {}, tuple(dict.fromkeys(notes)))
-            chosen = [Source(*each) for each in sources]
+                return Recovery(0, None, {}, notes=tuple(dict.fromkeys(notes)))
+            chosen = [StateSource(*each) for each in sources]
             damaged = self._meeting.round(_LOST, partial(self._verify, step, chosen), _all)
             if not damaged:
                 break
@@ -228,7 +228,7 @@ class MemoryCheckpoints:
         path = self._take(step, chosen)
         self.drop_after(step)
         received = {rank: source.rank for rank, source in enumerate(chosen) if source.rank != rank}
-        return Recovery(step, path, received, tuple(dict.fromkeys(notes)))
+        return Recovery(step, path, received, notes=tuple(dict.fromkeys(notes)))
 
     def _look(self) -> tuple[list[KeptFile], list[str]]:
         """Return the generations that this rank sees, and what it removes because no rank can use it."""
@@ -239,7 +239,7 @@ class MemoryCheckpoints:
                 if (found.run, found.step) != (self._run, step) or rank not in found.replicas:
                     raise DamageError(f"{path} is step {found.step} of rank {found.rank} of the run {found.run}")
                 if found.plan == self._plan:
-                    seen.append(KeptFile(rank, step, found.nbytes, found.replicas))
+                    seen.append(KeptFile(rank, step, found.nbytes, replicas=found.replicas))
                     continue
                 notes.append(f"the state of step {step} in host memory is of another plan")
             except FileNotFoundError:  # another rank of this host has removed it
@@ -249,7 +249,7 @@ class MemoryCheckpoints:
             path.unlink(missing_ok=True)
         return seen, notes
 
-    def _verify(self, step: int, sources: Sequence[Source]) -> list[str]:
+    def _verify(self, step: int, sources: Sequence[StateSource]) -> list[str]:
         """Check the files that this rank reads, remove damaged ones, and make room for the one that it receives."""
         notes, rank = [], self._meeting.rank
         for file in sorted({source.rank for source in sources if source.by == rank}):
@@ -262,7 +262,7 @@ class MemoryCheckpoints:
             self._make_room(sources[rank].nbytes)
         return notes
 
-    def _take(self, step: int, sources: Sequence[Source]) -> Path:
+    def _take(self, step: int, sources: Sequence[StateSource]) -> Path:
         """Return this rank's generation of a step, once those that ranks receive are there and have been checked."""
         own, draft = self._meeting.rank, self._own / _WRITING
         for rank, source in enumerate(sources):  # in one order on all ranks, so that no two wait for each other
@@ -296,7 +296,7 @@ def _agreed(said: Sequence[Any], after: int) -> list[Any]:
 
 def choose_sources(
     seen: Sequence[Sequence[KeptFile]], after: int
-) -> tuple[int | None, list[Source], dict[int, list[int]]]:
+) -> tuple[int | None, list[StateSource], dict[int, list[int]]]:
     """Return the newest step later than `after` of which every rank has a source, and these sources.
 
     seen: the files that each rank sees on its host.
@@ -307,13 +307,13 @@ def choose_sources(
     missing: dict[int, list[int]] = {}
     for step in sorted({file.step for files in seen for file in files if file.step > after}, reverse=True):
         offers = [(by, file) for by, files in enumerate(seen) for file in files if file.step == step]
-        own = {rank: Source(rank, rank, file.nbytes) for rank, file in offers if file.rank == rank}
+        own = {rank: StateSource(rank, rank, file.nbytes) for rank, file in offers if file.rank == rank}
         sent = Counter[int]()
         for rank in range(len(seen)):
             good = [] if rank in own else [(by, file) for by, file in offers if rank in file.replicas]
             if good:
                 by, file = min(good, key=lambda each: (each[0] != rank, each[1].rank != rank, sent[each[0]], each[0]))
-                own[rank] = Source(by, file.rank, file.nbytes)
+                own[rank] = StateSource(by, file.rank, file.nbytes)
                 sent[by] += by != rank
         if len(own) == len(seen):
             return step, [own[rank] for rank in range(len(seen))], missing
