@@ -35,6 +35,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "groups": {"ranks": 4, "intra": 2, "layout": "III"},
     # Stages of one group each: ranks 0 and 1 hold the same, and 2 and 3.
     "stages": {"ranks": 4, "pipeline": 2, "layout": "NNN", "schedule": "zb-h1"},
+    # Islands hold anchors alike, and nothing else.
+    "islands": {"ranks": 4, "intra": 2, "layout": "IIG", "outer": {"every": 3, "delay": 1, "codec": "int8"}},
     "none": {"ranks": 4, "intra": 2, "layout": "IIG"},
 }
 
@@ -241,13 +243,14 @@ def test_without_replicas_a_lost_state_is_that_of_the_disk(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", ["none", "islands"])
 def test_without_replicas_each_rank_continues_from_its_own_state(
-    play: Callable[..., Play], whole: Callable[[str], Path]
+    play: Callable[..., Play], whole: Callable[[str], Path], layout: str
 ) -> None:
-    found = play("none")
+    found = play(layout)
     found.die(6, checkpoint={"every": 5})
     assert said_of(found.go(checkpoint={"every": 5})) == ["resumed from the memory of this host: step 6, 48 samples"]
-    assert_equal(found.folder, whole("none"))
+    assert_equal(found.folder, whole(layout))
 
 
 def flip(path: Path) -> None:
@@ -361,5 +364,6 @@ def test_a_rollback_drops_newer_states(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(MemoryCheckpoints, "drop_after", drop_and_look)
     values = test_bad_steps.settings(tmp_path / "run", "rollback 2")
     values["checkpoint"]["memory"] = 1
+    (tmp_path / "run").mkdir()
     assert test_bad_steps.in_rank(values, (5 * test_bad_steps.BATCH,)) == (8, "")
     assert seen == [(4, ["step-000004", "step-000005"], ["step-000004"])]

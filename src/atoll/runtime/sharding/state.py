@@ -194,7 +194,7 @@ def load_state(
     """Fill masters, frozen parameters, buffers, optimizer state and what codecs keep, and begin to send parameters to
     where they are stored; every rank calls it.
 
-    spare: names that the checkpoint may have: earlier versions saved buffers that are not persistent.  load: fills pieces.
+    spare: names that it may have: earlier versions saved buffers that are not persistent.  load: fills pieces.
 
     If the islands of the checkpoint differ, in number or in their outer steps, all islands restart from the anchors
     without residuals, each with its own optimizer state and loss scaler, or those of the first island if it has none.
