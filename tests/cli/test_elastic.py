@@ -6,9 +6,10 @@ Here a short run of each mechanism loses something once; `make chaos` disturbs l
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -169,12 +170,17 @@ def test_torchrun_starts_a_killed_rank_again(config: Path) -> None:
     wait_until(lambda: nobody_is_left(config))
 
 
-def losing_a_rank(config: Path, *overrides: str, left: int = 0) -> tuple[int, str]:
-    """Exit code and words of a run whose rank 1 is killed after some steps. left: as of `program_of`."""
+def losing_a_rank(
+    config: Path, *overrides: str, left: int = 0, until: Callable[[Path], bool] = is_waiting
+) -> tuple[int, str]:
+    """Exit code and words of a run whose rank 1 is killed after some steps.
+
+    left: as of `program_of`.  until: what holds of the run's folder by then.
+    """
     program = program_of(config, left=left)
     command = [sys.executable, str(program), "train", str(config), *sets(*STEPS, *overrides, "run.restarts=3")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        wait_until(partial(is_waiting, config.parent / "run"), process)
+        wait_until(partial(until, config.parent / "run"), process)
         ranks_of(process.pid)[1].kill()
         go_on(config)
         _, words = finish(process)
@@ -190,6 +196,37 @@ def test_local_ranks_that_do_not_come_back_are_left_out(config: Path) -> None:
     assert world_of(folder) == 1
     assert losses_of(folder) == pytest.approx(losses_without(config, "parallel.ranks=1"), abs=1e-10)
     wait_until(lambda: nobody_is_left(config))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_killed_rank_goes_on_from_the_memory_of_its_host(
+    config: Path, monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    """Nothing is on the disk yet. is_lost: neither is anything of the rank in memory, but its replica has the same."""
+    memory, folder = config.parent / "memory", config.parent / "run"
+    memory.mkdir()
+    monkeypatch.setenv("ATOLL_MEMORY", str(memory))
+
+    def is_kept(folder: Path) -> bool:
+        if len(list(memory.glob("*/*/rank-*/step-000006"))) < 2:
+            return False
+        if is_lost:
+            (own,) = memory.glob("*/*/rank-1")
+            shutil.rmtree(own)
+        return True
+
+    sizes = ("parallel.ranks=2", "parallel.layout=NNN")
+    code, words = losing_a_rank(config, *sizes, "checkpoint.every=0", "checkpoint.memory=1", until=is_kept)
+    assert code == 0, words
+    assert (
+        "note: the ranks are started again from step 6 in host memory, or if that is damaged from the beginning"
+        in words
+    )
+    assert "resumed from the memory of this host: step 6, 48 samples" in words
+    assert ("rank 1 received its state from rank 0" in words) == is_lost
+    assert losses_of(folder) == losses_without(config, *sizes)
+    assert list(memory.glob("*/*")) == []
 
 
 # ---- islands

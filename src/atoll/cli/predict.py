@@ -57,18 +57,18 @@ def predict_command(
         report_islands(predict_islands(loaded, every), as_json=as_json)
         return
     if every is not None and island is not None:
-        report(predict_island(loaded, every, island), as_json=as_json)
+        report(predict_island(loaded, every, island), as_json=as_json, keeps=loaded.checkpoint.memory > 0)
         return
     refuse_island(island)
     loaded, _ = load_chosen(config, sets, config=loaded)
     found = cluster_of(loaded)
     for note in loaded.notes:
         typer.echo(f"note: {note}", err=True)
-    report(predict(loaded, found), as_json=as_json)
+    report(predict(loaded, found), as_json=as_json, keeps=loaded.checkpoint.memory > 0)
 
 
-def report(prediction: Prediction, *, as_json: bool) -> None:
-    """Print a prediction."""
+def report(prediction: Prediction, *, as_json: bool, keeps: bool = False) -> None:
+    """Print a prediction. keeps: ranks keep states in host memory (checkpoint.memory)."""
     if as_json:
         import json
 
@@ -76,14 +76,14 @@ def report(prediction: Prediction, *, as_json: bool) -> None:
 
         typer.echo(json.dumps(summary(prediction)))
         return
-    lines = list(describe_prediction(prediction))  # print nothing if the config is refused
+    lines = list(describe_prediction(prediction, keeps=keeps))  # print nothing if the config is refused
     typer.echo("\n".join(lines))
 
 
 # ---- text
 
 
-def describe_prediction(prediction: Prediction) -> Iterator[str]:
+def describe_prediction(prediction: Prediction, *, keeps: bool = False) -> Iterator[str]:
     """Yield the plan, its step time by part, and its memory by component."""
     yield from _plan(prediction)
     if prediction.cluster is not None:
@@ -93,6 +93,9 @@ def describe_prediction(prediction: Prediction) -> Iterator[str]:
     yield from ("", *_components("bytes between steps", [prediction.rest(rank) for rank in ranks]))
     saved = max(map(prediction.saved, ranks))
     yield from ("", f"host memory for background saves: at most {format_bytes(saved)} per rank")
+    if keeps:
+        kept = format_bytes(2 * max(_kept(prediction, rank) for rank in ranks))
+        yield f"host memory for two states in memory (checkpoint.memory): at most {kept} per rank"
     anchored = prediction.anchored
     if anchored:
         yield f"outer steps in host memory: {held_words(max(anchored, key=lambda held: held.total))}"
@@ -102,6 +105,14 @@ def describe_prediction(prediction: Prediction) -> Iterator[str]:
         yield f"state that rests in host memory: at most {format_bytes(resting)} per rank{activations}"
     if prediction.cluster is not None:
         yield from ("", _fit(prediction))
+
+
+def _kept(prediction: Prediction, rank: int) -> int:
+    """Return the bytes of a state that a pipeline rank keeps in host memory."""
+    from atoll.plans.layouts import kept_bytes
+
+    units = prediction.ranks.of(rank).units.values()
+    return sum(kept_bytes([segment], sharding) for unit in units for segment, sharding in unit.sharded_segments)
 
 
 def _plan(prediction: Prediction) -> Iterator[str]:

@@ -93,6 +93,6 @@ def _dry_run(request: Request, *, elsewhere: bool) -> None:
             reads_in_place=checked.device == "cpu",
             device=checked.device,
         )
-        report(found, as_json=request.as_json)
+        report(found, as_json=request.as_json, keeps=checked.config.checkpoint.memory > 0)
     except UserError as error:
         say(f"note: the run can start but cannot be predicted: {error}")

@@ -17,6 +17,12 @@ def cache_folder() -> Path:
     return folder / "atoll"
 
 
+def memory_folder() -> Path | None:
+    """Return this user's folder in the memory of this host, which outlives processes: in `$ATOLL_MEMORY`, by default
+    /dev/shm. None if there is none."""
+    return private_folder(Path(os.environ.get("ATOLL_MEMORY") or "/dev/shm"))
+
+
 def measures() -> bool:
     """Return False if ATOLL_MEASURE says that no machine is measured: 0, no, off or false."""
     return os.environ.get("ATOLL_MEASURE", "").lower() not in ("0", "no", "off", "false")

@@ -39,6 +39,7 @@ from atoll.runtime.launch import (
 )
 from atoll.runtime.measuring.errand import run_errand
 from atoll.runtime.measuring.known import measure_here
+from atoll.runtime.places import memory_folder
 from atoll.runtime.rendezvous import (
     Rendezvous,
     meet,
@@ -154,6 +155,7 @@ def train(run: Request | str | Path, *overrides: str) -> int:
             ranks=config.parallel.ranks,
             most=config.run.restarts,
             fewer=lambda ranks: fewer_ranks(*asked, ranks),
+            memory=memory_folder() if config.checkpoint.memory else None,
             say=lambda line: _tell(line, sys.stderr),
         )
 

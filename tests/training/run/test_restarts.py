@@ -15,6 +15,7 @@ from atoll.testing.clock import Clock
 from atoll.training.output.folder import RunFolder
 from atoll.training.run.restarts import start_ranks
 
+RUN = "0123456789abcdef"
 KILLED = RankError("rank 1 was ended by SIGKILL", rank=1)
 
 
@@ -29,9 +30,16 @@ class Play:
         self.told: list[int] = []
         self.worlds: list[int] = []
         self.clock = Clock()
+        self.memory = root / "memory"
+        self.kept: dict[int, Sequence[Sequence[int]]] = {}
 
     def start(self, ranks: int, attempt: int) -> LaunchResult:
         self.told.append(attempt)
+        for rank, steps in enumerate(self.kept.get(attempt, ())):
+            for step in steps:
+                path = self.memory / RUN / f"rank-{rank}" / f"step-{step:06d}"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch()
         self.worlds.append(ranks)
         step, saved, ending = self.left.pop(0)
         if step:
@@ -51,6 +59,7 @@ class Play:
             ranks=4,
             most=most,
             fewer=fewer,
+            memory=self.memory if self.kept else None,
             say=self.said.append,
             sleep=self.clock.sleep,
         )
@@ -139,6 +148,52 @@ def test_a_start_waits_in_real_time(play: Callable[..., Play]) -> None:
 def test_without_restarts_the_error_is_raised_as_it_is(play: Callable[..., Play]) -> None:
     with pytest.raises(RankError, match=r"^rank 1 was ended by SIGKILL$"):
         play((5, 4, killed())).run(most=0)
+
+
+# ---- states in host memory
+
+
+def test_a_newer_state_in_memory_is_progress_and_is_named(play: Callable[..., Play]) -> None:
+    found = play((5, 4, killed()), (9, 4, killed(0)), (10, 4, killed()), (12, 12, LaunchResult(0)))
+    found.folder.write_run_id(RUN)
+    # When it is killed, rank 0 has written one that rank 1 has not.
+    found.kept = {0: [(4, 6), (4,)], 1: [(6, 8), (6, 8)], 2: []}
+    assert found.run() == 0
+    assert [line for line in found.said if "started again" in line] == [
+        "note: the ranks are started again from step-000004 (1 of 3 without a new checkpoint)",
+        "note: the ranks are started again from step 8 in host memory, or if that is damaged from step-000004 "
+        "(1 of 3 without a new checkpoint)",
+        "note: the ranks are started again from step 8 in host memory, or if that is damaged from step-000004 "
+        "(2 of 3 without a new checkpoint)",
+    ]
+
+
+def test_a_state_in_memory_without_a_checkpoint_is_named(play: Callable[..., Play]) -> None:
+    found = play((5, 0, killed()), (12, 12, LaunchResult(0)))
+    found.folder.write_run_id(RUN)
+    found.kept = {0: [(2, 4), (), (2, 4)]}
+    (found.memory / RUN / "rank-1").mkdir(parents=True)  # whose files are lost: it will receive them
+    assert found.run() == 0
+    assert "from step 4 in host memory, or if that is damaged from the beginning (1 of" in found.said[-1]
+
+
+def test_the_state_of_another_run_is_not_named(play: Callable[..., Play]) -> None:
+    found = play((5, 4, killed()), (12, 12, LaunchResult(0)))
+    found.folder.write_run_id(RUN[::-1])
+    found.kept = {0: [(6,), (6,)]}
+    assert found.run() == 0
+    assert "started again from step-000004 (" in found.said[-1]
+
+
+def test_fewer_ranks_do_not_continue_from_memory(play: Callable[..., Play]) -> None:
+    found = play((5, 4, killed(3)), (0, 0, LaunchResult(1, 3)), (12, 12, LaunchResult(0)))
+    found.folder.write_run_id(RUN)
+    found.kept = {0: [(6,)] * 4}
+    assert found.run(least=1) == 0
+    assert "from step 6 in host memory" in found.said[1]
+    assert found.said[-1] == (
+        "note: 4 ranks did not return, so 2 go on from step-000004 (2 of 3 without a new checkpoint)"
+    )
 
 
 # ---- fewer ranks

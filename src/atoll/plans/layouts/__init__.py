@@ -32,7 +32,7 @@ from atoll.plans.layouts.matrices import (
 )
 from atoll.plans.layouts.precision import ITEM_BYTES, PRESETS, Precision
 from atoll.plans.layouts.published import PublishedMemory, Traffic, published_memory, traffic
-from atoll.plans.layouts.state import Footprint, footprint, saved_besides, saved_bytes
+from atoll.plans.layouts.state import Footprint, footprint, kept_bytes, saved_besides, saved_bytes
 from atoll.plans.layouts.storage import SegmentShape, Sharding, StoredCopies
 
 __all__ = [
@@ -85,6 +85,7 @@ __all__ = [
     "boxes",
     "deal",
     "footprint",
+    "kept_bytes",
     "matrix_pieces",
     "published_memory",
     "saved_besides",

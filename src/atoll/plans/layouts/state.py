@@ -97,20 +97,38 @@ def _segment_footprint(segment: SegmentShape, sharding: Sharding, states: int) -
 def saved_bytes(segments: Sequence[SegmentShape], sharding: Sharding) -> int:
     """Return the bytes of a checkpoint that a rank writes, and copies to host memory when it saves in the background:
     masters and the optimizer's state, divided by all ranks that hold them, and what is saved besides."""
-    sliced = None if sharding.whole is None else sharding.whole.sliced
-    everywhere = replace(
+    found = footprint(segments, _stored_at(sharding, Level.G))
+    return found.parameters + found.optimizer + saved_besides(segments, sharding)
+
+
+def kept_bytes(segments: Sequence[SegmentShape], sharding: Sharding) -> int:
+    """Return the bytes of what a rank holds of a checkpoint, whoever else holds the same: a generation in the memory of
+    its host."""
+    kept = 0
+    for segment in segments:
+        layout, padded = sharding.layout, segment.map.padded
+        found = footprint([segment], _stored_at(sharding, layout.optimizer if segment.trainable else layout.parameters))
+        kept += found.parameters + found.optimizer + sharding.kept_bytes(segment)
+        owed = len(sharding.owing(segment)) * len(sharding.nest.range(Level.I, padded))
+        kept += ITEM_BYTES[sharding.precision.master] * owed
+        if sharding.keeps_copy(segment):
+            kept += ITEM_BYTES[segment.compute] * len(sharding.nest.range(layout.parameters, padded))
+    return kept
+
+
+def _stored_at(sharding: Sharding, level: Level) -> Sharding:
+    """Return a sharding that stores all states at a level, on the device, and nothing besides."""
+    return replace(
         sharding,
-        layout=Layout("GGG"),
+        layout=Layout(level.name * 3),
         codecs=NO_CODECS,
-        whole=sliced,
+        whole=None if sharding.whole is None else sharding.whole.sliced,
         on_host=False,
         frozen_on_host=False,
         trained_on_host=False,
         gradients_on_host=False,
         anchors_on_host=False,
     )
-    found = footprint(segments, everywhere)
-    return found.parameters + found.optimizer + saved_besides(segments, sharding)
 
 
 def saved_besides(segments: Sequence[SegmentShape], sharding: Sharding) -> int:

@@ -22,7 +22,7 @@ def check_alike(model: nn.Module | Adapter, plan: Plan, **options: object) -> No
     store = world_store()
     if store is None or world_size() == 1:
         return
-    facts = software() | {f"plan.{each.name} =": _fact(getattr(plan, each.name)) for each in fields(plan)}
+    facts = software() | facts_of(plan)
     facts |= {f"{name} =": str(value) for name, value in options.items()}
     for part, parameters in _parts(model).items():
         outline = [(name, *each.shape, str(each.dtype), each.requires_grad, each.is_meta) for name, each in parameters]
@@ -36,6 +36,11 @@ def check_alike(model: nn.Module | Adapter, plan: Plan, **options: object) -> No
         advice="build the same model by the same plan on every rank: on the meta device, where Atoll draws its values "
         "from the seed, or with the same values",
     )
+
+
+def facts_of(plan: Plan) -> dict[str, str]:
+    """Return what is compared of a plan."""
+    return {f"plan.{each.name} =": _fact(getattr(plan, each.name)) for each in fields(plan)}
 
 
 def _fact(value: object) -> str:

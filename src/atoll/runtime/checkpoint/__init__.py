@@ -13,6 +13,8 @@ A load compares what it reads with the manifest (`archive.py`), on each rank ind
 Distributed Checkpoint writes the files, and plain torch reads them. Messages between ranks are JSON (`meeting.py`),
 and a failure in any step is raised as the same error on every rank. Steps 3 and 4 may run in a thread, from copies,
 while training continues (`background.py`).
+
+Between checkpoints ranks may keep what they hold in the memory of their hosts (`memory.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from atoll.runtime.checkpoint.folders import (
     set_aside,
     step_folder,
 )
+from atoll.runtime.checkpoint.generation import Generation
 from atoll.runtime.checkpoint.loading import load_pieces
+from atoll.runtime.checkpoint.memory import MemoryCheckpoints, Recovery
 from atoll.runtime.checkpoint.pieces import Piece
 from atoll.runtime.checkpoint.saving import save
 from atoll.runtime.checkpoint.verify import Verification, verify
@@ -38,7 +42,10 @@ from atoll.runtime.checkpoint.verify import Verification, verify
 __all__ = [
     "Archive",
     "Background",
+    "Generation",
+    "MemoryCheckpoints",
     "Piece",
+    "Recovery",
     "Told",
     "Verification",
     "candidates",

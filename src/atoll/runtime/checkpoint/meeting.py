@@ -20,6 +20,8 @@ from atoll.base.errors import CheckpointError, DamageError, RankError, UserError
 _Failure = tuple[str, str]
 """Kind of an error, one of the four below, and its text."""
 
+PART = 1 << 26
+"""Bytes of a message from one rank to another, at most."""
 DAMAGED, MENDABLE, INTERRUPTED, BROKEN = "damaged", "mendable", "interrupted", "broken"
 
 
@@ -73,6 +75,16 @@ class Meeting:
         if failures:
             _raise(lost, {int(rank): (kind, text) for rank, (kind, text) in failures.items()})
         return answer
+
+    def hand(self, content: torch.Tensor, *, source: int, target: int) -> None:
+        """Copy bytes in host memory from one rank to another, `PART` at a time. Both call it, no other rank."""
+        for part in content.split(PART):
+            own = part.to(self._device)
+            if self.rank == source:
+                dist.send(own, group=self._group, group_dst=target)
+            else:
+                dist.recv(own, group=self._group, group_src=source)
+                part.copy_(own) if own is not part else None
 
     def _gather(self, content: bytes) -> list[bytes]:
         """Return the messages of all ranks on rank 0, and nothing on the others."""

@@ -11,7 +11,15 @@ from typing import Any
 from atoll.base.errors import CheckpointError, DamageError, RankError, RunError
 from atoll.runtime import checkpoint
 from atoll.runtime.assemble.rank import Rank
-from atoll.runtime.checkpoint import Archive, Background, Told, is_complete
+from atoll.runtime.checkpoint import (
+    Archive,
+    Background,
+    Generation,
+    MemoryCheckpoints,
+    Told,
+    is_complete,
+    step_folder,
+)
 from atoll.runtime.models.buffers import transient_buffers
 from atoll.runtime.pipeline.step_end import LossScaler
 from atoll.runtime.services.buffers import Buffers
@@ -60,23 +68,47 @@ class Checkpoints:
                 save = partial(self._background.begin, told=told)
             else:
                 self._background.wait()
-            scaler = None if self._end.scaler is None else asdict(self._end.scaler)
-            own: dict[str, Any] = {"step": step, "scaler": scaler, "caller": dict(state)}
-            if self._outer is not None:
-                self._outer.settle()
-                own["outer"] = self._outer.state()
-            save_state(
-                folder,
-                self._units,
-                self._optimizer,
-                buffers=self._buffers.own(),
-                state=own,
-                identity={"step": step, **identity},
-                outer=self._outer,
-                island=self._island,
-                save=save,
-            )
+            self._offer(folder, step, state, identity=identity, save=save)
         self.known[step] = folder
+
+    def keep(
+        self, memory: MemoryCheckpoints, step: int, state: Mapping[str, Any], *, identity: Mapping[str, Any]
+    ) -> None:
+        """Keep what this rank holds after `step`, which has to be settled, in the memory of its host. Every rank calls
+        it. Raises CheckpointError on every rank, without a change, if any has no room."""
+        self.check_loaded()
+        with self._agreement.guard("keeping the state in host memory"):
+            try:
+                self._offer(step_folder(Path(), step), step, state, identity=identity, save=memory.keep)
+            except CheckpointError as error:  # training does not depend on it
+                self._agreement.refuse(error)
+                raise
+
+    def _offer(
+        self,
+        folder: Path,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        identity: Mapping[str, Any],
+        save: Callable[..., None],
+    ) -> None:
+        scaler = None if self._end.scaler is None else asdict(self._end.scaler)
+        own: dict[str, Any] = {"step": step, "scaler": scaler, "caller": dict(state)}
+        if self._outer is not None:
+            self._outer.settle()
+            own["outer"] = self._outer.state()
+        save_state(
+            folder,
+            self._units,
+            self._optimizer,
+            buffers=self._buffers.own(),
+            state=own,
+            identity={"step": step, **identity},
+            outer=self._outer,
+            island=self._island,
+            save=save,
+        )
 
     def finish(self) -> None:
         """Wait for the checkpoint that is written in the background; see `Engine.finish_saving`."""
@@ -93,12 +125,14 @@ class Checkpoints:
         return self._background.nbytes
 
     def load(self, folder: Path, *, check: Callable[[Archive], object] | None = None) -> tuple[int, dict[str, Any]]:
-        """Load a checkpoint; see `Engine.load`. Return its step and the caller's state."""
+        """Load a checkpoint; see `Engine.load`. Return its step and the caller's state.
+
+        folder: or the file of this rank's generation in the memory of its host."""
         self._parameters.wait_for_syncs()
         problem: Exception | None = None
         opened: Archive | None = None
         try:
-            opened = Archive(folder)
+            opened = Generation(folder) if folder.is_file() else Archive(folder)
             self._optimizer.check_states(stored_states(opened))
             if check is not None:
                 check(opened)
@@ -117,6 +151,7 @@ class Checkpoints:
                     spare=transient_buffers(self._adapter),
                     outer=self._outer,
                     island=self._island,
+                    load=opened.fill if isinstance(opened, Generation) else checkpoint.load_pieces,
                 )
             except DamageError as error:
                 self._damage = error
@@ -124,7 +159,8 @@ class Checkpoints:
                 raise
             self._damage = None
         step, caller = int(own["step"]), own["caller"]
-        self.known[step] = folder
+        if not isinstance(opened, Generation):
+            self.known[step] = folder
         if self._end.scaler is not None and own.get("scaler") is not None:
             self._end.scaler = LossScaler(**own["scaler"])
         assert isinstance(caller, dict)

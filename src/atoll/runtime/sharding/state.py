@@ -110,6 +110,11 @@ def _scaler_piece(island: int, values: Sequence[float]) -> Piece:
     return Piece((*_path_of(island), "scaler"), (3,), 0, stop=3, tensor=torch.tensor(values, dtype=torch.float64))
 
 
+def _read_scaler(piece: Piece) -> dict[str, float]:
+    scale, growth_steps, good_steps = piece.tensor.tolist()
+    return dict(zip(SCALER, (scale, int(growth_steps), int(good_steps)), strict=True))
+
+
 def _optimizer_path(opened: checkpoint.Archive, island: int) -> tuple[str, ...]:
     """The beginning of the names of an island's optimizer state: those of the first where it has none."""
     prefix = ".".join((*_path_of(island), *_STATE, ""))
@@ -184,11 +189,12 @@ def load_state(
     spare: Sequence[str] = (),
     outer: AnchorSteps[Any] | None = None,
     island: int = 0,
+    load: Callable[..., dict[str, Any]] = checkpoint.load_pieces,
 ) -> dict[str, Any]:
     """Fill masters, frozen parameters, buffers, optimizer state and what codecs keep, and begin to send parameters to
     where they are stored; every rank calls it.
 
-    spare: names of the model that the checkpoint may have: earlier versions saved some buffers that are not persistent.
+    spare: names that it may have: earlier versions saved buffers that are not persistent.  load: fills pieces.
 
     If the islands of the checkpoint differ, in number or in their outer steps, all islands restart from the anchors
     without residuals, each with its own optimizer state and loss scaler, or those of the first island if it has none.
@@ -230,10 +236,9 @@ def load_state(
     scaler = _scaler_piece(island, [0.0] * 3)
     has_scaler = scaler.name in names
     pieces += [scaler] * has_scaler
-    state = checkpoint.load_pieces(folder, pieces, optional=(f"{_CODEC}.", *OF_ISLANDS, *_of_model(spare)))
+    state = load(folder, pieces, optional=(f"{_CODEC}.", *OF_ISLANDS, *_of_model(spare)))
     if has_scaler:
-        scale, growth_steps, good_steps = scaler.tensor.tolist()
-        state = {**state, "scaler": dict(zip(SCALER, (scale, int(growth_steps), int(good_steps)), strict=True))}
+        state = {**state, "scaler": _read_scaler(scaler)}
     if outer is not None:
         outer.restore(opened.state.get("outer"))
     for segment in segments:

@@ -27,7 +27,8 @@ class Run(Section):
     folder: str = "runs/default"
     """output folder of the run"""
     restarts: Natural = 3
-    """maximum number of restarts of local ranks from the newest checkpoint; the count resets at each checkpoint"""
+    """maximum number of restarts of local ranks from the newest checkpoint or state in host memory; the count resets at
+    each one"""
     loggers: Annotated[tuple[LoggerName, ...], BeforeValidator(as_tuple)] = ("tensorboard",)
     """loggers of metrics, beside metrics.jsonl: "tensorboard", if the package is installed, "wandb", "mlflow", or
     "module:function", called with values by name and the step: docs/training.md#loggers"""
@@ -46,5 +47,8 @@ class Checkpoint(Section):
     keep_best: Natural = 0
     """also keep this many checkpoints with the lowest validation loss, and save after each validation that is the best
     so far: docs/training.md#best-checkpoint"""
+    memory: Natural = 0
+    """steps between copies of each rank's state to the memory of its host, from which a restart continues if they are
+    newer than the newest checkpoint; 0: none: docs/checkpoints.md#in-host-memory"""
     background: bool = True
     """write in the background while training continues, from a copy in host memory"""

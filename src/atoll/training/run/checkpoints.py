@@ -7,6 +7,7 @@ import uuid
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from atoll.runtime import checkpoint
 from atoll.runtime.checkpoint.manifest import Manifest
 from atoll.runtime.checkpoint.meeting import list_problems
 from atoll.training.output.folder import Start, read_records, writing
+from atoll.training.run.memory import RunMemory
 from atoll.training.run.resumed import order_of, resumed_state
 from atoll.training.run.run import RankRun
 
@@ -31,11 +33,13 @@ class RunCheckpoints:
         self.keeps_best = max(run.config.checkpoint.keep_best, 1 if run.config.train.patience else 0)
         self._run = run
         self._engine = run.engine
+        self._memory = RunMemory(run)
 
     # ---- start
 
     def resume(self, start: Start) -> bool:
-        """Load the newest complete checkpoint. Return False if there is none and the run begins.
+        """Load the newest complete checkpoint, or a newer state in host memory. Return False if there is neither and
+        the run begins.
 
         Rank 0's view of the folder is used, since only it writes there. A checkpoint that is damaged on any rank is
         skipped by all.
@@ -43,6 +47,40 @@ class RunCheckpoints:
         Raises CheckpointError if all checkpoints are damaged.
         """
         steps, evaluated = self._found(start)
+        is_resumed = self._resume_from_memory(start, steps, evaluated) or self._resume_from_disk(
+            start, steps, evaluated
+        )
+        if not is_resumed:
+            self._memory.clear()
+        self._memory.open(self.run_id)
+        return is_resumed
+
+    def _resume_from_memory(self, start: Start, steps: Sequence[int], evaluated: int) -> bool:
+        """Continue from host memory if it has a newer step than the checkpoints."""
+        self._memory.open(self._run.folder.run_id() if self._run.is_writer else None)
+        if start not in (Start.AUTO, Start.CONTINUE):
+            self._memory.clear()
+            return False
+        while (found := self._memory.recover(max(steps, default=0))) is not None:
+            assert found.path is not None, "it was found"
+            try:
+                self._load(found.path)
+            except DamageError as error:
+                self._run.display.say(f"note: {error}")
+                self._memory.drop_after(found.step - 1)
+                continue
+            self._run.progress.evaluated = min(found.step, evaluated)
+            self._engine.checkpoints |= {
+                step: checkpoint.step_folder(self._run.folder.checkpoints, step) for step in steps
+            }
+            for rank, other in found.received.items():
+                self._run.display.say(f"rank {rank} received its state from rank {other}")
+            samples = self._run.progress.samples.position
+            self._run.display.say(f"resumed from the memory of this host: step {found.step}, {samples} samples")
+            return True
+        return False
+
+    def _resume_from_disk(self, start: Start, steps: Sequence[int], evaluated: int) -> bool:
         if not steps:
             if start is Start.CONTINUE:
                 raise CheckpointError(f"{self._run.folder.checkpoints} has no finished checkpoint to resume from")
@@ -56,6 +94,7 @@ class RunCheckpoints:
             except DamageError as error:
                 damaged.append((path, error))
                 continue
+            self._memory.drop_after(step)
             self._run.progress.saved, self._run.progress.evaluated = step, min(step, evaluated)
             self._engine.checkpoints |= {at: folder for at, folder in known.items() if at < step}
             self._pass_over(damaged)
@@ -143,6 +182,21 @@ class RunCheckpoints:
         step = self._engine.step_number
         if self._run.progress.saved == step:
             return
+        state, whose = self._document()
+        self._run.check_lock()
+        self._engine.save(
+            checkpoint.step_folder(self._run.folder.checkpoints, step),
+            state,
+            identity={**whose, **({"extra": True} if is_extra else {})},
+            background=True,
+            told=self._told_of_save,
+        )
+        self._run.progress.saved = step
+        if not self._run.config.checkpoint.background:
+            self._engine.finish_saving()
+
+    def _document(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the state of the run after this step, and what identifies it."""
         config = self._run.config.dump()
         state = {
             **self._run.progress.state(),
@@ -156,23 +210,23 @@ class RunCheckpoints:
             "config": digest(config.encode()),
             "corpus": self._run.corpus.fingerprint,
             "time": time.time(),
-            "validation_loss": self._run.progress.loss_after(step),
-            **({"extra": True} if is_extra else {}),
+            "validation_loss": self._run.progress.loss_after(self._engine.step_number),
         }
+        return state, whose
+
+    def keep(self) -> None:
+        """Keep the state after this step in host memory."""
         self._run.check_lock()
-        self._engine.save(
-            checkpoint.step_folder(self._run.folder.checkpoints, step),
-            state,
-            identity=whose,
-            background=True,
-            told=self._told_of_save,
-        )
-        self._run.progress.saved = step
-        if not self._run.config.checkpoint.background:
-            self._engine.finish_saving()
+        self._memory.keep(*self._document())
+
+    def finish(self) -> None:
+        """Wait for the last checkpoint; what is in host memory is not needed any more."""
+        self._engine.finish_saving()
+        self._memory.clear()
 
     def drop_after(self, step: int) -> None:
-        """Set newer checkpoints than that of `step` aside, after a rollback to it."""
+        """Set newer checkpoints than that of `step` aside, after a rollback to it, and drop newer states in memory."""
+        self._memory.drop_after(step)
         for newer in [each for each in self._engine.checkpoints if each > step]:
             path = self._engine.checkpoints.pop(newer)
             if self._run.is_writer and path.exists():

@@ -81,7 +81,7 @@ class Loop:
         if stopped is None:
             self._evaluate()
         self._checkpoints.save()
-        self._engine.finish_saving()
+        self._checkpoints.finish()
         sample = None if stopped else self._sample()
         if self._results.recorder is not None:
             self._results.recorder.close()
@@ -96,7 +96,8 @@ class Loop:
         )
 
     def _steps(self, first: int) -> signal.Signals | None:
-        train, every, results = self._run.config.train, self._run.config.checkpoint.every, self._results
+        train, results = self._run.config.train, self._results
+        every, memory = self._run.config.checkpoint.every, self._run.config.checkpoint.memory
         self._run.display.begin(first, train.steps)
         try:
             while self._engine.step_number < train.steps and not self._is_over():
@@ -119,11 +120,12 @@ class Loop:
                 if self._engine.step_number != step and stop is None:
                     continue  # after a rollback
                 # An island that has missed rounds goes on at the step of the others.
-                is_due, is_kept, is_compared = (
+                is_due, is_kept, is_compared, is_held = (
                     each and step // each > (begin - 1) // each
-                    for each in (train.eval_every, every, train.check_replicas)
+                    for each in (train.eval_every, every, train.check_replicas, memory)
                 )
-                if stop is not None or is_due or is_kept or is_compared or step in (results.traced, train.steps):
+                is_seen = is_due or is_kept or is_compared or is_held or step in (results.traced, train.steps)
+                if stop is not None or is_seen:
                     with self._naming_samples():
                         result = self._engine.settle()
                     stop = results.record(result) or stop
@@ -142,6 +144,8 @@ class Loop:
                     return stop
                 if is_kept or (is_best and self._checkpoints.keeps_best):
                     self._checkpoints.save(is_extra=not is_kept and step < train.steps)
+                if is_held and step < train.steps:
+                    self._checkpoints.keep()
         finally:
             self._run.display.close()
         return None

@@ -192,8 +192,8 @@ class Results:
 
     def _meets(self, step: int) -> bool:
         """Return True if islands wait for each other after `step`: see [Note: steps of islands]."""
-        train, outer = self._run.config.train, self._engine.outer
-        dues = (train.eval_every, self._run.config.checkpoint.every, train.check_replicas)
+        train, saves, outer = self._run.config.train, self._run.config.checkpoint, self._engine.outer
+        dues = (train.eval_every, saves.every, saves.memory, train.check_replicas)
         is_due = any(every and step % every == 0 for every in dues)
         return is_due or step in (self.traced, train.steps) or (outer is not None and outer.meets(step))
 
