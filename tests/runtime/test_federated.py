@@ -278,6 +278,22 @@ def test_a_lost_island_is_not_missed_and_a_new_one_takes_its_place(tmp_path: Pat
     assert [event for event in islands.told["c"].events if event["what"] == "restarted"]
 
 
+def test_islands_that_begin_from_other_values_do_not_hear_each_other(tmp_path: Path, ports: dict[str, int]) -> None:
+    islands = Islands(tmp_path, dict.fromkeys("abc", CASE), ports)
+    found = {name: islands.engine(name).federation.steps for name in "abc"}
+    anchor = next(iter(found["c"]._anchors()))
+    anchor.value = anchor.value.clone()
+    anchor.value[0] += 1e-9
+    for steps in found.values():
+        steps.open()
+    firsts = {name: steps.link.first for name, steps in found.items()}
+    wait_until(lambda: "c" in firsts["a"].refused and {"a", "b"} <= firsts["c"].refused.keys())
+    wait_until(lambda: "b" in firsts["a"].heard())
+    assert "'c' begins from other values of the parameters" in firsts["a"].refused["c"]
+    for steps in found.values():
+        steps.close()
+
+
 def test_a_late_contribution_is_a_part_of_the_next(tmp_path: Path, ports: dict[str, int]) -> None:
     outer = Outer(2, apart=Apart(3, grace=1.0))
     islands = Islands(tmp_path, dict.fromkeys("abc", replace(CASE, outer=outer)), ports)

@@ -272,6 +272,11 @@ def test_notices_are_refused_by_name() -> None:
         hear(view, Notice("b", "1", "cd"), 1.0)
     with pytest.raises(ValueError, match="another history"):
         hear(view, Notice("b", "1", "ab", chain="12"), 1.0)
+    begun = begin(replace(own, initial="12"), RULES, 0.0)
+    with pytest.raises(ValueError, match=r"'b' begins from other values of the parameters \(34, here 12\)"):
+        hear(begun, Notice("b", "1", "ab", initial="34"), 1.0)
+    for known in ("12", ""):
+        assert "b" in hear(begun, Notice("b", "1", "ab", initial=known), 1.0).others
     view = hear(view, Notice("b", "1", "ab", beat=4), 1.0)
     assert view.heard["b"] == 1.0
     assert hear(view, Notice("b", "1", "ab", beat=4), 2.0).heard["b"] == 2.0, "it says that nothing has changed"

@@ -9,17 +9,20 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain, count, pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from atoll.plans.federation.orders import ElementSource, Orders
-from atoll.plans.federation.records import Contribution, RoundRecord
+from atoll.plans.federation.records import Contribution, Member, Notice, RoundRecord
 from atoll.plans.federation.rounds import FederationRules
 from atoll.runtime.federation.elements import PartElements, TensorPart, manifest_of
 from atoll.runtime.federation.exchange import IslandExchange
 from atoll.runtime.federation.following import FollowingRank, Loops
 from atoll.runtime.federation.http import Peer, Showcase
+from atoll.runtime.federation.link import are_here
 from atoll.runtime.federation.rank import ElementExchange
 from atoll.runtime.federation.seat import IslandAddress
 from atoll.testing.clock import Clock
@@ -514,3 +517,20 @@ def test_threads_end_after_what_they_are_doing() -> None:
     assert has_begun.wait(60)
     loops.end()
     assert len(done) == 1
+
+
+def test_who_ends_stays_for_members_that_may_return() -> None:
+    def own(*members: str) -> Notice:
+        record = RoundRecord(3, "", (), members=tuple(Member(each, "1") for each in members), turn=4, bases=(3, 2))
+        return Notice("a", "1", "ab", round=4, records=(record,), at=record)
+
+    def exchange(members: str, heard: Mapping[str, int], left: str = "") -> Any:
+        notices = {name: SimpleNamespace(anchors=anchors) for name, anchors in heard.items()}
+        return SimpleNamespace(rules=RULES, notice=own(*members), heard=lambda: notices, left=lambda: set(left))
+
+    assert are_here(exchange("abc", {"b": 4, "c": 5}))
+    assert not are_here(exchange("abc", {"b": 4, "c": 3})), "it needs what this island has"
+    assert not are_here(exchange("abc", {"b": 4})), "it may return"
+    assert are_here(exchange("ab", {"b": 4})), "it is no member any more"
+    assert are_here(exchange("abc", {"b": 4}, left="c"))
+    assert are_here(exchange("c", {}, left="bc")), "all leave at the same time"

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from atoll.base.digests import read_sealed
 from atoll.base.errors import ConfigError
 from atoll.base.toml import nested_to_toml
 from atoll.testing.progress import finish, run, wait_until
@@ -98,6 +99,10 @@ def test_islands_of_different_plans_end_with_the_same_anchors(
     assert averaged["a"] == averaged["b"] == averaged["c"]
     counted = [[each["island"] for each in record["contributions"]] for record in averaged["a"]]
     assert counted == [["a", "b", "c"]] * 4
+    # However they divide the parameters, they know that they have begun from the same ones.
+    initial = {read_sealed(path)["initial"] for path in tmp_path.glob("*/**/notice.json")}
+    assert len(initial) == 1
+    assert "" not in initial
     # The validation loss is that of the anchors, computed in another order on each.
     losses = [read_records(tmp_path / name / "validation.jsonl")[-1]["loss"] for name in "abc"]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-12)

@@ -111,8 +111,9 @@ def rounds_before(at: RoundRecord | None) -> int:
 class Notice:
     """State of an island, which it writes to its disk and then publishes.
 
-    life: differs if the island has lost what it kept.  run: digest of what all islands must have in common.  beat:
-    number of the notice.  round: the one that is to be decided.  chain: name of the record before it.  records: the
+    life: differs if the island has lost what it kept.  run: digest of what all islands must have in common.  initial:
+    digest of the anchors before the first round, empty if the island does not know them any more.  beat: number of the
+    notice.  round: the one that is to be decided.  chain: name of the record before it.  records: the
     last ones.  at: the record that its anchors are of, None for the initial values.  contributions: its own, of each
     fragment one at most.  holds: digests of the contributions that it has the elements of.  stock: lots that it wants
     to have.
@@ -132,6 +133,7 @@ class Notice:
     contributions: tuple[Contribution, ...] = ()
     holds: frozenset[str] = frozenset()
     stock: int = 0
+    initial: str = ""
     promised: Ballot = NO_BALLOT
     trying: Ballot = NO_BALLOT
     proposal: RoundRecord | None = None
@@ -193,6 +195,7 @@ def parse_notice(content: object) -> Notice:
         contributions=fields.read("contributions", read_tuple(read_contribution)),
         holds=frozenset(fields.read("holds", read_tuple(read_digest))),
         stock=fields.read("stock", read_count),
+        initial=fields.read("initial", read_digest),
         promised=fields.read("promised", _ballot),
         trying=fields.read("trying", _ballot),
         proposal=fields.read("proposal", read_optional(read_record)),

@@ -145,6 +145,11 @@ def hear(view: IslandView, notice: Notice, now: float) -> IslandView:
             f"island {island!r} trains something else (run {notice.run}, here {own.run}): model, data, outer steps and "
             "the rules of the federation must be the same on all islands"
         )
+    if notice.initial and own.initial and notice.initial != own.initial:
+        raise ValueError(
+            f"island {island!r} begins from other values of the parameters ({notice.initial}, here {own.initial}): the "
+            "weights that a run starts from must be the same on all islands"
+        )
     if notice.round == own.round and notice.chain != own.chain:
         raise ValueError(
             f"island {island!r} has another history: its records before round {notice.round} end with {notice.chain}, "

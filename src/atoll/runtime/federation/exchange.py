@@ -55,8 +55,8 @@ NOTICE = "notice.json"
 class IslandExchange(FederatedRank):
     """The exchange of one island, on the rank that decides.
 
-    name, run: of the notice.  folder: for it.  own, others: where the islands are found.  listen: where this one
-    listens, if not there.  stock: lots that the island wants to have.  options: of `ElementExchange`.
+    name, run, initial: of the notice.  folder: for it.  own, others: where the islands are found.  listen: where this
+    one listens, if not there.  stock: lots that the island wants to have.  options: of `ElementExchange`.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class IslandExchange(FederatedRank):
         rules: FederationRules,
         *,
         run: str,
+        initial: str = "",
         secret: bytes,
         own: IslandAddress,
         others: Mapping[str, IslandAddress],
@@ -92,7 +93,7 @@ class IslandExchange(FederatedRank):
         # When a contribution was first seen, by digest.
         self._seen: dict[str, float] = {}
         self._published: Notice | None = None
-        notice = self._kept(name, run, at)
+        notice = replace(self._kept(name, run, at), initial=initial)
         self._view = begin(notice, rules, clock())
         at_home = listen or own
         self._turned = clock()
@@ -182,6 +183,10 @@ class IslandExchange(FederatedRank):
             for island, notice in view.others.items()
             if notice.wish is Wish.IN and now - view.heard.get(island, float("-inf")) <= self.rules.silent
         }
+
+    def left(self) -> set[str]:
+        """Return the other islands that have said that they leave."""
+        return {island for island, notice in self._view.others.items() if notice.wish is Wish.OUT}
 
     @property
     def is_free(self) -> bool:

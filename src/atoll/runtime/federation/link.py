@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from atoll.base.digests import digest
 from atoll.plans.federation.records import Member, RoundRecord
 from atoll.plans.federation.rounds import FederationRules
 from atoll.runtime.checkpoint.meeting import Meeting
@@ -24,7 +25,9 @@ GLANCE = 0.5
 class IslandLink:
     """The exchange of a rank, from its start to `close`. Every rank of the island makes one at the same time.
 
-    run: what all islands have in common.  rank: in the island.  holdings, at: as of `ElementExchange`.
+    run: what all islands have in common.  sums: of each fragment, the bits of this rank's initial anchors, as
+    `HostAnchor.bits` counts them; none if they are not known any more.  rank: in the island.  holdings, at: as of
+    `ElementExchange`.
 
     own: the member that the island is.  first: the exchange of the rank that decides, on that rank.
     """
@@ -36,12 +39,14 @@ class IslandLink:
         holdings: Holdings,
         *,
         run: str,
+        sums: Sequence[int],
         rank: int,
         at: RoundRecord | None,
     ) -> None:
         self.first: IslandExchange | None = None
         self._seat, self._meeting = seat, Meeting()
         pace = None if seat.pace is None else seat.pace / self._meeting.size
+        initial = self.met(list(sums), _summed)
         common: dict[str, Any] = {"secret": seat.secret, "at": at, "pace": pace, "poll": seat.poll}
         common["patience"] = min(READ_SECONDS, max(1.0, rules.silent))
         self._exchange: IslandExchange | FollowingRank
@@ -51,6 +56,7 @@ class IslandLink:
                 holdings,
                 rules,
                 run=run,
+                initial=initial,
                 own=seat.islands[seat.name],
                 others=seat.others,
                 folder=seat.folder,
@@ -144,11 +150,16 @@ class IslandLink:
 
 
 def are_here(exchange: IslandExchange) -> bool:
-    """Return True if all other members are heard and have the anchors of this island, so that they need nothing of it:
-    one that was lost may return, and find nobody else who has them."""
+    """Return True if all other members have left, or are heard and have the anchors of this island, so that they need
+    nothing of it: one that was lost may return, and find nobody else who has them."""
     heard, own = exchange.heard(), exchange.notice
-    others = {each.island for each in exchange.rules.members(own)} - {own.island}
+    others = {each.island for each in exchange.rules.members(own)} - {own.island, *exchange.left()}
     return others <= heard.keys() and all(each.anchors >= own.anchors for each in heard.values())
+
+
+def _summed(said: Sequence[Sequence[int]]) -> str:
+    """Return the digest of sums over all ranks, modulo 2^62."""
+    return digest(repr([sum(each) % (1 << 62) for each in zip(*said, strict=True)]).encode()) if said[0] else ""
 
 
 def agreed_rounds(said: Sequence[Sequence[int]]) -> list[int]:

@@ -72,10 +72,15 @@ class Anchor:
         """The parameters' parts of the anchor."""
         return self.segment.flat.map.slices(self.segment.flat.range(Level.G))
 
+    @property
+    def is_counted(self) -> bool:
+        """True if this rank accounts for the anchor's elements among those of its tensor-parallel group."""
+        return self.segment.flat.spread is Spread.SPLIT or self._transport.place.tp == 0
+
     def moved(self, flow: torch.Tensor) -> torch.Tensor:
         """Return the squares of an outer gradient and of the anchor, summed over what this rank accounts for: [2],
         float64."""
-        if self.segment.flat.spread is Spread.SPLIT or self._transport.place.tp == 0:
+        if self.is_counted:
             return torch.stack([sum_of_squares(flow), sum_of_squares(self.value)])
         return torch.zeros(2, dtype=torch.float64, device=flow.device)
 

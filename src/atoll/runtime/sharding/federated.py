@@ -39,7 +39,7 @@ from atoll.runtime.federation.link import IslandLink, agreed_rounds
 from atoll.runtime.federation.rank import logger
 from atoll.runtime.federation.seat import IslandSeat
 from atoll.runtime.sharding.anchors import AnchorSteps
-from atoll.runtime.sharding.host_anchors import AnchorHoldings, HostAnchor, restore_residuals
+from atoll.runtime.sharding.host_anchors import BITS, AnchorHoldings, HostAnchor, restore_residuals
 from atoll.runtime.sharding.segment import Segment
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Transport
@@ -150,9 +150,18 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
     def open(self) -> None:
         """Begin the exchange. Every rank calls it."""
         rank, at = self._transport.place.rank, self.standing.at
-        self._link = IslandLink(self.seat, self.rules, self._holdings, run=self._run, rank=rank, at=at)
+        sums = [] if at is not None else self._initial_sums()
+        self._link = IslandLink(self.seat, self.rules, self._holdings, run=self._run, sums=sums, rank=rank, at=at)
         self.standing = replace(self.standing, own=self._link.own)
         self._note("joining", self.rounds_step)
+
+    def _initial_sums(self) -> list[int]:
+        sums = [0] * self.rules.fragments
+        for fragment, pairs in self._fragments.items():
+            for unit, anchors in pairs:
+                if unit.is_first_owner:
+                    sums[fragment] = (sums[fragment] + sum(anchor.bits() for anchor in anchors)) % BITS
+        return sums
 
     def close(self) -> None:
         """End the exchange. The others take it for an island that is lost, unless `depart` came before."""

@@ -30,6 +30,8 @@ from atoll.runtime.sharding.segment import Segment
 from atoll.runtime.transport import Transport
 
 _MOMENTUM = "momentum of "
+BITS = 1 << 62
+"""Modulus of sums of bits: a divisor of that of torch's integers, below what JSON documents may have."""
 PIECE = 1 << 20
 """Elements that are read together, at most: a multiple of the blocks of codecs."""
 
@@ -79,6 +81,14 @@ class HostAnchor(Anchor):
             noise = int(digest(f"{seed} {name} {part}".encode())[:15], 16)
             found[part] = raw(encoded(self._codec, values, residual=lost, seed=noise))
         return flow, found, moved
+
+    def bits(self) -> int:
+        """Return the sum of the bits of what this rank accounts for, as integers modulo `BITS`. Over all ranks it is
+        the same for any division of the parameters: padding is zero."""
+        if not self.is_counted:
+            return 0
+        kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[self.value.element_size()]
+        return int(self.value.view(kind).sum(dtype=torch.int64)) % BITS
 
     def parts(self) -> Iterator[tuple[TensorPart, Slice]]:
         """Yield the parts of the parameters that the anchor has, in pieces: who has less reads no more than that."""
