@@ -6,6 +6,7 @@ ranks exchange is encoded, or left out between outer steps. All runs see the sam
 
     --steps N    of each run; 2000 if not given
     --minutes N  after which no run begins
+    --jobs N     runs at once; one if not given
     --add        only runs that the raw file does not have
 """
 
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -39,6 +41,10 @@ BEGIN = 200
 """Synchronous steps before the islands train independently, unless they start from scratch."""
 TUNED: Mapping[str, Any] = {"name": "nesterov", "lr": 0.8, "momentum": 0.4}
 """Options of the outer optimizer: the best of three pairs for the first seed."""
+MUON_RATE = 1e-2
+"""The learning rate of Muon and of AdamW beside it: the best of `TRIALS`."""
+MULOCO: Mapping[str, Any] = {"name": "nesterov", "lr": 0.8, "momentum": 0.4}
+"""Options of the outer optimizer around Muon: the best of `TRIALS`."""
 
 JOB: Mapping[str, Mapping[str, Any]] = {
     "model": {"source": "builtin", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 176},
@@ -53,14 +59,17 @@ JOB: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One way to train. kind: "synchronous", "codec" or "outer".  parallel: keys of [parallel].  begin: number of
-    synchronous steps before them.  seeds: number of seeds to train with."""
+    """One way to train. kind: "synchronous", "codec", "outer" or "muon".  parallel: keys of [parallel].  begin: number
+    of synchronous steps before them.  seeds: number of seeds to train with.  train: keys of [train].
+    steps: of a trial, which chooses a setting; 0: those of all runs."""
 
     name: str
     kind: str
     parallel: Mapping[str, Any] = field(default_factory=dict)
     begin: int = 0
     seeds: int = 1
+    train: Mapping[str, Any] = field(default_factory=dict)
+    steps: int = 0
 
 
 def _coded(name: str, codec: str, *, seeds: int = 1, **options: Any) -> Contender:
@@ -70,6 +79,20 @@ def _coded(name: str, codec: str, *, seeds: int = 1, **options: Any) -> Contende
 
 def _outer(name: str, *, begin: int = 0, seeds: int = 1, **options: Any) -> Contender:
     return Contender(name, "outer", {"outer": {"every": EVERY, **options}}, begin, seeds)
+
+
+def _muon(rate: float) -> dict[str, Any]:
+    return {
+        "optimizer": "Muon",
+        "lr": rate,
+        "weight_decay": 0.1,
+        "optimizer_options": {"adjust_lr_fn": "match_rms_adamw"},
+    }
+
+
+def _muloco(name: str, **options: Any) -> Contender:
+    outer = {"every": EVERY, "optimizer": MULOCO, **options}
+    return Contender(name, "muon", {"outer": outer}, seeds=3, train=_muon(MUON_RATE))
 
 
 CONTENDERS = (
@@ -89,37 +112,71 @@ CONTENDERS = (
     _coded("bf16", "bf16"),
     _coded("fp8", "fp8"),
     _coded("int4, stochastic", "int4", rounding="stochastic"),
+    Contender("Muon", "muon", seeds=3, train=_muon(MUON_RATE)),
+    _muloco("MuLoCo from scratch"),
+    _muloco("MuLoCo, int4, from scratch", codec="int4"),
+    _muloco("MuLoCo, int2, from scratch", codec="int2"),
 )
 """The first is the base of the others."""
+
+BESIDE = ("outer steps from scratch", "DiLoCo from scratch")
+"""Contenders of other kinds in the picture and table of Muon."""
+
+TRIALS = (
+    *(Contender(f"AdamW, lr {rate:g}", "trial", train={"lr": rate}, steps=600) for rate in (3e-3, 1e-2, 2e-2)),
+    *(Contender(f"Muon, lr {rate:g}", "trial", train=_muon(rate), steps=600) for rate in (3e-3, 1e-2, 2e-2)),
+    *(
+        Contender(
+            f"MuLoCo, outer lr {lr:g}, momentum {momentum:g}",
+            "trial",
+            {"outer": {"every": EVERY, "optimizer": {"name": "nesterov", "lr": lr, "momentum": momentum}}},
+            train=_muon(MUON_RATE),
+            steps=1_000,
+        )
+        for lr, momentum in ((0.7, 0.9), (0.8, 0.4), (0.7, 0.7))
+    ),
+)
+"""What `MUON_RATE` and `MULOCO` were chosen by, with the first seed."""
 
 AIMS: Mapping[str, float] = {"int8": 0.003, "int4": 0.01, "outer steps": 0.03}
 """Loss over the base, at most."""
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train every contender with every seed, one run after the other."""
+    """Train every contender with every seed."""
     steps = 8 if arguments.quick else arguments.steps or STEPS
-    seeds, contenders = SEEDS, CONTENDERS
+    seeds, contenders = SEEDS, (*TRIALS, *CONTENDERS)
     if arguments.quick:
         seeds, contenders = SEEDS[:1], CONTENDERS[:1]
-    rows: list[dict[str, Any]] = json.loads(RAW.read_text(encoding="utf-8"))["rows"] if arguments.add else []
+    before = json.loads(RAW.read_text(encoding="utf-8")) if arguments.add else {}
+    rows: list[dict[str, Any]] = [*before.get("rows", ()), *before.get("trials", ())]
     done = {(row["name"], row["seed"]) for row in rows}
     commit = environment(command=[])["commit"]
     end = time.monotonic() + 60.0 * (arguments.minutes or 1e9)
-    for each, seed in product(contenders, seeds):
-        if seed >= each.seeds or (each.name, seed) in done or time.monotonic() > end:
-            continue
-        curve = _train(each, seed, steps)
+
+    def train(each: Contender, seed: int) -> None:
+        if time.monotonic() > end:
+            return
+        curve = _train(each, seed, each.steps or steps)
         found = {"name": each.name, "kind": each.kind, "parallel": each.parallel, "begin": each.begin}
-        rows.append({**found, "seed": seed, "commit": commit, "validation": curve})
+        rows.append({**found, "train": each.train, "seed": seed, "commit": commit, "validation": curve})
         print(f"{each.name}, seed {seed}: {curve[-1][1]:.4f} after {curve[-1][0]} steps", flush=True)
-    return {"job": JOB, "steps": steps, "every": EVERY, "aims": AIMS, "rows": rows}
+
+    # Seed by seed: a run that is ended by --minutes has all contenders of the first ones.
+    missing = [(each, at) for at, each in product(seeds, contenders) if at < each.seeds and (each.name, at) not in done]
+    with ThreadPoolExecutor(arguments.jobs or 1) as pool:
+        list(pool.map(lambda job: train(*job), missing))
+    order = {each.name: at for at, each in enumerate(contenders)}
+    rows.sort(key=lambda row: (order.get(row["name"], -1), row["seed"]))
+    trials = [row for row in rows if row["kind"] == "trial"]
+    rows = [row for row in rows if row["kind"] != "trial"]
+    return {"job": JOB, "steps": steps, "every": EVERY, "aims": AIMS, "rows": rows, "trials": trials}
 
 
 def _train(contender: Contender, seed: int, steps: int) -> list[tuple[int, float]]:
     """Run a config in processes of its own: step and validation loss."""
     config: dict[str, Any] = {section: dict(keys) for section, keys in JOB.items()}
-    config["train"] |= {"steps": steps, "seed": seed, "eval_every": max(1, steps // EVALUATIONS)}
+    config["train"] |= {**contender.train, "steps": steps, "seed": seed, "eval_every": max(1, steps // EVALUATIONS)}
     parallel = dict(contender.parallel)
     if "outer" in parallel:  # the last outer gradient arrives behind the last step at the latest
         parallel["outer"] = {**parallel["outer"], "every": min(steps, parallel["outer"]["every"])}
@@ -212,20 +269,56 @@ def report(result: Mapping[str, Any]) -> str:
         "![Validation loss of codecs over steps](results/codec.svg)",
         "![Validation loss of outer steps over steps](results/outer.svg)",
         "Means of the seeds, from a tenth of the steps on.",
+        *_muon_parts(result),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def _muon_parts(result: Mapping[str, Any]) -> list[str]:
+    """Muon, and islands that train with it, beside AdamW and its islands."""
+    found = {each.name: each for each in finals(result)}
+    sync = found.get("Muon")
+    if sync is None:
+        return []
+    lines = [
+        "| | final validation loss | spread over seeds | seeds | over fp32 | over Muon |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for each in found.values():
+        if each.kind in ("muon", "synchronous") or each.name in BESIDE:
+            spread = f"± {stdev(each.losses):.4f}" if len(each.losses) > 1 else ""
+            over = fmean(each.losses) / fmean(sync.losses[: len(each.losses)]) - 1
+            ratios = f"{each.over:+.2%} | {over:+.2%} |"
+            lines.append(f"| {each.name} | {fmean(each.losses):.4f} | {spread} | {len(each.losses)} | {ratios}")
+    tried = [
+        f"| {row['name']} | {row['validation'][-1][0]} | {row['validation'][-1][1]:.4f} |"
+        for row in result.get("trials", ())
+    ]
+    return [
+        "## Muon and MuLoCo",
+        "*Muon*: hidden matrices are stepped by [Muon](../../docs/training.md#muon), everything else by AdamW, both "
+        f"with a learning rate of {MUON_RATE:g}. *MuLoCo* ([arXiv 2505.23725](https://arxiv.org/abs/2505.23725)): "
+        f"islands that train so and average every {result['every']} steps, with a Nesterov momentum of "
+        f"{MULOCO['momentum']:g} and learning rate of {MULOCO['lr']:g} outside. *int4*, *int2*: the outer gradients "
+        "are encoded in 4 or 2 bits, with error feedback. Model, tokens, validation and seeds are those of all other "
+        "runs.",
+        "\n".join(lines),
+        "![Validation loss of Muon and MuLoCo over steps](results/muon.svg)",
+        "Chosen by short runs with seed 0:",
+        "\n".join(["| | steps | final validation loss |", "|---|--:|--:|", *tried]),
+    ]
+
+
 def publish(result: Mapping[str, Any], folder: Path) -> None:
-    """Draw the mean of each contender's curves, those of codecs and of outer steps apart, each beside the base."""
+    """Draw the mean of each contender's curves, those of codecs, outer steps and Muon apart, each beside the base."""
     by_name: dict[str, list[Sequence[Sequence[float]]]] = {}
     for row in result["rows"]:
         by_name.setdefault(row["name"], []).append(row["validation"])
     (folder / "results").mkdir(parents=True, exist_ok=True)
-    for kind in ("codec", "outer"):
+    for kind in ("codec", "outer", "muon"):
         means = {
             each.name: [(at[0][0], fmean(loss for _, loss in at)) for at in zip(*by_name[each.name], strict=True)]
             for each in finals(result)
-            if each.kind in (kind, "synchronous")
+            if each.kind in (kind, "synchronous") or (kind == "muon" and each.name in BESIDE)
         }
         (folder / "results" / f"{kind}.svg").write_text(curves.draw(means), encoding="utf-8")
