@@ -21,8 +21,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from itertools import product
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -41,10 +40,12 @@ BEGIN = 200
 """Synchronous steps before the islands train independently, unless they start from scratch."""
 TUNED: Mapping[str, Any] = {"name": "nesterov", "lr": 0.8, "momentum": 0.4}
 """Options of the outer optimizer: the best of three pairs for the first seed."""
-MUON_RATE = 1e-2
-"""The learning rate of Muon and of AdamW beside it: the best of `TRIALS`."""
+RATES: Mapping[str, float] = {"AdamW": 1e-2, "Muon": 1e-2}
+"""Learning rates of the runs of `MUON`: the best of `TRIALS`."""
 MULOCO: Mapping[str, Any] = {"name": "nesterov", "lr": 0.8, "momentum": 0.4}
 """Options of the outer optimizer around Muon: the best of `TRIALS`."""
+MUON_STEPS, TRIAL_STEPS = 1_000, 600
+"""Steps of each run of `MUON` and of `TRIALS`."""
 
 JOB: Mapping[str, Mapping[str, Any]] = {
     "model": {"source": "builtin", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 176},
@@ -59,9 +60,9 @@ JOB: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One way to train. kind: "synchronous", "codec", "outer" or "muon".  parallel: keys of [parallel].  begin: number
-    of synchronous steps before them.  seeds: number of seeds to train with.  train: keys of [train].
-    steps: of a trial, which chooses a setting; 0: those of all runs."""
+    """One way to train. kind: "synchronous", "codec" or "outer".  parallel: keys of [parallel].  begin: number of
+    synchronous steps before them.  seeds: number of seeds to train with.  train: keys of [train].
+    steps: 0: those that the command line says."""
 
     name: str
     kind: str
@@ -81,20 +82,6 @@ def _outer(name: str, *, begin: int = 0, seeds: int = 1, **options: Any) -> Cont
     return Contender(name, "outer", {"outer": {"every": EVERY, **options}}, begin, seeds)
 
 
-def _muon(rate: float) -> dict[str, Any]:
-    return {
-        "optimizer": "Muon",
-        "lr": rate,
-        "weight_decay": 0.1,
-        "optimizer_options": {"adjust_lr_fn": "match_rms_adamw"},
-    }
-
-
-def _muloco(name: str, **options: Any) -> Contender:
-    outer = {"every": EVERY, "optimizer": MULOCO, **options}
-    return Contender(name, "muon", {"outer": outer}, seeds=3, train=_muon(MUON_RATE))
-
-
 CONTENDERS = (
     Contender("fp32", "synchronous", seeds=3),
     _coded("int8", "int8", seeds=3),
@@ -112,31 +99,58 @@ CONTENDERS = (
     _coded("bf16", "bf16"),
     _coded("fp8", "fp8"),
     _coded("int4, stochastic", "int4", rounding="stochastic"),
-    Contender("Muon", "muon", seeds=3, train=_muon(MUON_RATE)),
-    _muloco("MuLoCo from scratch"),
-    _muloco("MuLoCo, int4, from scratch", codec="int4"),
-    _muloco("MuLoCo, int2, from scratch", codec="int2"),
 )
 """The first is the base of the others."""
 
-BESIDE = ("outer steps from scratch", "DiLoCo from scratch")
-"""Contenders of other kinds in the picture and table of Muon."""
+
+def _with(optimizer: str, rate: float) -> dict[str, Any]:
+    """Keys of [train] for AdamW, or for Muon with the update scaled to AdamW's."""
+    if optimizer == "AdamW":
+        return {"lr": rate}
+    return {
+        "optimizer": "Muon",
+        "lr": rate,
+        "weight_decay": 0.1,
+        "optimizer_options": {"adjust_lr_fn": "match_rms_adamw"},
+    }
+
+
+def _inside(name: str, optimizer: str, outer: Mapping[str, Any] | None = None, **options: Any) -> Contender:
+    """A contender of `MUON`: synchronous, or from scratch with outer steps by this outer optimizer."""
+    train, steps = _with(optimizer, RATES[optimizer]), MUON_STEPS
+    if outer is None:
+        return Contender(name, "synchronous", seeds=3, train=train, steps=steps)
+    parallel = {"outer": {"every": EVERY, "optimizer": outer, **options}}
+    return Contender(name, "outer", parallel, seeds=3, train=train, steps=steps)
+
+
+MUON = (
+    _inside("AdamW", "AdamW"),
+    _inside("Muon", "Muon"),
+    _inside("DiLoCo", "AdamW", TUNED),
+    _inside("MuLoCo", "Muon", MULOCO),
+    _inside("MuLoCo, int4", "Muon", MULOCO, codec="int4"),
+    _inside("MuLoCo, int2", "Muon", MULOCO, codec="int2"),
+)
+"""Islands that train with Muon, and what they are compared with. The first is the base of the others."""
 
 TRIALS = (
-    *(Contender(f"AdamW, lr {rate:g}", "trial", train={"lr": rate}, steps=600) for rate in (3e-3, 1e-2, 2e-2)),
-    *(Contender(f"Muon, lr {rate:g}", "trial", train=_muon(rate), steps=600) for rate in (3e-3, 1e-2, 2e-2)),
     *(
-        Contender(
-            f"MuLoCo, outer lr {lr:g}, momentum {momentum:g}",
-            "trial",
-            {"outer": {"every": EVERY, "optimizer": {"name": "nesterov", "lr": lr, "momentum": momentum}}},
-            train=_muon(MUON_RATE),
-            steps=1_000,
+        Contender(f"{name}, lr {rate:g}", "synchronous", train=_with(name, rate), steps=TRIAL_STEPS)
+        for name in RATES
+        for rate in (3e-3, 1e-2, 2e-2)
+    ),
+    *(
+        replace(
+            _inside("MuLoCo", "Muon", {"name": "nesterov", "lr": lr, "momentum": momentum}),
+            name=f"MuLoCo, outer lr {lr:g}, momentum {momentum:g}",
+            seeds=1,
+            steps=TRIAL_STEPS,
         )
-        for lr, momentum in ((0.7, 0.9), (0.8, 0.4), (0.7, 0.7))
+        for lr, momentum in ((0.7, 0.9), (0.7, 0.6), (0.8, 0.4))
     ),
 )
-"""What `MUON_RATE` and `MULOCO` were chosen by, with the first seed."""
+"""What `RATES` and `MULOCO` were chosen by, with the first seed."""
 
 AIMS: Mapping[str, float] = {"int8": 0.003, "int4": 0.01, "outer steps": 0.03}
 """Loss over the base, at most."""
@@ -145,32 +159,38 @@ AIMS: Mapping[str, float] = {"int8": 0.003, "int4": 0.01, "outer steps": 0.03}
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train every contender with every seed."""
     steps = 8 if arguments.quick else arguments.steps or STEPS
-    seeds, contenders = SEEDS, (*TRIALS, *CONTENDERS)
-    if arguments.quick:
-        seeds, contenders = SEEDS[:1], CONTENDERS[:1]
     before = json.loads(RAW.read_text(encoding="utf-8")) if arguments.add else {}
-    rows: list[dict[str, Any]] = [*before.get("rows", ()), *before.get("trials", ())]
-    done = {(row["name"], row["seed"]) for row in rows}
-    commit = environment(command=[])["commit"]
     end = time.monotonic() + 60.0 * (arguments.minutes or 1e9)
+    commit = environment(command=[])["commit"]
 
-    def train(each: Contender, seed: int) -> None:
-        if time.monotonic() > end:
-            return
-        curve = _train(each, seed, each.steps or steps)
-        found = {"name": each.name, "kind": each.kind, "parallel": each.parallel, "begin": each.begin}
-        rows.append({**found, "train": each.train, "seed": seed, "commit": commit, "validation": curve})
-        print(f"{each.name}, seed {seed}: {curve[-1][1]:.4f} after {curve[-1][0]} steps", flush=True)
+    def runs(contenders: Sequence[Contender], earlier: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+        """Return rows of contenders in their order, with those that were trained earlier."""
+        done = {(row["name"], row["seed"]) for row in earlier}
+        # Seed by seed, so that a run that --minutes ends has all contenders of the first ones.
+        missing = [(each, at) for at in SEEDS for each in contenders if at < each.seeds and (each.name, at) not in done]
 
-    # Seed by seed: a run that is ended by --minutes has all contenders of the first ones.
-    missing = [(each, at) for at, each in product(seeds, contenders) if at < each.seeds and (each.name, at) not in done]
-    with ThreadPoolExecutor(arguments.jobs or 1) as pool:
-        list(pool.map(lambda job: train(*job), missing))
-    order = {each.name: at for at, each in enumerate(contenders)}
-    rows.sort(key=lambda row: (order.get(row["name"], -1), row["seed"]))
-    trials = [row for row in rows if row["kind"] == "trial"]
-    rows = [row for row in rows if row["kind"] != "trial"]
-    return {"job": JOB, "steps": steps, "every": EVERY, "aims": AIMS, "rows": rows, "trials": trials}
+        def one(each: Contender, seed: int) -> dict[str, Any] | None:
+            if time.monotonic() > end:
+                return None
+            curve = _train(each, seed, each.steps or steps)
+            print(f"{each.name}, seed {seed}: {curve[-1][1]:.4f} after {curve[-1][0]} steps", flush=True)
+            found = {"name": each.name, "kind": each.kind, "parallel": each.parallel, "begin": each.begin}
+            return {**found, "train": each.train, "seed": seed, "commit": commit, "validation": curve}
+
+        with ThreadPoolExecutor(arguments.jobs or 1) as pool:
+            found = [*earlier, *filter(None, pool.map(one, *zip(*missing, strict=True)))] if missing else [*earlier]
+        order = [each.name for each in contenders]
+        return sorted(found, key=lambda row: (order.index(row["name"]), row["seed"]))
+
+    shared = {"job": JOB, "steps": steps, "every": EVERY, "aims": AIMS}
+    if arguments.quick:
+        return {**shared, "rows": runs([replace(CONTENDERS[0], seeds=1)])}
+    muon = before.get("muon", {})
+    return {
+        **shared,
+        "rows": runs(CONTENDERS, before.get("rows", ())),
+        "muon": {"trials": runs(TRIALS, muon.get("trials", ())), "rows": runs(MUON, muon.get("rows", ()))},
+    }
 
 
 def _train(contender: Contender, seed: int, steps: int) -> list[tuple[int, float]]:
@@ -269,56 +289,62 @@ def report(result: Mapping[str, Any]) -> str:
         "![Validation loss of codecs over steps](results/codec.svg)",
         "![Validation loss of outer steps over steps](results/outer.svg)",
         "Means of the seeds, from a tenth of the steps on.",
-        *_muon_parts(result),
+        *(_muon_parts(result) if "muon" in result else ()),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _muon_parts(result: Mapping[str, Any]) -> list[str]:
     """Muon, and islands that train with it, beside AdamW and its islands."""
-    found = {each.name: each for each in finals(result)}
-    sync = found.get("Muon")
-    if sync is None:
-        return []
+    muon = result["muon"]
+    rows = [
+        f"| {row['name']} | {row['validation'][-1][0]} | {row['validation'][-1][1]:.4f} |" for row in muon["trials"]
+    ]
+    found = finals(muon)
+    base = {each.name: fmean(each.losses) for each in found}
     lines = [
-        "| | final validation loss | spread over seeds | seeds | over fp32 | over Muon |",
+        "| | final validation loss | spread over seeds | seeds | over AdamW | over Muon |",
         "|---|--:|--:|--:|--:|--:|",
     ]
-    for each in found.values():
-        if each.kind in ("muon", "synchronous") or each.name in BESIDE:
-            spread = f"± {stdev(each.losses):.4f}" if len(each.losses) > 1 else ""
-            over = fmean(each.losses) / fmean(sync.losses[: len(each.losses)]) - 1
-            ratios = f"{each.over:+.2%} | {over:+.2%} |"
-            lines.append(f"| {each.name} | {fmean(each.losses):.4f} | {spread} | {len(each.losses)} | {ratios}")
-    tried = [
-        f"| {row['name']} | {row['validation'][-1][0]} | {row['validation'][-1][1]:.4f} |"
-        for row in result.get("trials", ())
-    ]
+    for each in found:
+        loss, spread = base[each.name], f"± {stdev(each.losses):.4f}" if len(each.losses) > 1 else ""
+        over = " | ".join(f"{loss / base[of] - 1:+.2%}" if of != each.name else "" for of in ("AdamW", "Muon"))
+        lines.append(f"| {each.name} | {loss:.4f} | {spread} | {len(each.losses)} | {over} |")
     return [
         "## Muon and MuLoCo",
-        "*Muon*: hidden matrices are stepped by [Muon](../../docs/training.md#muon), everything else by AdamW, both "
-        f"with a learning rate of {MUON_RATE:g}. *MuLoCo* ([arXiv 2505.23725](https://arxiv.org/abs/2505.23725)): "
-        f"islands that train so and average every {result['every']} steps, with a Nesterov momentum of "
-        f"{MULOCO['momentum']:g} and learning rate of {MULOCO['lr']:g} outside. *int4*, *int2*: the outer gradients "
-        "are encoded in 4 or 2 bits, with error feedback. Model, tokens, validation and seeds are those of all other "
-        "runs.",
+        f"Runs of {MUON_STEPS:,} steps with the same model, tokens for each seed, and validation, all in one "
+        "environment. *Muon*: hidden matrices are stepped by [Muon](../../docs/training.md#muon) and everything else "
+        f"by AdamW, both with a learning rate of {RATES['Muon']:g}; *AdamW* has one of {RATES['AdamW']:g}. *DiLoCo*, "
+        "*MuLoCo* ([arXiv 2505.23725](https://arxiv.org/abs/2505.23725)): islands that train with AdamW or Muon from "
+        f"scratch and average every {result['every']} steps. Outside, DiLoCo has a Nesterov momentum of "
+        f"{TUNED['momentum']:g} and a learning rate of {TUNED['lr']:g}, as *outer steps* above, MuLoCo "
+        f"{MULOCO['momentum']:g} and {MULOCO['lr']:g}. *int4*, *int2*: the outer gradients are encoded, rounded to "
+        "nearest, with error feedback.",
+        f"Commits: {', '.join(dict.fromkeys(str(row['commit'])[:12] for row in muon['rows']))}.",
         "\n".join(lines),
         "![Validation loss of Muon and MuLoCo over steps](results/muon.svg)",
-        "Chosen by short runs with seed 0:",
-        "\n".join(["| | steps | final validation loss |", "|---|--:|--:|", *tried]),
+        "Learning rates and outer optimizer were chosen by shorter runs with seed 0:",
+        "\n".join(["| | steps | final validation loss |", "|---|--:|--:|", *rows]),
     ]
 
 
 def publish(result: Mapping[str, Any], folder: Path) -> None:
     """Draw the mean of each contender's curves, those of codecs, outer steps and Muon apart, each beside the base."""
+    (folder / "results").mkdir(parents=True, exist_ok=True)
+    pictures = {kind: (result, (kind, "synchronous")) for kind in ("codec", "outer")}
+    if "muon" in result:
+        pictures["muon"] = result["muon"], ("outer", "synchronous")
+    for name, (rows, kinds) in pictures.items():
+        (folder / "results" / f"{name}.svg").write_text(curves.draw(_means(rows, kinds)), encoding="utf-8")
+
+
+def _means(result: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, curves.Points]:
+    """The mean of the curves of each contender of these kinds."""
     by_name: dict[str, list[Sequence[Sequence[float]]]] = {}
     for row in result["rows"]:
         by_name.setdefault(row["name"], []).append(row["validation"])
-    (folder / "results").mkdir(parents=True, exist_ok=True)
-    for kind in ("codec", "outer", "muon"):
-        means = {
-            each.name: [(at[0][0], fmean(loss for _, loss in at)) for at in zip(*by_name[each.name], strict=True)]
-            for each in finals(result)
-            if each.kind in (kind, "synchronous") or (kind == "muon" and each.name in BESIDE)
-        }
-        (folder / "results" / f"{kind}.svg").write_text(curves.draw(means), encoding="utf-8")
+    return {
+        each.name: [(at[0][0], fmean(loss for _, loss in at)) for at in zip(*by_name[each.name], strict=True)]
+        for each in finals(result)
+        if each.kind in kinds
+    }
