@@ -484,8 +484,8 @@ def losses() -> str:
     if "muon" in result:
         steps = result["muon"]["rows"][0]["validation"][-1][0]
         text += (
-            f"\n\nMeasured: [MuLoCo](outer.md#muon-inside-the-islands) beside DiLoCo and synchronous runs, the same job "
-            f"for {steps:,} steps, learning rates and outer optimizers tuned, islands from scratch.\n\n"
+            "\n\nMeasured: [MuLoCo](outer.md#muon-inside-the-islands) beside DiLoCo and synchronous runs, the same "
+            f"job for {steps:,} steps, learning rates and outer optimizers tuned, islands from scratch.\n\n"
         ) + _losses(result["muon"])
     return text
 
