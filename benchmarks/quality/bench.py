@@ -40,7 +40,7 @@ BEGIN = 200
 """Synchronous steps before the islands train independently, unless they start from scratch."""
 TUNED: Mapping[str, Any] = {"name": "nesterov", "lr": 0.8, "momentum": 0.4}
 """Options of the outer optimizer: the best of three pairs for the first seed."""
-RATES: Mapping[str, float] = {"AdamW": 3e-3, "Muon": 1e-2}
+RATES: Mapping[str, float] = {"AdamW": 3e-3, "Muon": 2e-2}
 """Learning rates of the runs of `MUON`: the best of `TRIALS`."""
 MULOCO: Mapping[str, Any] = {"name": "nesterov", "lr": 0.8, "momentum": 0.4}
 """Options of the outer optimizer around Muon: the best of `TRIALS`."""
@@ -137,8 +137,8 @@ MUON = (
 TRIALS = (
     *(
         Contender(f"{name}, lr {rate:g}", "synchronous", train=_with(name, rate), steps=TRIAL_STEPS)
-        for name in RATES
-        for rate in (3e-3, 1e-2, 2e-2)
+        for name, rates in (("AdamW", (1.5e-3, 3e-3, 1e-2)), ("Muon", (3e-3, 1e-2, 2e-2, 4e-2)))
+        for rate in rates
     ),
     *(
         replace(
