@@ -618,7 +618,7 @@ def test_settings_of_quality_are_those_of_the_best_trials() -> None:
         best[name] = min(best.get(name, (9.0, "")), (row["validation"][-1][1], setting))
     outer = quality.MULOCO
     chosen = {name: f"lr {rate:g}" for name, rate in quality.RATES.items()}
-    chosen["MuLoCo"] = f"outer lr {outer['lr']:g}, momentum {outer['momentum']:g}"
+    chosen["MuLoCo"] += f", outer lr {outer['lr']:g}, momentum {outer['momentum']:g}"
     assert {name: setting for name, (_, setting) in best.items()} == chosen
 
 

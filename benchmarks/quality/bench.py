@@ -40,8 +40,8 @@ BEGIN = 200
 """Synchronous steps before the islands train independently, unless they start from scratch."""
 TUNED: Mapping[str, Any] = {"name": "nesterov", "lr": 0.8, "momentum": 0.4}
 """Options of the outer optimizer: the best of three pairs for the first seed."""
-RATES: Mapping[str, float] = {"AdamW": 3e-3, "Muon": 2e-2}
-"""Learning rates of the runs of `MUON`: the best of `TRIALS`."""
+RATES: Mapping[str, float] = {"AdamW": 3e-3, "Muon": 2e-2, "MuLoCo": 1e-2}
+"""Learning rates of the runs of `MUON`: the best of `TRIALS`. That of DiLoCo is AdamW's."""
 MULOCO: Mapping[str, Any] = {"name": "nesterov", "lr": 0.8, "momentum": 0.4}
 """Options of the outer optimizer around Muon: the best of `TRIALS`."""
 MUON_STEPS, TRIAL_STEPS = 1_000, 600
@@ -115,40 +115,42 @@ def _with(optimizer: str, rate: float) -> dict[str, Any]:
     }
 
 
-def _inside(name: str, optimizer: str, outer: Mapping[str, Any] | None = None, **options: Any) -> Contender:
-    """A contender of `MUON`: synchronous, or from scratch with outer steps by this outer optimizer."""
-    train, steps = _with(optimizer, RATES[optimizer]), MUON_STEPS
+def _inside(name: str, train: Mapping[str, Any], outer: Mapping[str, Any] | None = None, **options: Any) -> Contender:
+    """A contender of `MUON`: synchronous, or islands from scratch with this outer optimizer."""
     if outer is None:
-        return Contender(name, "synchronous", seeds=3, train=train, steps=steps)
+        return Contender(name, "synchronous", seeds=3, train=train, steps=MUON_STEPS)
     parallel = {"outer": {"every": EVERY, "optimizer": outer, **options}}
-    return Contender(name, "outer", parallel, seeds=3, train=train, steps=steps)
+    return Contender(name, "outer", parallel, seeds=3, train=train, steps=MUON_STEPS)
 
+
+_ADAMW, _MULOCO = _with("AdamW", RATES["AdamW"]), _with("Muon", RATES["MuLoCo"])
 
 MUON = (
-    _inside("AdamW", "AdamW"),
-    _inside("Muon", "Muon"),
-    _inside("DiLoCo", "AdamW", TUNED),
-    _inside("MuLoCo", "Muon", MULOCO),
-    _inside("MuLoCo, int4", "Muon", MULOCO, codec="int4"),
-    _inside("MuLoCo, int2", "Muon", MULOCO, codec="int2"),
+    _inside("AdamW", _ADAMW),
+    _inside("Muon", _with("Muon", RATES["Muon"])),
+    _inside("DiLoCo", _ADAMW, TUNED),
+    _inside("MuLoCo", _MULOCO, MULOCO),
+    _inside("MuLoCo, int4", _MULOCO, MULOCO, codec="int4"),
+    _inside("MuLoCo, int2", _MULOCO, MULOCO, codec="int2"),
 )
 """Islands that train with Muon, and what they are compared with. The first is the base of the others."""
 
+
+def _trial(name: str, rate: float, outer: tuple[float, float] | None = None) -> Contender:
+    """outer: learning rate and momentum of the outer optimizer of islands."""
+    label, options = f"{name}, lr {rate:g}", None
+    if outer is not None:
+        options = {"name": "nesterov", "lr": outer[0], "momentum": outer[1]}
+        label += f", outer lr {outer[0]:g}, momentum {outer[1]:g}"
+    made = _inside(label, _with("AdamW" if name == "AdamW" else "Muon", rate), options)
+    return replace(made, seeds=1, steps=TRIAL_STEPS)
+
+
 TRIALS = (
-    *(
-        Contender(f"{name}, lr {rate:g}", "synchronous", train=_with(name, rate), steps=TRIAL_STEPS)
-        for name, rates in (("AdamW", (1.5e-3, 3e-3, 1e-2)), ("Muon", (3e-3, 1e-2, 2e-2, 4e-2)))
-        for rate in rates
-    ),
-    *(
-        replace(
-            _inside("MuLoCo", "Muon", {"name": "nesterov", "lr": lr, "momentum": momentum}),
-            name=f"MuLoCo, outer lr {lr:g}, momentum {momentum:g}",
-            seeds=1,
-            steps=TRIAL_STEPS,
-        )
-        for lr, momentum in ((0.7, 0.9), (0.7, 0.6), (0.8, 0.4))
-    ),
+    *(_trial("AdamW", rate) for rate in (1.5e-3, 3e-3, 1e-2)),
+    *(_trial("Muon", rate) for rate in (3e-3, 1e-2, 2e-2, 4e-2)),
+    *(_trial("MuLoCo", 1e-2, outer) for outer in ((0.7, 0.9), (0.7, 0.6), (0.8, 0.4))),
+    _trial("MuLoCo", 2e-2, (0.7, 0.6)),
 )
 """What `RATES` and `MULOCO` were chosen by, with the first seed."""
 
@@ -314,12 +316,12 @@ def _muon_parts(result: Mapping[str, Any]) -> list[str]:
         "## Muon and MuLoCo",
         f"Runs of {MUON_STEPS:,} steps with the same model, tokens for each seed, and validation, all in one "
         "environment. *Muon*: hidden matrices are stepped by [Muon](../../docs/training.md#muon) and everything else "
-        f"by AdamW, both with a learning rate of {RATES['Muon']:g}; *AdamW* has one of {RATES['AdamW']:g}. *DiLoCo*, "
-        "*MuLoCo* ([arXiv 2505.23725](https://arxiv.org/abs/2505.23725)): islands that train with AdamW or Muon from "
-        f"scratch and average every {result['every']} steps. Outside, DiLoCo has a Nesterov momentum of "
-        f"{TUNED['momentum']:g} and a learning rate of {TUNED['lr']:g}, as *outer steps* above, MuLoCo "
-        f"{MULOCO['momentum']:g} and {MULOCO['lr']:g}. *int4*, *int2*: the outer gradients are encoded, rounded to "
-        "nearest, with error feedback.",
+        f"by AdamW, both with a learning rate of {RATES['Muon']:g}, *AdamW* with one of {RATES['AdamW']:g}. *DiLoCo*, "
+        "*MuLoCo* ([arXiv 2505.23725](https://arxiv.org/abs/2505.23725)): islands that train from scratch with AdamW "
+        f"at {RATES['AdamW']:g} or with Muon at {RATES['MuLoCo']:g}, and average every {result['every']} steps. Their "
+        f"outer optimizer has a Nesterov momentum of {TUNED['momentum']:g} and a learning rate of {TUNED['lr']:g} in "
+        f"DiLoCo, as *outer steps* above, {MULOCO['momentum']:g} and {MULOCO['lr']:g} in MuLoCo. *int4*, *int2*: the "
+        "outer gradients are encoded, rounded to nearest, with error feedback.",
         f"Commits: {', '.join(dict.fromkeys(str(row['commit'])[:12] for row in muon['rows']))}.",
         "\n".join(lines),
         "![Validation loss of Muon and MuLoCo over steps](results/muon.svg)",
