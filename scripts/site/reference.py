@@ -56,7 +56,7 @@ PAGES = (
             "atoll": ["Layout", "Precision"],
             "atoll.plans.layouts": [
                 *("Level", "LAYOUT_ALIASES", "ALL_LAYOUTS", "EFFECTIVE", "PRESETS", "ITEM_BYTES"),
-                *("footprint", "Footprint", "saved_besides", "saved_bytes"),
+                *("footprint", "Footprint", "kept_bytes", "saved_besides", "saved_bytes"),
                 *("traffic", "Traffic", "published_memory", "PublishedMemory", "AT_ONCE"),
                 *(
                     "Sharding",
