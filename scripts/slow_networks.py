@@ -481,7 +481,7 @@ def losses() -> str:
         "those from scratch.\n\n"
     )
     text += _losses(result)
-    if "muon" in result:
+    if any(row["name"] == "MuLoCo" for row in result.get("muon", {}).get("rows", ())):
         steps = result["muon"]["rows"][0]["validation"][-1][0]
         text += (
             "\n\nMeasured: [MuLoCo](outer.md#muon-inside-the-islands) beside DiLoCo and synchronous runs, the same "
