@@ -206,7 +206,8 @@ class Outer:
 
     def part_bytes(self, numel: int, item: int) -> int:
         """Bytes of a part of an outer gradient that an island apart shows, of `numel` elements of `item` bytes each."""
-        return numel * item if self.codec is None else self.codec.nbytes(numel)
+        # int4 has pairs of elements.
+        return numel * item if self.codec is None else self.codec.nbytes(numel + numel % 2)
 
     # ---- fragments and steps
 
