@@ -24,7 +24,8 @@ from atoll import Engine, Layout, MeshShape, Outer, Plan
 from atoll.base.errors import AtollError
 from atoll.plans import schedules
 from atoll.plans.federation.records import Notice
-from atoll.plans.federation.rounds import FederationRules, begin, hear
+from atoll.plans.federation.rounds import begin, hear
+from atoll.plans.federation.rules import FederationRules
 from atoll.plans.host import HostState
 from atoll.runtime.assemble.describe import describe_rank
 from atoll.runtime.federation.elements import ElementName, TensorPart, check_covered, check_sizes

@@ -10,13 +10,13 @@ from atoll.plans.federation.lots import LotRange
 from atoll.plans.federation.records import Contribution, Notice, RoundRecord, Wish, parse_notice
 from atoll.plans.federation.rounds import (
     KEPT_RECORDS,
-    FederationRules,
     IslandView,
     advance,
     begin,
     hear,
     wanted,
 )
+from atoll.plans.federation.rules import FederationRules
 
 LOT_TOKENS = 10
 STOCK = 3

@@ -10,7 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from atoll.plans.federation.records import Ballot, Member, Notice, Wish, parse_notice
-from atoll.plans.federation.rounds import FederationRules, begin, decides, hear
+from atoll.plans.federation.rounds import begin, decides, hear
+from atoll.plans.federation.rules import FederationRules
 from tests.plans.federation.simulated import Federation, lot_numbers
 
 RULES = FederationRules(founders=("a", "b", "c"), fragments=2, quorum=1, grace=5.0, silent=4.0, away=20.0)

@@ -17,7 +17,7 @@ import pytest
 
 from atoll.plans.federation.orders import ElementSource, Orders
 from atoll.plans.federation.records import Contribution, Member, Notice, RoundRecord
-from atoll.plans.federation.rounds import FederationRules
+from atoll.plans.federation.rules import FederationRules
 from atoll.runtime.federation.elements import PartElements, TensorPart, manifest_of
 from atoll.runtime.federation.exchange import IslandExchange
 from atoll.runtime.federation.following import FollowingRank, Loops

@@ -8,7 +8,7 @@ from typing import Any
 
 from atoll.base.digests import digest
 from atoll.plans.federation.records import RoundRecord
-from atoll.plans.federation.rounds import FederationRules
+from atoll.plans.federation.rules import FederationRules
 from atoll.plans.outer import Outer
 from atoll.runtime.federation.elements import manifest_of
 

@@ -39,7 +39,8 @@ from atoll.plans.federation.orders import (
     parse_ranks,
 )
 from atoll.plans.federation.records import Contribution, Notice, RoundRecord, Wish, parse_notice
-from atoll.plans.federation.rounds import FederationRules, advance, begin, hear, wanted
+from atoll.plans.federation.rounds import advance, begin, hear, wanted
+from atoll.plans.federation.rules import FederationRules
 from atoll.runtime.federation.elements import Holdings
 from atoll.runtime.federation.following import FederatedRank
 from atoll.runtime.federation.http import HOLD_SECONDS, READ_SECONDS, Peer, PeerError, Showcase
@@ -93,6 +94,7 @@ class IslandExchange(FederatedRank):
         # When a contribution was first seen, by digest.
         self._seen: dict[str, float] = {}
         self._published: Notice | None = None
+        self._beat = clock()
         notice = replace(self._kept(name, run, at), initial=initial)
         self._view = begin(notice, rules, clock())
         at_home = listen or own
@@ -256,10 +258,11 @@ class IslandExchange(FederatedRank):
             logger.warning("island %s is not heard: %s", island, why)
 
     def _publish(self, own: Notice) -> None:
-        """Write the notice and show it, if it has changed: see [Note: what is on the disk]."""
-        before = self._published
-        if own == before:
-            return
+        """Write the notice and show it, if it has changed or is old: see [Note: what is on the disk]."""
+        before, now = self._published, self._clock()
+        if own == before and now - self._beat < self.rules.silent / 2:
+            return  # who watches from outside takes a notice that never changes for that of an island that hangs
+        self._beat = now
         own = replace(own, beat=own.beat + 1)
         if before is None or replace(before, beat=own.beat, holds=own.holds) != own:
             _write(self._folder / NOTICE, digests.seal(own.to_json()))

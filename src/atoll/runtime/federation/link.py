@@ -8,7 +8,7 @@ from typing import Any
 
 from atoll.base.digests import digest
 from atoll.plans.federation.records import Member, RoundRecord
-from atoll.plans.federation.rounds import FederationRules
+from atoll.plans.federation.rules import FederationRules
 from atoll.runtime.checkpoint.meeting import Meeting
 from atoll.runtime.federation.elements import Holdings
 from atoll.runtime.federation.exchange import IslandExchange

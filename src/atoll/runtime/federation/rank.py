@@ -186,13 +186,13 @@ class ElementExchange:
                 for source in orders.sources:
                     free = missing.keys() & set(source.holds) - set(self._busy.values())
                     could = [each for digest, each in missing.items() if digest in free]
-                    chosen = next((each for each in could if self._reads_of(each, source, orders, is_own)), None)
+                    chosen = next((each for each in could if self._reads_of(each, source, orders, is_own=is_own)), None)
                     if chosen is not None and source.island not in self._busy:
                         self._busy[source.island] = chosen.digest
                         begun.append((chosen, source))
         return begun
 
-    def _reads_of(self, contribution: Contribution, source: ElementSource, orders: Orders, is_own: bool) -> bool:
+    def _reads_of(self, contribution: Contribution, source: ElementSource, orders: Orders, *, is_own: bool) -> bool:
         """Return True if an island is the one to ask. is_own: look for who made it, unless that one has failed where
         another has it; otherwise for others."""
         others = [

@@ -30,7 +30,7 @@ import torch
 
 from atoll.base.errors import PlanError, RunError
 from atoll.plans.federation.records import Member, RoundRecord, read_record
-from atoll.plans.federation.rounds import FederationRules
+from atoll.plans.federation.rules import FederationRules
 from atoll.plans.federation.standing import Standing
 from atoll.plans.outer import Outer, OuterAction
 from atoll.runtime.federation.elements import TensorPart
@@ -150,18 +150,10 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
     def open(self) -> None:
         """Begin the exchange. Every rank calls it."""
         rank, at = self._transport.place.rank, self.standing.at
-        sums = [] if at is not None else self._initial_sums()
+        sums = [] if at is not None else _initial_sums(self._fragments, self.rules.fragments)
         self._link = IslandLink(self.seat, self.rules, self._holdings, run=self._run, sums=sums, rank=rank, at=at)
         self.standing = replace(self.standing, own=self._link.own)
         self._note("joining", self.rounds_step)
-
-    def _initial_sums(self) -> list[int]:
-        sums = [0] * self.rules.fragments
-        for fragment, pairs in self._fragments.items():
-            for unit, anchors in pairs:
-                if unit.is_first_owner:
-                    sums[fragment] = (sums[fragment] + sum(anchor.bits() for anchor in anchors)) % BITS
-        return sums
 
     def close(self) -> None:
         """End the exchange. The others take it for an island that is lost, unless `depart` came before."""
@@ -390,3 +382,13 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
         self._tokens = [0] * self.rules.fragments if own is None else list(own["tokens"])
         self.used = self.standing.lots.counted if own is None else own["used"]
         self._holdings = AnchorHoldings(self._by_fragment, self.outer, item=self._item, bases=self.standing.bases)
+
+
+def _initial_sums(parts: Mapping[int, Sequence[tuple[Unit, Sequence[HostAnchor]]]], count: int) -> list[int]:
+    """Return the bits of the anchors of each fragment that this rank accounts for."""
+    sums = [0] * count
+    for fragment, pairs in parts.items():
+        for unit, anchors in pairs:
+            if unit.is_first_owner:
+                sums[fragment] = (sums[fragment] + sum(anchor.bits() for anchor in anchors)) % BITS
+    return sums

@@ -10,7 +10,7 @@ from enum import StrEnum
 from atoll.base.units import format_count, format_seconds
 from atoll.plans.federation.lots import Lots
 from atoll.plans.federation.records import Contribution, Notice, RoundRecord, Wish
-from atoll.plans.federation.rounds import FederationRules
+from atoll.plans.federation.rules import FederationRules
 
 
 class IslandState(StrEnum):
