@@ -605,7 +605,7 @@ def test_the_page_of_quality_compares_islands_of_muon(tmp_path: Path) -> None:
     assert "| AdamW | 2.0000 |  | 1 |  | +25.00% |" in page
     assert "| MuLoCo | 1.8000 |  | 1 | -10.00% | +12.50% |" in page
     assert "| Muon, lr 1 | 20 | 1.6000 |" in page
-    assert any(line.startswith("**Not measured yet: AdamW (2 seeds), ") for line in page)
+    assert any(line.startswith("**Not measured yet: AdamW (2 of 3 seeds), ") for line in page)
     quality.publish(result, tmp_path)
     assert ">MuLoCo</text>" in (tmp_path / "results" / "muon.svg").read_text()
     assert ">MuLoCo</text>" not in (tmp_path / "results" / "outer.svg").read_text()

@@ -313,7 +313,11 @@ def _muon_parts(result: Mapping[str, Any]) -> list[str]:
         over = [f"{loss / mean[of] - 1:+.2%}" if of in mean and of != each.name else "" for of in ("AdamW", "Muon")]
         lines.append(f"| {each.name} | {loss:.4f} | {spread} | {len(each.losses)} | {' | '.join(over)} |")
     counts = {each.name: len(each.losses) for each in found}
-    missing = [f"{each.name} ({short} seeds)" for each in MUON if (short := each.seeds - counts.get(each.name, 0)) > 0]
+    missing = [
+        f"{each.name} ({short} of {each.seeds} seeds)"
+        for each in MUON
+        if (short := each.seeds - counts.get(each.name, 0)) > 0
+    ]
     return [
         "## Muon and MuLoCo",
         f"Runs of {MUON_STEPS:,} steps with the same model, tokens for each seed, and validation, all in one "

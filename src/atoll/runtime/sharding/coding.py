@@ -12,9 +12,10 @@ A message of `Codec.nbytes(n)` bytes holds a float32 scale for each block of ele
 
 [Note: levels of int2] Four codes cannot be symmetric and have a zero. With -1, 0, 1 the fourth code is never sent, an
 element is off by up to half of the largest magnitude, not a third, and nearest rounds most elements of a block to
-zero, which feedback only delays: MuLoCo with error feedback had a loss of 4.34 instead of 4.10 after 550 steps (one seed). With
-levels around the root mean square errors are smaller, but large elements are cut off, which biases stochastic rounding.
-The price of having no zero is noise where a block has few large elements. A block of zeros stays zero by its scale.
+zero, which feedback only delays: with one seed MuLoCo with error feedback had a loss of 4.34 instead of 4.10 after 550
+steps. With levels around the root mean square errors are smaller, but large elements are cut off, which biases
+stochastic rounding. The price of having no zero is noise where a block has few large elements. A block of zeros stays
+zero by its scale.
 
 A block whose scale is not a normal float32 is zero. A value that is not finite makes its block so, except in bf16.
 
