@@ -64,6 +64,12 @@ def _worst(rows: Sequence[Result]) -> float:
     return max(float(row["worst"]) for row in rows)
 
 
+def _parity(cases: Sequence[Result], of: str) -> Figure:
+    """The largest difference of some cases from one process."""
+    said, match = ("1 case", "matches") if len(cases) == 1 else (f"{len(cases)} cases", "match")
+    return at_most(f"{said} {of}", _worst(cases), PARITY, claim=f"{said} {of} {match} one process within 1e-10")
+
+
 def _failed(rows: Sequence[Result]) -> Iterator[Figure]:
     """A missed target for each row that failed by another reason than memory."""
     for row in rows:
@@ -153,8 +159,7 @@ def _gaps(result: Result, device: str) -> Iterator[Figure]:
 def _ranks(result: Result, device: str) -> Iterator[Figure]:
     rows = result.get("cases", [])
     if rows:
-        claim = f"{len(rows)} cases on 2 and 4 ranks that share the card match one process within 1e-10"
-        yield at_most(f"{len(rows)} cases on 2 and 4 ranks", _worst(rows), PARITY, claim=claim)
+        yield _parity(rows, "on 2 and 4 ranks that share the card")
         again = sum(row["repeats"] for row in rows)
         yield Figure("same bits in a second run", f"{again} of {len(rows)}", "all", again == len(rows))
 
@@ -266,8 +271,7 @@ def _experts(result: Result, device: str) -> Iterator[Figure]:
     if products:
         yield at_most("grouped products of experts in bf16, error", _worst(products), BF16)
     if cases:
-        claim = f"{len(cases)} cases with divided experts match one process within 1e-10"
-        yield at_most(f"{len(cases)} cases with divided experts", _worst(cases), PARITY, claim=claim)
+        yield _parity(cases, "with divided experts")
     if speed.get("dense"):
         yield Figure("a grouped product of 64 experts, dense = 1", f"{speed['grouped'] / speed['dense']:.2f}")
 
@@ -276,16 +280,14 @@ def _sequences(result: Result, device: str) -> Iterator[Figure]:
     cases = result.get("cases", [])
     yield from _failed(cases)
     if cases:
-        claim = f"{len(cases)} cases with divided sequences match one process within 1e-10"
-        yield at_most(f"{len(cases)} cases with divided sequences", _worst(cases), PARITY, claim=claim)
+        yield _parity(cases, "with divided sequences")
 
 
 def _host(result: Result, device: str) -> Iterator[Figure]:
     cases, speeds = result.get("cases", []), {row["name"]: row for row in result.get("speeds", [])}
     yield from _failed(cases)
     if cases:
-        claim = f"{len(cases)} cases with host memory match one process within 1e-10"
-        yield at_most(f"{len(cases)} cases with host memory", _worst(cases), PARITY, claim=claim)
+        yield _parity(cases, "with host memory")
         yield Figure("as many again, the same bits", "yes" if all(row["repeats"] for row in cases) else "no")
     for name, row in speeds.items():
         size = f"{result['job']['parameters'] / 1e9:.1f} billion, {name}"

@@ -53,7 +53,10 @@ def paragraph(given: Iterable[Line]) -> str:
     found = cards(given)
     if not found:
         return _wrapped(_NOT_YET)
-    said = [_said(device, own) for device, own in found.items()]
+    newest, *others = sorted(found, key=lambda device: max(line["date"] for line in found[device]), reverse=True)
+    said = [_said(newest, found[newest])]
+    claims = {each.what for line in found[newest] for each in figures_of(line) if each.claim and each.passed}
+    said += [_said_besides(device, found[device], claims) for device in others]
     said.append(f"[The table](benchmarks/gpu/README.md) has every figure and its target. {LIMITS} {_ELSEWHERE}")
     return _wrapped(" ".join(said))
 
@@ -71,6 +74,17 @@ def _said(device: str, own: Sequence[Line]) -> str:
     said = [f"{'; '.join(claims)} ({commit})." for commit, claims in proved.items()]
     said += [f"Not reached: {'; '.join(missed)}."] if missed else []
     return " ".join([f"**{'Proved' if proved else 'Measured'} on one {device}:**", *said])
+
+
+def _said_besides(device: str, own: Sequence[Line], claims: set[str]) -> str:
+    """Return the sentences about an older card: which of `claims` hold there too, what holds there alone, the rest."""
+    judged = [(line, each) for line in own for each in figures_of(line) if each.claim]
+    too = [_source(line) for line, each in judged if each.passed and each.what in claims]
+    said = [f"{len(too)} of these claims hold ({'; '.join(dict.fromkeys(too))})"] if too else []
+    said += [f"{each.claim} ({_source(line)})" for line, each in judged if each.passed and each.what not in claims]
+    missed = [each.what for _, each in judged if not each.passed and each.what in claims]
+    missed = [f"Not reached there: {'; '.join(missed)}."] if missed else []
+    return " ".join([f"**On one {device}:**", f"{'; '.join(said) or 'nothing is proved'}.", *missed])
 
 
 def _source(line: Line) -> str:
