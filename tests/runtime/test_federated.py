@@ -12,9 +12,12 @@ import pytest
 import torch
 
 from atoll.base.labels import IGNORED_LABEL
-from atoll.plans.federation.records import RoundRecord
+from atoll.plans.federation.records import Contribution, RoundRecord
+from atoll.plans.federation.standing import Standing
 from atoll.plans.outer import Apart, Outer
 from atoll.runtime.engine import Engine
+from atoll.runtime.federation.exchange import IslandExchange
+from atoll.runtime.federation.link import IslandLink
 from atoll.runtime.federation.seat import IslandAddress, IslandSeat
 from atoll.runtime.sharding.optimizer import decay_matrices
 from atoll.runtime.sharding.replicas import digest_of
@@ -308,6 +311,35 @@ def test_a_late_contribution_is_a_part_of_the_next(tmp_path: Path, ports: dict[s
     assert not any("c" in each for each in islands.counted[:2])
     assert any("c" in each for each in islands.counted)
     assert not [event for event in islands.told["c"].events if event["what"] == "restarted" and event["rounds"][0] > 0]
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_who_was_late_leaves_out_steps_to_send_with_those_that_lead(
+    leads: bool, tmp_path: Path, ports: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second contribution of an island comes after the round; two of three lead it, and it leads nobody."""
+    contribute, sent = IslandExchange.contribute, list[int]()
+
+    def late(exchange: IslandExchange, *args: Any, **facts: Any) -> Contribution:
+        if exchange.notice.island == "c":
+            sent.append(exchange.notice.round)
+            wait_until(lambda: len(sent) != 2 or exchange.notice.round > sent[1])
+        return contribute(exchange, *args, **facts)
+
+    monkeypatch.setattr(IslandExchange, "contribute", late)
+    monkeypatch.setattr(IslandLink, "behind", lambda self, own, records: 1e6 if records else 0.0)
+    if not leads:
+        monkeypatch.setattr(Standing, "leads", lambda self, record, company: False)
+    islands = Islands(tmp_path, dict.fromkeys("abc", replace(CASE, outer=Outer(4, apart=Apart(3, grace=1.0)))), ports)
+    for name in "abc":
+        islands.start(name, rounds(4))
+    islands.join()
+    islands.check()
+    assert ["a", "b"] in islands.counted
+    steps = [each["step"] for each in islands.told["c"].events if each["what"] == "stepped"]
+    assert (steps[8:12] == [11, 12, 13, 14]) == leads
+    for name in "ab":
+        assert [each["step"] for each in islands.told[name].events if each["what"] == "stepped"][:12] == list(range(12))
 
 
 def _round_of(engine: Engine) -> int:

@@ -113,6 +113,8 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
         self._sent_at: tuple[float, int] | None = None
         self._pace: float | None = None
         self._skipped = 0
+        # Islands that the last round which counted this one has counted.
+        self._company: tuple[str, ...] = (seat.name,)
         # Records after the one that the masters follow.
         self._known: dict[int, RoundRecord] = {}
 
@@ -296,6 +298,8 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
                 else:
                     shifts[fragment] = moves
             self.standing = self.standing.after(records[-1])
+        groups = [tuple(each.island for each in record.contributions) for record in records]
+        self._company = next((each for each in reversed(groups) if self.seat.name in each), self._company)
         share = self.outer.own_share
         self._write(lambda at, anchor: anchor.apply(share=share), mixed)
         flat = [move for fragment in shifts for move in shifts[fragment]]
@@ -305,9 +309,10 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
             self._skipped = self._steps_behind(late, records, step)
 
     def _steps_behind(self, late: str, records: Sequence[RoundRecord], step: int) -> int:
-        """Return the steps that the island leaves out, so that it sends its next outer gradient with the others. One
-        that was late once would otherwise be so forever: all take equally many steps."""
-        behind = self.link.behind(late, records) / self._pace if self._pace else 0.0
+        """Return the steps that the island leaves out, so that it sends its next outer gradient with those that lead
+        (`Standing.leads`). One that was late once would otherwise be so forever: all take equally many steps."""
+        leading = [each for each in records if each.contributions and self.standing.leads(each, self._company)]
+        behind = self.link.behind(late, leading) / self._pace if self._pace else 0.0
         steps = int(self.link.met(behind, max))
         return max(0, min(steps, self.outer.next_leave(step, self._count) - step - 1))
 
