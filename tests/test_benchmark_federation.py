@@ -1,4 +1,4 @@
-"""What the benchmark of islands computes of its runs: goodput, and what restarts of the peer cost."""
+"""Figures that the benchmark of islands derives from its runs: goodput, and the cost of the peer's restarts."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ AWAY = 0.1
 """Share of the time in which each island is away."""
 MOST_SECONDS = 1200.0
 LATE_SECONDS = 120.0
-"""For islands to end after the first one: one that returns after the others have ended hears nobody, and waits."""
+"""For islands to end after the first one. Those that end stay for members that return, `away` seconds at most."""
 
 FEDERATION = """[federation]
 island = "a"

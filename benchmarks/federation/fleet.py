@@ -1,4 +1,4 @@
-"""What both runs of the benchmark share: the job, processes in namespaces, and what disturbs them."""
+"""The job, the processes in their namespaces, and the disturbances that both runs of the benchmark share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.federation.star import Star
 NAMES = "abcd"
 BITS, SLOW_BITS = 50e6, 2e6
 SECONDS = 0.5
-"""Of a step."""
+"""Duration of a step, in seconds."""
 EVERY, FRAGMENTS, DELAY = 16, 2, 6
 ISLAND_BATCH, SEQUENCE = 4, 128
 NOTICE = 60.0

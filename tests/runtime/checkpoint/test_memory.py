@@ -20,7 +20,7 @@ from atoll.testing import run_ranks
 
 
 def seen(*hosts: dict[int, tuple[int, ...]], copies: Sequence[Sequence[int]] = ()) -> list[list[KeptFile]]:
-    """What each rank sees. hosts: for each rank, rank -> steps of its files.  copies: ranks that hold the same."""
+    """Folders in the memory of hosts, as ranks see them. hosts: for each rank, rank -> steps of its files.  copies: ranks that hold the same."""
     of = {rank: each for each in copies for rank in each}
     return [[KeptFile(r, s, 10 * r + s, of.get(r, (r,))) for r, steps in each.items() for s in steps] for each in hosts]
 
@@ -67,7 +67,7 @@ RUN = "0123456789abcdef"
 
 
 class Found(NamedTuple):
-    """What a rank found at a restart, or why it kept or found nothing."""
+    """State that a rank found at a restart, or why it kept or found none."""
 
     step: int
     values: list[float]

@@ -360,6 +360,8 @@ def test_an_island_that_is_cut_off_for_a_moment_is_not_alone(islands: Islands) -
     islands.stop("b")
     islands.stop("c")
     wait_until(lambda: not a.reached)
+    # Nobody steps with what only an island has that is gone.
+    wait_until(lambda: a._orders is not None and not a._orders.sources)
     assert not a.is_alone
     assert not a.is_free
     islands.clock.advance(RULES.silent + 1.0)

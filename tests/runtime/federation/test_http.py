@@ -28,6 +28,21 @@ def peer(showcase: Showcase) -> Iterator[Peer]:
     reader.close()
 
 
+@pytest.fixture
+def quick() -> Iterator[Showcase]:
+    """It lets nobody wait for news."""
+    shown = Showcase(SECRET, "127.0.0.1", hold=0.01)
+    yield shown
+    shown.close()
+
+
+@pytest.fixture
+def reader(quick: Showcase) -> Iterator[Peer]:
+    found = Peer(SECRET, quick.host, quick.port)
+    yield found
+    found.close()
+
+
 def show(showcase: Showcase, content: bytes) -> str:
     digest = hashlib.sha256(content).hexdigest()
     showcase.elements[digest] = memoryview(content)
@@ -184,21 +199,17 @@ def test_secrets_are_not_easy_to_guess() -> None:
         own_secret("password")
 
 
-def test_news_are_read_when_there_are_any() -> None:
-    shown = Showcase(SECRET, "127.0.0.1", hold=0.01)
-    peer = Peer(SECRET, shown.host, shown.port)
-    shown.show("/notice", {"beat": 1})
-    assert peer.news("/notice") == {"beat": 1}
-    assert peer.news("/notice") is None
-    shown.show("/notice", {"beat": 1})
-    assert peer.news("/notice") is None
-    shown.show("/notice", {"beat": 2})
-    assert peer.news("/notice") == {"beat": 2}
-    assert peer.document("/notice") == {"beat": 2}, "who asks for a document gets it"
+def test_news_are_read_when_there_are_any(quick: Showcase, reader: Peer) -> None:
+    quick.show("/notice", {"beat": 1})
+    assert reader.news("/notice") == {"beat": 1}
+    assert reader.news("/notice") is None
+    quick.show("/notice", {"beat": 1})
+    assert reader.news("/notice") is None
+    quick.show("/notice", {"beat": 2})
+    assert reader.news("/notice") == {"beat": 2}
+    assert reader.document("/notice") == {"beat": 2}, "who asks for a document gets it"
     with pytest.raises(PeerError, match="nothing at /orders"):
-        peer.news("/orders")
-    peer.close()
-    shown.close()
+        reader.news("/orders")
 
 
 def test_who_waits_for_news_gets_them_at_once() -> None:
@@ -220,27 +231,24 @@ def test_who_waits_for_news_gets_them_at_once() -> None:
 
 def test_what_a_stalled_island_has_shown_does_not_hold() -> None:
     is_alive = [True]
-    shown = Showcase(SECRET, "127.0.0.1", hold=0.01, is_alive=lambda: is_alive[0])
-    peer = Peer(SECRET, shown.host, shown.port)
-    shown.show("/notice", 1)
-    assert peer.news("/notice") == 1
-    is_alive[0] = False
-    with pytest.raises(PeerError, match="nothing at /notice"):
-        peer.news("/notice")
-    peer.close()
-    shown.close()
+    with contextlib.ExitStack() as stack:
+        shown = Showcase(SECRET, "127.0.0.1", hold=0.01, is_alive=lambda: is_alive[0])
+        stack.callback(shown.close)
+        peer = Peer(SECRET, shown.host, shown.port)
+        stack.callback(peer.close)
+        shown.show("/notice", 1)
+        assert peer.news("/notice") == 1
+        is_alive[0] = False
+        with pytest.raises(PeerError, match="nothing at /notice"):
+            peer.news("/notice")
 
 
-def test_that_nothing_has_changed_is_signed_as_well() -> None:
-    shown = Showcase(SECRET, "127.0.0.1", hold=0.01)
-    peer = Peer(SECRET, shown.host, shown.port)
-    shown.show("/notice", 1)
-    assert peer.news("/notice") == 1
-    shown.sign = lambda path, word, content: "0" * 64  # type: ignore[method-assign]
+def test_that_nothing_has_changed_is_signed_as_well(quick: Showcase, reader: Peer) -> None:
+    quick.show("/notice", 1)
+    assert reader.news("/notice") == 1
+    quick.sign = lambda path, word, content: "0" * 64  # type: ignore[method-assign]
     with pytest.raises(PeerError, match="not signed"):
-        peer.news("/notice")
-    peer.close()
-    shown.close()
+        reader.news("/notice")
 
 
 def test_what_is_not_needed_any_more_is_not_read_to_its_end(showcase: Showcase) -> None:

@@ -45,7 +45,7 @@ _SHOWN, _CODED = 6, 6
 norm; and with a codec to encode and decode it."""
 
 _AVERAGED, _STEPPED = 8, 10
-"""The same of the fetching thread, for each contribution that a round averages, and for the outer step."""
+"""The same in the thread that steps the anchors, for each contribution that a round averages, and for the outer step."""
 
 _MOVED, _FOLLOWED = 3, 3
 """The same where masters follow an anchor: in host memory, and on the device."""
@@ -155,7 +155,7 @@ class PacedIsland:
         return max(numel * parts.item * each for numel, _ in parts.of_fragment(fragment))
 
     def stepped(self, fragment: int) -> float:
-        """Return the seconds in which the fetching thread checks what it has read, and takes the outer step."""
+        """Return the seconds in which threads of the exchange check what was read, and take the outer step."""
         parts, k = self.parts, self.parts.apart.islands
         touched = k * _AVERAGED + _STEPPED
         return max(

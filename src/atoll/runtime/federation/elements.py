@@ -42,7 +42,7 @@ PartElements = Mapping[TensorPart, memoryview]
 
 
 class Holdings(Protocol):
-    """The anchors of one rank. The fetching thread calls `version`, `step`, `show` and `take` with the exchange's lock
+    """The anchors of one rank. Threads of the exchange call `version`, `step`, `show` and `take` with the exchange's lock
     held."""
 
     def parts(self, fragment: int) -> Sequence[TensorPart]:
@@ -171,8 +171,8 @@ SNAPSHOTS = 2
 
 
 class Shelf:
-    """What a rank shows of contributions and anchors. Callers hold `lock`. at: returns the record that anchors are of,
-    None if they are of none."""
+    """The contributions and anchors that a rank shows. Callers hold `lock`. at: returns the record of the anchors, or
+    None while they belong to no record."""
 
     def __init__(
         self,

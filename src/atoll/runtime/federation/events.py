@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,9 @@ from atoll.plans.federation.records import RoundRecord
 from atoll.plans.federation.rules import FederationRules
 from atoll.plans.outer import Outer
 from atoll.runtime.federation.elements import manifest_of
+
+BITS = 1 << 62
+"""Modulus of sums of bits: a divisor of that of torch's integers, below what JSON documents may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,12 @@ def run_digest(outer: Outer, rules: FederationRules, facts: Mapping[str, Any]) -
         **facts,
     }
     return digest(repr(sorted(common.items())).encode())
+
+
+def initial_digest(said: Sequence[Sequence[int]]) -> str:
+    """Return the digest of initial anchors by the sums of bits that ranks say, of each fragment; empty if they say
+    none."""
+    return digest(repr([sum(each) % BITS for each in zip(*said, strict=True)]).encode()) if said[0] else ""
 
 
 def merged_manifest(said: list[Any]) -> str | None:

@@ -14,8 +14,9 @@ than it asks to.
 [Note: what is on the disk] The notice, whenever anything in it changes that others rely on, before they can read it.
 What it holds is not written; a restart continues with a number that no beat before it can have reached.
 
-[Note: signs of life] An island that has nothing new says so at least once in `HOLD_SECONDS`. Its notice does not hold
-once the deciding thread has hung for `silent` seconds, though the thread that answers goes on.
+[Note: signs of life] Readers are answered at least once in `HOLD_SECONDS`, by "not modified" if nothing is new. That is
+refused once the deciding thread has hung for `silent` seconds, though the thread that answers goes on. A notice that
+does not change is shown with another beat twice in `silent` seconds: a watcher takes one beat for an island that hangs.
 """
 
 from __future__ import annotations
@@ -248,7 +249,7 @@ class IslandExchange(FederatedRank):
         sources = tuple(
             ElementSource(island, self._places[island], tuple(sorted(notice.holds)), anchors=notice.anchors)
             for island, notice in others.items()
-            if island in self._places
+            if island in self._places and island in self.reached
         )
         return Orders(own.round, tuple(missing), tuple(sorted(needed)), records=own.records, sources=sources)
 
@@ -258,10 +259,10 @@ class IslandExchange(FederatedRank):
             logger.warning("island %s is not heard: %s", island, why)
 
     def _publish(self, own: Notice) -> None:
-        """Write the notice and show it, if it has changed or is old: see [Note: what is on the disk]."""
+        """Write the notice and show it, if it has changed or is old: see [Note: signs of life]."""
         before, now = self._published, self._clock()
         if own == before and now - self._beat < self.rules.silent / 2:
-            return  # who watches from outside takes a notice that never changes for that of an island that hangs
+            return
         self._beat = now
         own = replace(own, beat=own.beat + 1)
         if before is None or replace(before, beat=own.beat, holds=own.holds) != own:

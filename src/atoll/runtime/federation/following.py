@@ -81,7 +81,7 @@ class Loops:
 
 
 class FederatedRank:
-    """What the exchanges of both kinds of rank have: something to show, elements, and threads.
+    """Common part of the exchanges of a deciding and of a following rank: server, elements and threads.
 
     told: called when the elements have changed.  options: of `ElementExchange`.
     """
@@ -116,7 +116,7 @@ class FederatedRank:
 
     @property
     def error(self) -> BaseException | None:
-        """What a thread has raised."""
+        """The first error raised by a thread, or None."""
         return self._loops.error
 
     def wait(self, until: Callable[[], bool], seconds: float) -> bool:

@@ -8,8 +8,8 @@ another that has the same, and whoever is late, slow or gone takes a connection 
 federation; requests without it are refused. A document's answer has that of its content and the same word, so it is no
 older than the request. A reader that names the content that it knows is told that it still holds, likewise signed, or
 gets the next one as soon as there is one: on a slow link islands that have nothing new to say need next to nothing.
-Elements are named by their SHA-256, which is in a document. Nothing is encrypted: across
-networks that others can read, use a tunnel.
+Elements are named by their SHA-256, which is in a document. Nothing is encrypted: across networks that others can read,
+use a tunnel.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from atoll.base.digests import digest
 from atoll.plans.federation.records import Member, RoundRecord
 from atoll.plans.federation.rules import FederationRules
 from atoll.runtime.checkpoint.meeting import Meeting
 from atoll.runtime.federation.elements import Holdings
+from atoll.runtime.federation.events import initial_digest
 from atoll.runtime.federation.exchange import IslandExchange
 from atoll.runtime.federation.following import FollowingRank
 from atoll.runtime.federation.http import READ_SECONDS
@@ -46,9 +46,15 @@ class IslandLink:
         self.first: IslandExchange | None = None
         self._seat, self._meeting = seat, Meeting()
         pace = None if seat.pace is None else seat.pace / self._meeting.size
-        initial = self.met(list(sums), _summed)
-        common: dict[str, Any] = {"secret": seat.secret, "at": at, "pace": pace, "poll": seat.poll}
-        common["patience"] = min(READ_SECONDS, max(1.0, rules.silent))
+        initial = self.met(list(sums), initial_digest)
+        patience = min(READ_SECONDS, max(1.0, rules.silent))
+        common: dict[str, Any] = {
+            "secret": seat.secret,
+            "at": at,
+            "pace": pace,
+            "poll": seat.poll,
+            "patience": patience,
+        }
         self._exchange: IslandExchange | FollowingRank
         if rank == 0:
             self.first = IslandExchange(
@@ -155,11 +161,6 @@ def are_here(exchange: IslandExchange) -> bool:
     heard, own = exchange.heard(), exchange.notice
     others = {each.island for each in exchange.rules.members(own)} - {own.island, *exchange.left()}
     return others <= heard.keys() and all(each.anchors >= own.anchors for each in heard.values())
-
-
-def _summed(said: Sequence[Sequence[int]]) -> str:
-    """Return the digest of sums over all ranks, modulo 2^62."""
-    return digest(repr([sum(each) % (1 << 62) for each in zip(*said, strict=True)]).encode()) if said[0] else ""
 
 
 def agreed_rounds(said: Sequence[Sequence[int]]) -> list[int]:

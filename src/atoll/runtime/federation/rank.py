@@ -107,6 +107,7 @@ class ElementExchange:
         self._failed: set[tuple[str, str]] = set()
         self._is_healing, self._is_over = False, False
         self._said: RankAnswer | None = None
+        # Made when it is asked for: naming anchors takes a digest of all of them, and hardly anyone reads them.
         showcase.documents["/anchors"] = self.shelf.anchors
         self._say()
 
@@ -176,35 +177,32 @@ class ElementExchange:
         """Return what is read now, and of whom: see [Note: who is read]."""
         begun = []
         with self.lock:
-            self._failed = {(island, digest) for island, digest in self._failed if digest in self._wanted}
-            missing = {
-                each.digest: each
+            missing = [
+                each
                 for each in orders.wanted
                 if each.digest not in self.shelf.held and each.digest not in self._refused
-            }
+            ]
+            # What all that have it have failed to give is asked for again; what is not wanted any more is forgotten.
+            holders = [
+                {(source.island, each.digest) for source in orders.sources if each.digest in source.holds}
+                for each in missing
+            ]
+            self._failed &= {pair for pairs in holders if not pairs <= self._failed for pair in pairs}
             for is_own in (True, False):
                 for source in orders.sources:
-                    free = missing.keys() & set(source.holds) - set(self._busy.values())
-                    could = [each for digest, each in missing.items() if digest in free]
-                    chosen = next((each for each in could if self._reads_of(each, source, orders, is_own=is_own)), None)
-                    if chosen is not None and source.island not in self._busy:
+                    if source.island in self._busy:
+                        continue
+                    could = (each for each in missing if (each.island == source.island) == is_own)
+                    chosen = next((each for each in could if self._is_to_give(each.digest, source)), None)
+                    if chosen is not None:
                         self._busy[source.island] = chosen.digest
                         begun.append((chosen, source))
         return begun
 
-    def _reads_of(self, contribution: Contribution, source: ElementSource, orders: Orders, *, is_own: bool) -> bool:
-        """Return True if an island is the one to ask. is_own: look for who made it, unless that one has failed where
-        another has it; otherwise for others."""
-        others = [
-            each.island
-            for each in orders.sources
-            if contribution.digest in each.holds and (each.island, contribution.digest) not in self._failed
-        ]
-        if others and source.island not in others:
-            return False
-        if not others:
-            self._failed = {(island, digest) for island, digest in self._failed if digest != contribution.digest}
-        return (source.island == contribution.island) == is_own
+    def _is_to_give(self, digest: str, source: ElementSource) -> bool:
+        """Return True if an island has a contribution, has not failed to give it, and no island is asked for it."""
+        has_failed, is_read = (source.island, digest) in self._failed, digest in self._busy.values()
+        return digest in source.holds and not has_failed and not is_read
 
     def _fetch(self, contribution: Contribution, source: ElementSource) -> None:
         digest, wanted = contribution.digest, dict[TensorPart, ElementName]()

@@ -34,12 +34,12 @@ from atoll.plans.federation.rules import FederationRules
 from atoll.plans.federation.standing import Standing
 from atoll.plans.outer import Outer, OuterAction
 from atoll.runtime.federation.elements import TensorPart
-from atoll.runtime.federation.events import RoundEvent, merged_manifest, run_digest
+from atoll.runtime.federation.events import BITS, RoundEvent, merged_manifest, run_digest
 from atoll.runtime.federation.link import IslandLink, agreed_rounds
 from atoll.runtime.federation.rank import logger
 from atoll.runtime.federation.seat import IslandSeat
 from atoll.runtime.sharding.anchors import AnchorSteps
-from atoll.runtime.sharding.host_anchors import BITS, AnchorHoldings, HostAnchor, restore_residuals
+from atoll.runtime.sharding.host_anchors import AnchorHoldings, HostAnchor, restore_residuals
 from atoll.runtime.sharding.segment import Segment
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Transport

@@ -4,7 +4,7 @@
 by additions and multiplications of one element that round by themselves: torch's `alpha` is fused into one rounding
 where elements fill a vector, and not at the end of a tensor, which is elsewhere in another layout.
 
-[Note: the trail] The fetching thread steps anchors whenever it can, and the ranks of an island do so at different
+[Note: the trail] A thread of the exchange steps anchors as soon as it can, and the ranks of an island do so at different
 times. Masters follow after a step that all ranks know. So a rank keeps each state from the one that its masters follow
 to the newest: nearly always one or two.
 """
@@ -24,14 +24,13 @@ from atoll.plans.layouts import Codec, Slice
 from atoll.plans.layouts.flat import Box
 from atoll.plans.outer import Outer
 from atoll.runtime.federation.elements import PartElements, TensorPart
+from atoll.runtime.federation.events import BITS
 from atoll.runtime.sharding import coding
 from atoll.runtime.sharding.anchors import Anchor
 from atoll.runtime.sharding.segment import Segment
 from atoll.runtime.transport import Transport
 
 _MOMENTUM = "momentum of "
-BITS = 1 << 62
-"""Modulus of sums of bits: a divisor of that of torch's integers, below what JSON documents may have."""
 PIECE = 1 << 20
 """Elements that are read together, at most: a multiple of the blocks of codecs."""
 

@@ -1,4 +1,4 @@
-"""What a run keeps in the memory of its hosts between checkpoints, if `checkpoint.memory` is set."""
+"""States of a run kept in host memory between checkpoints (`checkpoint.memory`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RunMemory:
             self._kept = MemoryCheckpoints(memory_folder(), plan=plan)
 
     def open(self, run_id: str | None) -> None:
-        """Use what was kept of a run from now on. run_id: on rank 0 at least; None for no run."""
+        """Use the states kept for a run from now on. run_id: on rank 0 at least; None for no run."""
         if self._kept is not None:
             try:
                 self._kept.open(run_id, self._run.folder.identity)
@@ -53,12 +53,12 @@ class RunMemory:
                 self._give_up(error)
 
     def drop_after(self, step: int) -> None:
-        """Remove what was kept of later steps."""
+        """Remove the states of later steps."""
         if self._kept is not None:
             self._kept.drop_after(step)
 
     def clear(self) -> None:
-        """Remove all that was kept, once every rank has a checkpoint or begins anew."""
+        """Remove all states, once every rank has a checkpoint or begins anew."""
         if self._kept is not None:
             self._kept.clear()
 

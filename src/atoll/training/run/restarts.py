@@ -47,8 +47,8 @@ class _Failure:
 
 @dataclass(frozen=True, slots=True)
 class _Newest:
-    """What a start continues from. checkpoint: the newest one's name, "" if there is none.  kept: the step of a newer
-    state in host memory, if there is one."""
+    """The state from which a start continues. checkpoint: name of the newest checkpoint, "" if there is none.
+    kept: step of a newer state in host memory, or None."""
 
     checkpoint: str = ""
     kept: int | None = None
