@@ -175,7 +175,7 @@ def _apart(cost: ApartCost) -> Iterator[str]:
         f"{format_seconds(cost.exchange)} from sending to following{late}"
     )
     seconds = "" if cost.returns.seconds is None else f" in {format_seconds(cost.returns.seconds)}"
-    never = "" if cost.returns.catches_up else ", more slowly than rounds set them"
+    never = "" if cost.returns.catches_up else ", too slowly for the rounds since"
     yield f"return  anchors and momentum, {format_bytes(cost.returns.nbytes)} of all ranks{seconds}{never}"
     yield from (f"note    {note}" for note in cost.notes)
 

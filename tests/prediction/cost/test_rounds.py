@@ -95,8 +95,11 @@ def test_a_codec_is_a_matter_of_the_uplink_and_a_pace_of_a_return() -> None:
     assert own.returns(slowest=1e4).seconds == pytest.approx(own.returns().nbytes / 1e4, rel=0.01)
     unknown = replace(own, speeds=replace(own.speeds, uplink=None))
     assert unknown.returns() == (own.returns().nbytes, None, True)
+    # Anchors take 32 s, what two islands average in an interval 16 s, and the records of two intervals are kept.
     assert own.returns(interval=30.0) == (own.returns().nbytes, None, False)
-    assert own.returns(interval=100.0).seconds == pytest.approx(32 / (1 - 0.32), rel=0.02)
+    assert own.returns(interval=15.0) == (own.returns().nbytes, None, False)
+    assert own.returns(interval=33.0).seconds == pytest.approx(32 / (1 - 16 / 33), rel=0.02)
+    assert own.returns(interval=100.0).seconds == pytest.approx(32 / (1 - 0.16), rel=0.02)
 
 
 @settings(max_examples=60, deadline=None)

@@ -20,7 +20,8 @@ from atoll.testing import run_ranks
 
 
 def seen(*hosts: dict[int, tuple[int, ...]], copies: Sequence[Sequence[int]] = ()) -> list[list[KeptFile]]:
-    """Folders in the memory of hosts, as ranks see them. hosts: for each rank, rank -> steps of its files.  copies: ranks that hold the same."""
+    """Files in the memory of hosts, as ranks see them. hosts: of each rank, rank -> steps.  copies: who holds the
+    same."""
     of = {rank: each for each in copies for rank in each}
     return [[KeptFile(r, s, 10 * r + s, of.get(r, (r,))) for r, steps in each.items() for s in steps] for each in hosts]
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from atoll.base.units import format_bytes, format_count, format_rate, format_seconds
+from atoll.plans.federation.rounds import KEPT_RECORDS
 from atoll.prediction.cost.federation import FederatedPrediction, IslandRow
 from atoll.prediction.cost.rounds import ReturnCost
 from atoll.prediction.cost.summary import held_bytes
@@ -115,8 +116,8 @@ def bound_sentences(found: FederatedPrediction) -> Iterator[str]:
     stranded = [row.name for row in rows.values() if not row.returns.catches_up]
     if stranded:
         yield (
-            f"{_named(stranded)} cannot return while the others train: anchors arrive more slowly than rounds set "
-            "them. Take more steps in an interval."
+            f"{_named(stranded)} cannot return while the others train: when its anchors have arrived, the others keep "
+            f"no record of the round after them ({KEPT_RECORDS} are kept). Take more steps in an interval."
         )
     for row in rows.values():
         if row.margin < 0:

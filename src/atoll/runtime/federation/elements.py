@@ -42,8 +42,8 @@ PartElements = Mapping[TensorPart, memoryview]
 
 
 class Holdings(Protocol):
-    """The anchors of one rank. Threads of the exchange call `version`, `step`, `show` and `take` with the exchange's lock
-    held."""
+    """The anchors of one rank. Threads of the exchange hold its lock when they call `version`, `step`, `show` and
+    `take`."""
 
     def parts(self, fragment: int) -> Sequence[TensorPart]:
         """Return the parts of a fragment that this rank holds."""

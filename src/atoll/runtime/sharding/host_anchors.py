@@ -4,7 +4,7 @@
 by additions and multiplications of one element that round by themselves: torch's `alpha` is fused into one rounding
 where elements fill a vector, and not at the end of a tensor, which is elsewhere in another layout.
 
-[Note: the trail] A thread of the exchange steps anchors as soon as it can, and the ranks of an island do so at different
+[Note: the trail] A thread of the exchange steps anchors as soon as it can: the ranks of an island do so at different
 times. Masters follow after a step that all ranks know. So a rank keeps each state from the one that its masters follow
 to the newest: nearly always one or two.
 """
