@@ -1,7 +1,9 @@
 PYTHON ?= python3
 BIN = .venv/bin
+# A test of a quarter of an hour hangs: its worker writes all stacks and ends, and the others go on.
+HANGS = -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
 # Each process has ranks of its own, of half a GB each.
-PYTEST = $(BIN)/python -m pytest -q -n auto --dist worksteal
+PYTEST = $(BIN)/python -m pytest -q $(HANGS) -n auto --dist worksteal
 
 # As many tests as a machine without a GPU, and without root, may skip.
 SKIPS = 60
@@ -28,7 +30,7 @@ quick: .venv/.stamp
 # Tests of real time run last, one after another.
 every: .venv/.stamp
 	$(PYTEST) -rs --most-skips $(SKIPS) -m "not alone"
-	$(BIN)/python -m pytest -q -rs -m alone
+	$(BIN)/python -m pytest -q -rs $(HANGS) -m alone
 
 # What other systems say of themselves: DeepSpeed and torchtitan, beside the environment, since transformers imports
 # what it finds there.
