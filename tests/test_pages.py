@@ -53,7 +53,7 @@ SHELLS = ("sh", "bash", "console")
 def said(block: Block) -> str:
     """The name of what a block of text says: its page, with its first word where a page has several."""
     name = name_of(block.page)
-    return name if name in SAYS else f"{name}: {re.split(r'[ :]', block.text)[0]}"
+    return name if name in SAYS else f"{name}: {re.split(r'[ :\n]', block.text)[0]}"
 
 
 RULES: Mapping[str, Callable[[Block], bool]] = {
@@ -66,7 +66,7 @@ RULES: Mapping[str, Callable[[Block], bool]] = {
     ),
     "shell: run or read": lambda block: block.language in SHELLS,
     "text: compared with what says it": lambda block: (
-        block.language == "text" and not block.part and said(block) in {*SAYS, SAID_BY_RANKS}
+        block.language == "text" and not block.part and said(block) in {*SAYS, *SAID_BY_RANKS}
     ),
     "generated: written again and compared (tests/test_docs.py)": lambda block: (
         block.part == "generated" and block.page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))
@@ -598,12 +598,12 @@ def says_what_is_unlike(block: Block, desk: Path) -> None:
     assert block.text == f"error: {describe_differences(versions, advice='')}\n"
 
 
-SAID_BY_RANKS = "docs/training.md: step"
-"""Compared where four ranks say it: tests/training/run/test_bad_steps.py."""
+SAID_BY_RANKS = {"docs/training.md: step", "docs/checkpoints.md: rank"}
+"""Compared where four ranks say it: test_bad_steps.py and test_memory.py of tests/training/run."""
 
 SAYS: Mapping[str, Callable[[Block, Path], None]] = {
     "DESIGN.md": says_the_ladder,
-    "docs/checkpoints.md": says_the_folder,
+    "docs/checkpoints.md: checkpoints/": says_the_folder,
     "docs/errors.md": says_who_is_late,
     "docs/training.md: error": says_what_is_unlike,
 }

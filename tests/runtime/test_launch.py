@@ -156,10 +156,14 @@ def test_the_first_failure_decides_and_the_rest_is_killed_after_the_grace(tmp_pa
 
 
 def test_the_others_may_leave_in_their_own_words(tmp_path: Path) -> None:
-    note = tmp_path / "note"
-    others = f"time.sleep(0.5); open({str(note)!r}, 'w').close(); sys.exit(1)"
-    assert launch_local(by_rank("sys.exit(2)", others), 2, grace=3600) == 2
-    assert note.exists()
+    """They do so once the launcher has taken the first failure: the process of rank 1 is gone then."""
+    note, number = str(tmp_path / "note"), str(tmp_path / "1")
+    fails = f"os.symlink(str(os.getpid()), {number!r}); sys.exit(2)"
+    is_there = f"not os.path.islink({number!r}) or os.path.isdir('/proc/' + os.readlink({number!r}))"
+    waits = f"[time.sleep(0.02) for _ in iter(lambda: {is_there}, False)]"
+    others = f"{waits}; open({note!r}, 'w').close(); sys.exit(1)"
+    assert launch_local(by_rank(fails, others), 2, grace=3600) == 2
+    assert Path(note).exists()
 
 
 def test_a_killed_child_is_named_with_the_likely_reason() -> None:

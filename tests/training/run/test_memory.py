@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ from atoll.training.run.checkpoints import RunCheckpoints
 from atoll.training.run.session import run_session
 from atoll.training.run.signals import StopRequest
 from atoll.training.setup.prediction import predict_plan
+from tests.pages import ROOT, blocks
 from tests.training.run import test_bad_steps
 from tests.training.run.test_train import TEXT, assert_same_run, settings
 
@@ -214,6 +216,9 @@ def test_a_host_that_was_lost_receives_the_states_of_its_ranks(
         *(f"rank {rank} received its state from rank {other[rank]}" for rank in lost),
         "resumed from the memory of this host: step 6, 48 samples",
     ]
+    page = next(text for text in blocks(ROOT / "docs" / "checkpoints.md", "text") if text.startswith("rank 2 "))
+    shown = [re.sub(r"step \d+, \d+ samples", "step 6, 48 samples", line) for line in page.splitlines()]
+    assert layout != "groups" or [said_of(ended)[0], said_of(ended)[-1]] == shown
     assert_equal(found.folder, whole(layout))
 
 
