@@ -53,7 +53,7 @@ SHELLS = ("sh", "bash", "console")
 def said(block: Block) -> str:
     """The name of what a block of text says: its page, with its first word where a page has several."""
     name = name_of(block.page)
-    return name if name in SAYS else f"{name}: {re.split(r'[ :\n]', block.text)[0]}"
+    return name if name in SAYS else f"{name}: {block.text.split()[0].partition(':')[0]}"
 
 
 RULES: Mapping[str, Callable[[Block], bool]] = {
