@@ -100,9 +100,9 @@ exit 0
 
 
 def sbatch(
-    script: Path, work: Path, *arguments: str, srun: str = SRUN, job: int | None = None
+    script: Path, work: Path, *arguments: str, srun: str = SRUN, job: int | None = None, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a batch script as the first node would, on two nodes of one task each."""
+    """Run a batch script as the first node would, on two nodes of one task each. options: of `run`."""
     job = free_job() if job is None else job
     tools = work / "bin"
     tools.mkdir()
@@ -112,7 +112,7 @@ def sbatch(
     own = environment(
         SLURM_JOB_ID=job, SLURM_JOB_NUM_NODES=2, SLURM_JOB_NODELIST="localhost", SLURM_NTASKS_PER_NODE=1, GPUS=1
     )
-    return run(["bash", script, *arguments], cwd=work, env=own | {"PATH": f"{tools}:{own['PATH']}"})
+    return run(["bash", script, *arguments], cwd=work, env=own | {"PATH": f"{tools}:{own['PATH']}"}, **options)
 
 
 def free_job(after: int | None = None) -> int:

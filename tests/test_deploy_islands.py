@@ -8,8 +8,8 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ import typer.main
 
 from atoll.base.errors import ConfigError
 from atoll.cli.main import app
-from atoll.testing.progress import run
+from atoll.testing.progress import run, run_together
 from atoll.training.config import Config, load
 from atoll.training.run.federated import HANDOVER
 from tests.cli.test_train import free_port, sets
@@ -201,16 +201,18 @@ def desk(path: Path) -> Path:
     return work
 
 
-def shell(work: Path, island: str, *words: str, **variables: object) -> subprocess.CompletedProcess[str]:
-    """Run `island.sh` as on a machine of its own."""
+def shell(
+    work: Path, island: str, *words: str, python: Path | str = sys.executable, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run `island.sh` as on a machine of its own. options: of `run`."""
     command = ["bash", str(ISLANDS / "island.sh"), island, str(CONFIG), *words]
-    return run(command, cwd=work, env=environment(PYTHON=sys.executable) | {k: str(v) for k, v in variables.items()})
+    return run(command, cwd=work, env=environment(PYTHON=python), **options)
 
 
 def test_the_shell_script_starts_its_island(tmp_path: Path) -> None:
     (tmp_path / "tells").write_text(TELLS)
     (tmp_path / "tells").chmod(0o755)
-    words = shell(desk(tmp_path / "work"), "turin", *sets(*ALSO), PYTHON=tmp_path / "tells").stdout.splitlines()
+    words = shell(desk(tmp_path / "work"), "turin", *sets(*ALSO), python=tmp_path / "tells").stdout.splitlines()
     config = read(words)
     assert config.federation is not None
     assert (config.federation.island, config.federation.secret) == ("turin", "secret")
@@ -263,10 +265,10 @@ for ((;;)); do sleep 0.1; done
     assert (tmp_path / "requeued").exists()
 
 
-def meet(work: Path, start: Callable[[str, Path, list[str]], subprocess.CompletedProcess[str]]) -> None:
+def meet(work: Path, start: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     """Start both islands, each in a folder of its own; all rounds average both.
 
-    start: island, folder, and what makes the shipped config a run for a test.
+    start: island, folder, and what makes the shipped config a run for a test; `gives_up` is for `run`.
     """
     places = ", ".join(f'{name} = "127.0.0.1:{free_port()}"' for name in NAMES)
     shared = (
@@ -276,18 +278,8 @@ def meet(work: Path, start: Callable[[str, Path, list[str]], subprocess.Complete
         f"federation.islands={{ {places} }}",
         *("federation.silent=60.0", "federation.away=600.0"),
     )
-    done: dict[str, subprocess.CompletedProcess[str]] = {}
-
-    def train(name: str) -> None:
-        done[name] = start(name, desk(work / name), [*shared, f"data.cache={work}/cache"])
-
-    threads = [Thread(target=train, args=(name,)) for name in NAMES]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    for name, each in done.items():
-        assert each.returncode == 0, f"{name}: {each.stderr}"
+    more = [*shared, f"data.cache={work}/cache"]
+    run_together({name: partial(start, name, desk(work / name), more) for name in NAMES})
     for name in NAMES:
         (record,) = (work / name).glob("**/rounds.jsonl")
         records = [found for line in record.read_text().splitlines() for found in json.loads(line)["records"]]
@@ -297,8 +289,8 @@ def meet(work: Path, start: Callable[[str, Path, list[str]], subprocess.Complete
 
 @pytest.mark.slow
 def test_islands_of_two_machines_meet(tmp_path: Path) -> None:
-    def start(name: str, work: Path, more: list[str]) -> subprocess.CompletedProcess[str]:
-        return shell(work, name, *sets(*more, "parallel.ranks=1", "parallel.intra=1"))
+    def start(name: str, work: Path, more: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        return shell(work, name, *sets(*more, "parallel.ranks=1", "parallel.intra=1"), **options)
 
     meet(tmp_path, start)
 
@@ -309,9 +301,9 @@ def test_islands_of_two_clusters_of_slurm_meet(tmp_path: Path) -> None:
     first = free_job()
     jobs = dict(zip(NAMES, (first, free_job(after=first)), strict=True))
 
-    def start(name: str, work: Path, more: list[str]) -> subprocess.CompletedProcess[str]:
+    def start(name: str, work: Path, more: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         own = sets(*more, f"federation.island={name}")
-        return sbatch(ISLANDS / "island.sbatch", work, str(CONFIG), *own, job=jobs[name])
+        return sbatch(ISLANDS / "island.sbatch", work, str(CONFIG), *own, job=jobs[name], **options)
 
     meet(tmp_path, start)
     for name in NAMES:
@@ -322,11 +314,11 @@ def test_islands_of_two_clusters_of_slurm_meet(tmp_path: Path) -> None:
 def test_islands_of_two_clusters_of_kubernetes_meet(tmp_path: Path) -> None:
     """The command of each pod, with this machine's ports and folders in the place of the service's and the claim's."""
 
-    def start(name: str, work: Path, more: list[str]) -> subprocess.CompletedProcess[str]:
+    def start(name: str, work: Path, more: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         (port,) = re.findall(rf'{name} = "127\.0\.0\.1:(\d+)"', " ".join(more))
         own = (f"federation.listen=0.0.0.0:{port}", f"federation.secret={work}/secret")
         (work / "config.toml").write_text(CONFIG.read_text())
         _, *words = container_of(name)["command"]
-        return run([sys.executable, *words, *sets(*more, *own)], cwd=work, env=environment())
+        return run([sys.executable, *words, *sets(*more, *own)], cwd=work, env=environment(), **options)
 
     meet(tmp_path, start)

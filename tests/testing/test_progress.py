@@ -9,12 +9,23 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from atoll.testing.clock import Clock
-from atoll.testing.progress import POLLS, Activity, StallError, finish, join_thread, kill_all, run, wait_until
+from atoll.testing.progress import (
+    POLLS,
+    Activity,
+    StallError,
+    finish,
+    join_thread,
+    kill_all,
+    run,
+    run_together,
+    wait_until,
+)
 
 WORKS = "import sys; print('begun', flush=True)\nwhile True: pass"
 WAITS = "import signal; print('begun', flush=True)\nsignal.pause()"
@@ -167,6 +178,16 @@ def test_a_run_returns_what_it_wrote() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (3, "out\n", "err\n")
     with pytest.raises(subprocess.CalledProcessError):
         run([sys.executable, "-c", program], check=True)
+
+
+def test_who_waits_for_a_program_that_failed_is_given_up() -> None:
+    """Past bug: an island that polled for a partner which could not start kept a suite until it was killed."""
+    fails, polls = "import sys; sys.exit('no port')", "while True: pass"
+    with pytest.raises(RuntimeError, match="one ended with code 1: no port"):
+        run_together(
+            {each: partial(run, [sys.executable, "-c", what]) for each, what in (("one", fails), ("two", polls))}
+        )
+    run_together({"one": partial(run, [sys.executable, "-c", "pass"])})
 
 
 def test_a_run_that_hangs_is_shown_with_its_words_and_its_stack() -> None:

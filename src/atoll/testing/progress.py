@@ -129,8 +129,11 @@ def run(
     check: bool = False,
     files: Iterable[Path] = (),
     patience: float = PATIENCE,
+    gives_up: Callable[[], str | None] = lambda: None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command like `subprocess.run(capture_output=True, text=True)`, as long as it makes progress.
+
+    gives_up: returns why not to wait any longer, such as the failure of a process that this one waits for; or None.
 
     Raises StallError with its output, and the stacks of its Python processes; CalledProcessError for another exit code
     than 0, if `check`.
@@ -142,7 +145,7 @@ def run(
         words, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
-            out, err = finish(process, files=files, patience=patience)
+            out, err = finish(process, files=files, patience=patience, gives_up=gives_up)
         except BaseException:
             kill_all(process.pid)
             raise
@@ -152,10 +155,46 @@ def run(
     return done
 
 
+def run_together(starts: Mapping[str, Callable[..., subprocess.CompletedProcess[str]]]) -> None:
+    """Run programs that wait for each other. Once one has failed, the others are given up: they would use processor
+    time and wait forever.
+
+    starts: of each name what calls `run`, with the keyword `gives_up`.
+
+    Raises the first error; RuntimeError with the output of a program that ends with another code than 0.
+    """
+    errors: list[BaseException] = []
+
+    def failure() -> str | None:
+        return "since another has failed" if errors else None
+
+    def act(name: str, start: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+        try:
+            done = start(gives_up=failure)
+            if done.returncode:
+                raise RuntimeError(f"{name} ended with code {done.returncode}: {done.stderr}")
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=act, args=each) for each in starts.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
 def finish(
-    process: subprocess.Popen[Any], *, files: Iterable[Path] = (), patience: float = PATIENCE
+    process: subprocess.Popen[Any],
+    *,
+    files: Iterable[Path] = (),
+    patience: float = PATIENCE,
+    gives_up: Callable[[], str | None] = lambda: None,
 ) -> tuple[Any, Any]:
     """Wait for the end of a process, as long as it makes progress; return its output, like `communicate`.
+
+    gives_up: see `run`.
 
     Raises StallError with its output. It and its descendants are killed then.
     """
@@ -163,7 +202,7 @@ def finish(
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.communicate(timeout=min(LOOK_SECONDS, patience / 10))
-        verdict = progress.verdict()
+        verdict = progress.verdict() or gives_up()
         if verdict is not None:
             words = _last_words(process)
             raise StallError(f"{_name_of(process)} was given up {verdict}; it wrote:\n{words}")

@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ import pytest
 from atoll.base.digests import read_sealed
 from atoll.base.errors import ConfigError
 from atoll.base.toml import nested_to_toml
-from atoll.testing.progress import finish, run, wait_until
+from atoll.testing.progress import finish, run, run_together, wait_until
 from atoll.training.config import from_dict
 from atoll.training.output.folder import read_records
 from atoll.training.setup.build import seat_of
@@ -82,18 +82,8 @@ def test_islands_of_different_plans_end_with_the_same_anchors(
         "b": {"ranks": 2, "intra": 2, "layout": "IGG"},
         "c": {"ranks": 2},  # two groups, between which its anchors are sharded
     }
-    ended = {}
-    paths = {name: island(tmp_path, corpus, ports, name, **plan) for name, plan in plans.items()}
-
-    def train(name: str) -> None:
-        ended[name] = run(command(paths[name]))
-
-    threads = [Thread(target=train, args=(name,)) for name in plans]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert {name: each.returncode for name, each in ended.items()} == dict.fromkeys("abc", 0), ended
+    commands = {name: command(island(tmp_path, corpus, ports, name, **plan)) for name, plan in plans.items()}
+    run_together({name: partial(run, words) for name, words in commands.items()})
     found = {name: [record for event in events(tmp_path / name) for record in event["records"]] for name in "abc"}
     averaged = {name: [record for record in records if record["contributions"]] for name, records in found.items()}
     assert averaged["a"] == averaged["b"] == averaged["c"]
