@@ -86,8 +86,8 @@ class Islands:
             assert link.first is not None
             with link.first.lock:
                 link.first._new.pop(name, None)
-                view = link.first._view
-                link.first._view = replace(view, heard={each: at for each, at in view.heard.items() if each != name})
+                view, before = link.first._view, link.first._clock() - 1.5 * link.first.rules.silent
+                link.first._view = replace(view, heard={**view.heard, name: before})
 
     def join(self) -> None:
         for thread in self.threads.values():
