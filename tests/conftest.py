@@ -1,6 +1,7 @@
 """What holds for every test, and which of them `--quick` takes."""
 
 import os
+import signal
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -21,6 +22,11 @@ else:
 # One thread for this process and for those that tests start, as ranks have: the threads of a tiny operation wait for
 # each other on cores that other tests use. A run of one rank took 44 s of processor time on two threads, and takes 7.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell that starts a suite in the background has it ignore Ctrl-C, and whatever it starts does, too: tests of what
+# Ctrl-C does would wait forever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Runs of tests measure no machine: it takes seconds, and the others would be in its way.
 os.environ.setdefault("ATOLL_MEASURE", "false")
