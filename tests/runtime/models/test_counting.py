@@ -212,7 +212,8 @@ def test_formulas_of_divided_sequences_agree_with_counting_to_the_byte(family: s
     """Four ranks are more than there are heads of keys in most; one sample of one such head is no copy of it."""
     config = config_of(family)
     counted, formulas = count(model_of(config)), transformer_of(config).workload
-    for divide, recompute, compute in product((2, 4), ("none", "selective", "block"), ("bfloat16", "float32")):
+    ways = [*product((2, 4), ("none", "selective", "block"), ("bfloat16",)), (2, "none", "float32")]
+    for divide, recompute, compute in ways:
         options = {"compute": compute, "recompute": recompute, "attention": attention, "divide": divide}
         use = Use(samples=2, sequence=16, **options)  # type: ignore[arg-type]
         for (name, found), (_, expected) in zip(parts(counted, use), parts(formulas, use), strict=True):
