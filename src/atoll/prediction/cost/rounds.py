@@ -36,7 +36,7 @@ from atoll.program.sim import Speed
 AGREEMENT = 0.4
 """Seconds in which islands agree on a round of few elements, without latencies: the median of three islands in one
 process over loopback, on two cores of an AMD EPYC."""
-MESSAGES = 7
+LATENCIES = 7
 """Latencies in a round: a request for elements and its answer, and five notices, of what an island offers and holds, a
 ballot, a proposal and votes. Who waits for the next notice is sent it at once."""
 
@@ -185,7 +185,7 @@ class PacedIsland:
         link, parts = self.speeds.uplink or Speed(), self.parts
         others = parts.apart.islands - 1
         each = (link.seconds(others * parts.contribution(at)) + self.stepped(at) for at in parts.fragments)
-        return max(each) + MESSAGES * link.latency + AGREEMENT
+        return max(each) + LATENCIES * link.latency + AGREEMENT
 
     def returns(
         self, *, interval: float = math.inf, pace: float | None = None, slowest: float = math.inf
@@ -333,5 +333,5 @@ def _read(in_time: Sequence[tuple[PacedIsland, _Played, float]], fragment: int) 
             size = max(0, count - len(in_time)) * own.sizes[fragment] if other == at else peer.sizes[fragment]
             if size:
                 ends.append(link.carry(own.into, ready, link.seconds(size)))
-        done = max(done, max(ends) + MESSAGES * link.latency)
+        done = max(done, max(ends) + LATENCIES * link.latency)
     return done
