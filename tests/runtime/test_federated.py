@@ -70,8 +70,8 @@ class Islands:
         thread.start()
 
     def waits_for(self, name: str, *, count: int) -> Callable[[Engine], bool]:
-        """Return whether an engine may go on that needs what this island sends in each round, until it ends after
-        `count` of them: the last round may be over before the engine looks."""
+        """Return the gate of an engine that needs what this island sends in each round, until it ends after `count` of
+        them: the last round may be over before the engine looks."""
 
         def is_over(engine: Engine) -> bool:
             return name in self.engines and rounds(count)(self.engines[name])

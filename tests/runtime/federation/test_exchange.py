@@ -285,8 +285,7 @@ def test_an_island_that_is_lost_is_not_missed_and_comes_back(islands: Islands) -
     islands.clock.advance(10.0)
     before = max(islands.records)
     islands.train_until(before + 4, seconds=0.02)  # both may try to decide, so one has to give way
-    # No time passes from now on: whoever votes for this round is heard, and waited for in the next ones.
-    before = max(each.exchange.notice.round for each in islands.islands.values())
+    before = max(islands.records)
     islands.train_until(before + 3)
     assert [each.island for each in islands.records[before + 2].contributions] == ["b", "c"]
     # Its process has no anchors of its own: it takes those of the others over, and takes part again.

@@ -16,7 +16,8 @@ SECRET = b"a secret of tests"
 
 @pytest.fixture
 def showcase() -> Iterator[Showcase]:
-    shown = Showcase(SECRET, "127.0.0.1")
+    """It lets nobody wait for news."""
+    shown = Showcase(SECRET, "127.0.0.1", hold=0.01)
     yield shown
     shown.close()
 
@@ -26,21 +27,6 @@ def peer(showcase: Showcase) -> Iterator[Peer]:
     reader = Peer(SECRET, showcase.host, showcase.port)
     yield reader
     reader.close()
-
-
-@pytest.fixture
-def quick() -> Iterator[Showcase]:
-    """It lets nobody wait for news."""
-    shown = Showcase(SECRET, "127.0.0.1", hold=0.01)
-    yield shown
-    shown.close()
-
-
-@pytest.fixture
-def reader(quick: Showcase) -> Iterator[Peer]:
-    found = Peer(SECRET, quick.host, quick.port)
-    yield found
-    found.close()
 
 
 def show(showcase: Showcase, content: bytes) -> str:
@@ -199,17 +185,17 @@ def test_secrets_are_not_easy_to_guess() -> None:
         own_secret("password")
 
 
-def test_news_are_read_when_there_are_any(quick: Showcase, reader: Peer) -> None:
-    quick.show("/notice", {"beat": 1})
-    assert reader.news("/notice") == {"beat": 1}
-    assert reader.news("/notice") is None
-    quick.show("/notice", {"beat": 1})
-    assert reader.news("/notice") is None
-    quick.show("/notice", {"beat": 2})
-    assert reader.news("/notice") == {"beat": 2}
-    assert reader.document("/notice") == {"beat": 2}, "who asks for a document gets it"
+def test_news_are_read_when_there_are_any(showcase: Showcase, peer: Peer) -> None:
+    showcase.show("/notice", {"beat": 1})
+    assert peer.news("/notice") == {"beat": 1}
+    assert peer.news("/notice") is None
+    showcase.show("/notice", {"beat": 1})
+    assert peer.news("/notice") is None
+    showcase.show("/notice", {"beat": 2})
+    assert peer.news("/notice") == {"beat": 2}
+    assert peer.document("/notice") == {"beat": 2}, "who asks for a document gets it"
     with pytest.raises(PeerError, match="nothing at /orders"):
-        reader.news("/orders")
+        peer.news("/orders")
 
 
 def test_who_waits_for_news_gets_them_at_once() -> None:
@@ -231,11 +217,10 @@ def test_who_waits_for_news_gets_them_at_once() -> None:
 
 def test_what_a_stalled_island_has_shown_does_not_hold() -> None:
     is_alive = [True]
-    with contextlib.ExitStack() as stack:
-        shown = Showcase(SECRET, "127.0.0.1", hold=0.01, is_alive=lambda: is_alive[0])
-        stack.callback(shown.close)
-        peer = Peer(SECRET, shown.host, shown.port)
-        stack.callback(peer.close)
+    with (
+        contextlib.closing(Showcase(SECRET, "127.0.0.1", hold=0.01, is_alive=lambda: is_alive[0])) as shown,
+        contextlib.closing(Peer(SECRET, shown.host, shown.port)) as peer,
+    ):
         shown.show("/notice", 1)
         assert peer.news("/notice") == 1
         is_alive[0] = False
@@ -243,12 +228,12 @@ def test_what_a_stalled_island_has_shown_does_not_hold() -> None:
             peer.news("/notice")
 
 
-def test_that_nothing_has_changed_is_signed_as_well(quick: Showcase, reader: Peer) -> None:
-    quick.show("/notice", 1)
-    assert reader.news("/notice") == 1
-    quick.sign = lambda path, word, content: "0" * 64  # type: ignore[method-assign]
+def test_that_nothing_has_changed_is_signed_as_well(showcase: Showcase, peer: Peer) -> None:
+    showcase.show("/notice", 1)
+    assert peer.news("/notice") == 1
+    showcase.sign = lambda path, word, content: "0" * 64  # type: ignore[method-assign]
     with pytest.raises(PeerError, match="not signed"):
-        reader.news("/notice")
+        peer.news("/notice")
 
 
 def test_what_is_not_needed_any_more_is_not_read_to_its_end(showcase: Showcase) -> None:

@@ -205,15 +205,20 @@ def test_formulas_agree_with_counting_to_the_byte(family: str, attention: str) -
 @pytest.mark.slow
 @pytest.mark.wide(3)
 @pytest.mark.parametrize(
-    ("family", "attention"),
-    [("decoder", "flash"), *product(["llama", "qwen3", "gpt_neox", "bert"], ["flash", "eager"])],
+    ("family", "attention", "compute"),
+    [
+        (*each, compute)
+        for each in [("decoder", "flash"), *product(["llama", "qwen3", "gpt_neox", "bert"], ["flash", "eager"])]
+        for compute in ("bfloat16", "float32")
+    ],
 )
-def test_formulas_of_divided_sequences_agree_with_counting_to_the_byte(family: str, attention: str) -> None:
+def test_formulas_of_divided_sequences_agree_with_counting_to_the_byte(
+    family: str, attention: str, compute: str
+) -> None:
     """Four ranks are more than there are heads of keys in most; one sample of one such head is no copy of it."""
     config = config_of(family)
     counted, formulas = count(model_of(config)), transformer_of(config).workload
-    ways = [*product((2, 4), ("none", "selective", "block"), ("bfloat16",)), (2, "none", "float32")]
-    for divide, recompute, compute in ways:
+    for divide, recompute in product((2, 4), ("none", "selective", "block")):
         options = {"compute": compute, "recompute": recompute, "attention": attention, "divide": divide}
         use = Use(samples=2, sequence=16, **options)  # type: ignore[arg-type]
         for (name, found), (_, expected) in zip(parts(counted, use), parts(formulas, use), strict=True):

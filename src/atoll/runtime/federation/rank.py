@@ -223,7 +223,8 @@ class ElementExchange:
                 self.shelf.hold(digest, manifest, found)
                 self._new.add(digest)
         except PeerError:
-            self._failed.add((source.island, digest))
+            with self.lock:
+                self._failed.add((source.island, digest))
         except ValueError as error:
             self._refuse(contribution, str(error))
         finally:

@@ -327,6 +327,7 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
         self._write(lambda at, anchor: anchor.apply(share=0.0))
         self._tokens = [0] * self.rules.fragments
         self._sent.clear()
+        self._company = (self.seat.name,)  # those it was counted with before have gone on without it
         for anchor in self._anchors():
             if anchor.residual is not None:
                 anchor.residual.zero_()
