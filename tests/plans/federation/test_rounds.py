@@ -200,6 +200,25 @@ def test_a_round_waits_for_grace_and_for_its_quorum() -> None:
     assert [each.base for each in c.own.contributions] == [-1]
 
 
+@pytest.mark.parametrize("late", ["a", "b", "c"])
+def test_a_round_waits_for_the_island_that_decides_it_as_for_others(late: str) -> None:
+    federation = Federation("abc", RULES, stock=0)
+    for _ in range(10):  # longer than until an island is silent
+        for island in federation.islands:
+            federation.run(island)
+        federation.now += 1.0
+    for island in federation.islands:
+        if island.name != late:
+            federation.contribute(island)
+    for second in range(8):
+        for island in federation.islands:
+            if island.name == late and second == 3:  # of the 5 of grace
+                federation.contribute(island)
+            federation.run(island)
+        federation.now += 1.0
+    assert [each.island for each in federation.decided[0].contributions] == ["a", "b", "c"]
+
+
 def test_what_an_island_hands_over_counts_after_it_has_gone() -> None:
     federation = Federation("abc", RULES)
     federation.settle(5.0)

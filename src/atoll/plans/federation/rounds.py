@@ -293,7 +293,7 @@ def _propose(view: IslandView, rules: FederationRules, now: float) -> IslandView
 
 def _can_lead(view: IslandView, member: Member, rules: FederationRules, now: float) -> bool:
     members = rules.members(view.own)
-    return _is_heard(view, member, rules, now) and (
+    return _is_own_or_heard(view, member, rules, now) and (
         member not in lost_members(view, members) or _heirs_vote(view, members)
     )
 
