@@ -99,7 +99,10 @@ def main() -> None:
     )
     parser.add_argument("--add", action="store_true", help="of chaos, fuzz and quality, to what their raw files have")
     parser.add_argument(
-        "--jobs", type=int, metavar="N", help="of mutants, fuzz and hangs, how many at once (default: one a core)"
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="of mutants, fuzz, hangs and quality, how many at once (default: one a core; of quality one)",
     )
     arguments = parser.parse_args()
     known = (*BENCHMARKS, *SLOW)

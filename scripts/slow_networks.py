@@ -475,15 +475,26 @@ def measured_outer(result: Mapping[str, Any]) -> str:
 def losses() -> str:
     """A row for each way to train of the benchmark of quality."""
     result = load("quality")
-    base, *others = finals(result)
-    rows = [[base.name, f"{fmean(base.losses):.4f}", "", f"{len(base.losses)}"]]
-    rows += [[each.name, f"{fmean(each.losses):.4f}", f"{each.over:+.2%}", f"{len(each.losses)}"] for each in others]
     text = (
         f"Measured: a small decoder, {result['steps']:,} steps, the same tokens "
         "([all runs and curves](../benchmarks/quality/README.md)). Outer steps continue a synchronous run, but for "
         "those from scratch.\n\n"
     )
-    return text + markdown_table(["", "final validation loss", f"over {base.name}", "seeds"], rows)
+    text += _losses(result)
+    if any(row["name"] == "MuLoCo" for row in result.get("muon", {}).get("rows", ())):
+        steps = result["muon"]["rows"][0]["validation"][-1][0]
+        text += (
+            "\n\nMeasured: [MuLoCo](outer.md#muon-inside-the-islands) beside DiLoCo and synchronous runs, the same "
+            f"job for {steps:,} steps, learning rates and outer optimizers tuned, islands from scratch.\n\n"
+        ) + _losses(result["muon"])
+    return text
+
+
+def _losses(result: Mapping[str, Any]) -> str:
+    base, *others = finals(result)
+    rows = [[base.name, f"{fmean(base.losses):.4f}", "", f"{len(base.losses)}"]]
+    rows += [[each.name, f"{fmean(each.losses):.4f}", f"{each.over:+.2%}", f"{len(each.losses)}"] for each in others]
+    return markdown_table(["", "final validation loss", f"over {base.name}", "seeds"], rows)
 
 
 # ---- the page

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import math
 import os
 import re
@@ -588,6 +589,41 @@ def test_the_page_of_quality() -> None:
     assert "| DiLoCo | 2.1000 |  | 1 | +5.00% |  |" in page.splitlines()
     assert "| int8 | 3.0030 | ± 1.4156 | 2 | +0.10% | 0.3% |" in page.splitlines()
     assert "Only 20 of 2000 steps" in page
+    assert "MuLoCo" not in page
+
+
+def test_the_page_of_quality_compares_islands_of_muon(tmp_path: Path) -> None:
+    """They have losses over AdamW's and over Muon's, a table of the runs that chose rates, and a picture."""
+    rows = [
+        {"name": name, "kind": kind, "seed": 0, "commit": "0", "validation": [(0, 5.0), (10, last + 1), (20, last)]}
+        for name, kind, last in (("AdamW", "synchronous", 2.0), ("Muon", "synchronous", 1.6), ("MuLoCo", "outer", 1.8))
+    ]
+    other = [{**rows[0], "name": "fp32"}, {**rows[2], "name": "DiLoCo"}, {**rows[1], "name": "int8", "kind": "codec"}]
+    shared = {"job": quality.JOB, "steps": 20, "every": 32, "aims": quality.AIMS, "rows": other}
+    result = {**shared, "muon": {"trials": [{**rows[1], "name": "Muon, lr 1"}], "rows": rows}}
+    page = quality.report(result).splitlines()
+    assert "| AdamW | 2.0000 |  | 1 |  | +25.00% |" in page
+    assert "| MuLoCo | 1.8000 |  | 1 | -10.00% | +12.50% |" in page
+    assert "| Muon, lr 1 | 20 | 1.6000 |" in page
+    assert any(line.startswith("**Not measured yet: AdamW (2 seeds), ") for line in page)
+    quality.publish(result, tmp_path)
+    assert ">MuLoCo</text>" in (tmp_path / "results" / "muon.svg").read_text()
+    assert ">MuLoCo</text>" not in (tmp_path / "results" / "outer.svg").read_text()
+
+
+def test_settings_of_quality_are_those_of_the_best_trials() -> None:
+    raw = json.loads(quality.RAW.read_text())
+    if "muon" not in raw:
+        pytest.skip("runs with Muon are not in the raw file yet")
+    trials = raw["muon"]["trials"]
+    best: dict[str, tuple[float, str]] = {}
+    for row in trials:
+        name, _, setting = row["name"].partition(", ")
+        best[name] = min(best.get(name, (9.0, "")), (row["validation"][-1][1], setting))
+    outer = quality.MULOCO
+    chosen = {name: f"lr {rate:g}" for name, rate in quality.RATES.items()}
+    chosen["MuLoCo"] += f", outer lr {outer['lr']:g}, momentum {outer['momentum']:g}"
+    assert {name: setting for name, (_, setting) in best.items()} == chosen
 
 
 def test_links_of_two_islands_are_those_that_were_measured() -> None:

@@ -96,6 +96,19 @@ def test_losses_are_compared_with_the_same_seeds(script: Any, monkeypatch: pytes
     text = script.losses()
     assert "| fp32 | 3.0000 |  | 2 |" in text
     assert "| int8 | 2.1000 | +5.00% | 1 |" in text
+    assert "MuLoCo" not in text
+
+
+def test_losses_with_muon_have_a_base_of_their_own(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {"name": name, "kind": "synchronous", "seed": 0, "validation": [[0, 5.0], [9, loss]]}
+        for name, loss in (("AdamW", 2.0), ("MuLoCo", 1.9))
+    ]
+    quality = {"steps": 20, "rows": [{**rows[0], "name": "fp32"}], "muon": {"rows": rows}}
+    monkeypatch.setattr(script, "load", lambda name: {"quality": quality}[name])
+    text = script.losses()
+    assert "for 9 steps" in text
+    assert "| MuLoCo | 1.9000 | -5.00% | 1 |" in text
 
 
 def test_outer_steps_are_quoted_as_measured(script: Any) -> None:

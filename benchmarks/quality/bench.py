@@ -6,6 +6,7 @@ ranks exchange is encoded, or left out between outer steps. All runs see the sam
 
     --steps N    of each run; 2000 if not given
     --minutes N  after which no run begins
+    --jobs N     runs at once; one if not given
     --add        only runs that the raw file does not have
 """
 
@@ -19,8 +20,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import product
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -39,6 +40,12 @@ BEGIN = 200
 """Synchronous steps before the islands train independently, unless they start from scratch."""
 TUNED: Mapping[str, Any] = {"name": "nesterov", "lr": 0.8, "momentum": 0.4}
 """Options of the outer optimizer: the best of three pairs for the first seed."""
+RATES: Mapping[str, float] = {"AdamW": 3e-3, "Muon": 2e-2, "MuLoCo": 1e-2}
+"""Learning rates of the runs of `MUON`: the best of `TRIALS`. That of DiLoCo is AdamW's."""
+MULOCO: Mapping[str, Any] = {"name": "nesterov", "lr": 0.7, "momentum": 0.6}
+"""Options of the outer optimizer around Muon: the best of `TRIALS`."""
+MUON_STEPS, TRIAL_STEPS = 1_000, 600
+"""Steps of each run of `MUON` and of `TRIALS`."""
 
 JOB: Mapping[str, Mapping[str, Any]] = {
     "model": {"source": "builtin", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 176},
@@ -54,13 +61,16 @@ JOB: Mapping[str, Mapping[str, Any]] = {
 @dataclass(frozen=True, slots=True)
 class Contender:
     """One way to train. kind: "synchronous", "codec" or "outer".  parallel: keys of [parallel].  begin: number of
-    synchronous steps before them.  seeds: number of seeds to train with."""
+    synchronous steps before them.  seeds: number of seeds to train with.  train: keys of [train].
+    steps: 0: those that the command line says."""
 
     name: str
     kind: str
     parallel: Mapping[str, Any] = field(default_factory=dict)
     begin: int = 0
     seeds: int = 1
+    train: Mapping[str, Any] = field(default_factory=dict)
+    steps: int = 0
 
 
 def _coded(name: str, codec: str, *, seeds: int = 1, **options: Any) -> Contender:
@@ -92,34 +102,103 @@ CONTENDERS = (
 )
 """The first is the base of the others."""
 
+
+def _with(optimizer: str, rate: float) -> dict[str, Any]:
+    """Keys of [train] for AdamW, or for Muon with the update scaled to AdamW's."""
+    if optimizer == "AdamW":
+        return {"lr": rate}
+    return {
+        "optimizer": "Muon",
+        "lr": rate,
+        "weight_decay": 0.1,
+        "optimizer_options": {"adjust_lr_fn": "match_rms_adamw"},
+    }
+
+
+def _inside(name: str, train: Mapping[str, Any], outer: Mapping[str, Any] | None = None, **options: Any) -> Contender:
+    """A contender of `MUON`: synchronous, or islands from scratch with this outer optimizer."""
+    if outer is None:
+        return Contender(name, "synchronous", seeds=3, train=train, steps=MUON_STEPS)
+    parallel = {"outer": {"every": EVERY, "optimizer": outer, **options}}
+    return Contender(name, "outer", parallel, seeds=3, train=train, steps=MUON_STEPS)
+
+
+_ADAMW, _MULOCO = _with("AdamW", RATES["AdamW"]), _with("Muon", RATES["MuLoCo"])
+
+MUON = (
+    _inside("AdamW", _ADAMW),
+    _inside("Muon", _with("Muon", RATES["Muon"])),
+    _inside("DiLoCo", _ADAMW, TUNED),
+    _inside("MuLoCo", _MULOCO, MULOCO),
+    _inside("MuLoCo, int4", _MULOCO, MULOCO, codec="int4"),
+    _inside("MuLoCo, int2", _MULOCO, MULOCO, codec="int2"),
+)
+"""Islands that train with Muon, and what they are compared with. The first is the base of the others."""
+
+
+def _trial(name: str, rate: float, outer: tuple[float, float] | None = None) -> Contender:
+    """outer: learning rate and momentum of the outer optimizer of islands."""
+    label, options = f"{name}, lr {rate:g}", None
+    if outer is not None:
+        options = {"name": "nesterov", "lr": outer[0], "momentum": outer[1]}
+        label += f", outer lr {outer[0]:g}, momentum {outer[1]:g}"
+    made = _inside(label, _with("AdamW" if name == "AdamW" else "Muon", rate), options)
+    return replace(made, seeds=1, steps=TRIAL_STEPS)
+
+
+TRIALS = (
+    *(_trial("AdamW", rate) for rate in (1.5e-3, 3e-3, 1e-2)),
+    *(_trial("Muon", rate) for rate in (3e-3, 1e-2, 2e-2, 4e-2)),
+    *(_trial("MuLoCo", 1e-2, outer) for outer in ((0.7, 0.9), (0.7, 0.6), (0.8, 0.4))),
+    _trial("MuLoCo", 2e-2, (0.7, 0.6)),
+)
+"""What `RATES` and `MULOCO` were chosen by, with the first seed."""
+
 AIMS: Mapping[str, float] = {"int8": 0.003, "int4": 0.01, "outer steps": 0.03}
 """Loss over the base, at most."""
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train every contender with every seed, one run after the other."""
+    """Train every contender with every seed."""
     steps = 8 if arguments.quick else arguments.steps or STEPS
-    seeds, contenders = SEEDS, CONTENDERS
-    if arguments.quick:
-        seeds, contenders = SEEDS[:1], CONTENDERS[:1]
-    rows: list[dict[str, Any]] = json.loads(RAW.read_text(encoding="utf-8"))["rows"] if arguments.add else []
-    done = {(row["name"], row["seed"]) for row in rows}
-    commit = environment(command=[])["commit"]
+    before = json.loads(RAW.read_text(encoding="utf-8")) if arguments.add else {}
     end = time.monotonic() + 60.0 * (arguments.minutes or 1e9)
-    for each, seed in product(contenders, seeds):
-        if seed >= each.seeds or (each.name, seed) in done or time.monotonic() > end:
-            continue
-        curve = _train(each, seed, steps)
-        found = {"name": each.name, "kind": each.kind, "parallel": each.parallel, "begin": each.begin}
-        rows.append({**found, "seed": seed, "commit": commit, "validation": curve})
-        print(f"{each.name}, seed {seed}: {curve[-1][1]:.4f} after {curve[-1][0]} steps", flush=True)
-    return {"job": JOB, "steps": steps, "every": EVERY, "aims": AIMS, "rows": rows}
+    commit = environment(command=[])["commit"]
+
+    def runs(contenders: Sequence[Contender], earlier: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+        """Return rows of contenders in their order, with those that were trained earlier."""
+        done = {(row["name"], row["seed"]) for row in earlier}
+        # Seed by seed, so that a run that --minutes ends has all contenders of the first ones.
+        missing = [(each, at) for at in SEEDS for each in contenders if at < each.seeds and (each.name, at) not in done]
+
+        def one(each: Contender, seed: int) -> dict[str, Any] | None:
+            if time.monotonic() > end:
+                return None
+            curve = _train(each, seed, each.steps or steps)
+            print(f"{each.name}, seed {seed}: {curve[-1][1]:.4f} after {curve[-1][0]} steps", flush=True)
+            found = {"name": each.name, "kind": each.kind, "parallel": each.parallel, "begin": each.begin}
+            return {**found, "train": each.train, "seed": seed, "commit": commit, "validation": curve}
+
+        with ThreadPoolExecutor(arguments.jobs or 1) as pool:
+            found = [*earlier, *filter(None, pool.map(one, *zip(*missing, strict=True)))] if missing else [*earlier]
+        order = [each.name for each in contenders]
+        return sorted(found, key=lambda row: (order.index(row["name"]), row["seed"]))
+
+    shared = {"job": JOB, "steps": steps, "every": EVERY, "aims": AIMS}
+    if arguments.quick:
+        return {**shared, "rows": runs([replace(CONTENDERS[0], seeds=1)])}
+    muon = before.get("muon", {})
+    return {
+        **shared,
+        "rows": runs(CONTENDERS, before.get("rows", ())),
+        "muon": {"trials": runs(TRIALS, muon.get("trials", ())), "rows": runs(MUON, muon.get("rows", ()))},
+    }
 
 
 def _train(contender: Contender, seed: int, steps: int) -> list[tuple[int, float]]:
     """Run a config in processes of its own: step and validation loss."""
     config: dict[str, Any] = {section: dict(keys) for section, keys in JOB.items()}
-    config["train"] |= {"steps": steps, "seed": seed, "eval_every": max(1, steps // EVALUATIONS)}
+    config["train"] |= {**contender.train, "steps": steps, "seed": seed, "eval_every": max(1, steps // EVALUATIONS)}
     parallel = dict(contender.parallel)
     if "outer" in parallel:  # the last outer gradient arrives behind the last step at the latest
         parallel["outer"] = {**parallel["outer"], "every": min(steps, parallel["outer"]["every"])}
@@ -212,20 +291,65 @@ def report(result: Mapping[str, Any]) -> str:
         "![Validation loss of codecs over steps](results/codec.svg)",
         "![Validation loss of outer steps over steps](results/outer.svg)",
         "Means of the seeds, from a tenth of the steps on.",
+        *(_muon_parts(result) if "muon" in result else ()),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def _muon_parts(result: Mapping[str, Any]) -> list[str]:
+    """Muon, and islands that train with it, beside AdamW and its islands."""
+    muon = result["muon"]
+    rows = [
+        f"| {row['name']} | {row['validation'][-1][0]} | {row['validation'][-1][1]:.4f} |" for row in muon["trials"]
+    ]
+    found = finals(muon)
+    mean = {each.name: fmean(each.losses) for each in found}
+    lines = [
+        "| | final validation loss | spread over seeds | seeds | over AdamW | over Muon |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for each in found:
+        loss, spread = mean[each.name], f"± {stdev(each.losses):.4f}" if len(each.losses) > 1 else ""
+        over = [f"{loss / mean[of] - 1:+.2%}" if of in mean and of != each.name else "" for of in ("AdamW", "Muon")]
+        lines.append(f"| {each.name} | {loss:.4f} | {spread} | {len(each.losses)} | {' | '.join(over)} |")
+    counts = {each.name: len(each.losses) for each in found}
+    missing = [f"{each.name} ({short} seeds)" for each in MUON if (short := each.seeds - counts.get(each.name, 0)) > 0]
+    return [
+        "## Muon and MuLoCo",
+        f"Runs of {MUON_STEPS:,} steps with the same model, tokens for each seed, and validation, all in one "
+        "environment. *Muon*: hidden matrices are stepped by [Muon](../../docs/training.md#muon) and everything else "
+        f"by AdamW, both with a learning rate of {RATES['Muon']:g}, *AdamW* with one of {RATES['AdamW']:g}. *DiLoCo*, "
+        "*MuLoCo* ([arXiv 2505.23725](https://arxiv.org/abs/2505.23725)): islands that train from scratch with AdamW "
+        f"at {RATES['AdamW']:g} or with Muon at {RATES['MuLoCo']:g}, and average every {result['every']} steps. Their "
+        f"outer optimizer has a Nesterov momentum of {TUNED['momentum']:g} and a learning rate of {TUNED['lr']:g} in "
+        f"DiLoCo, as *outer steps* above, {MULOCO['momentum']:g} and {MULOCO['lr']:g} in MuLoCo. *int4*, *int2*: the "
+        "outer gradients are encoded, rounded to nearest, with error feedback.",
+        f"Commits: {', '.join(dict.fromkeys(str(row['commit'])[:12] for row in muon['rows']))}.",
+        "\n".join(lines),
+        f"**Not measured yet: {', '.join(missing)}.**" if missing else "",
+        "![Validation loss of Muon and MuLoCo over steps](results/muon.svg)",
+        "Learning rates and outer optimizer were chosen by shorter runs with seed 0:",
+        "\n".join(["| | steps | final validation loss |", "|---|--:|--:|", *rows]),
+    ]
+
+
 def publish(result: Mapping[str, Any], folder: Path) -> None:
-    """Draw the mean of each contender's curves, those of codecs and of outer steps apart, each beside the base."""
+    """Draw the mean of each contender's curves, those of codecs, outer steps and Muon apart, each beside the base."""
+    (folder / "results").mkdir(parents=True, exist_ok=True)
+    pictures = {kind: (result, (kind, "synchronous")) for kind in ("codec", "outer")}
+    if "muon" in result:
+        pictures["muon"] = result["muon"], ("outer", "synchronous")
+    for name, (rows, kinds) in pictures.items():
+        (folder / "results" / f"{name}.svg").write_text(curves.draw(_means(rows, kinds)), encoding="utf-8")
+
+
+def _means(result: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, curves.Points]:
+    """The mean of the curves of each contender of these kinds."""
     by_name: dict[str, list[Sequence[Sequence[float]]]] = {}
     for row in result["rows"]:
         by_name.setdefault(row["name"], []).append(row["validation"])
-    (folder / "results").mkdir(parents=True, exist_ok=True)
-    for kind in ("codec", "outer"):
-        means = {
-            each.name: [(at[0][0], fmean(loss for _, loss in at)) for at in zip(*by_name[each.name], strict=True)]
-            for each in finals(result)
-            if each.kind in (kind, "synchronous")
-        }
-        (folder / "results" / f"{kind}.svg").write_text(curves.draw(means), encoding="utf-8")
+    return {
+        each.name: [(at[0][0], fmean(loss for _, loss in at)) for at in zip(*by_name[each.name], strict=True)]
+        for each in finals(result)
+        if each.kind in kinds
+    }

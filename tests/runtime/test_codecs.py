@@ -53,7 +53,7 @@ def test_layouts(layout: str) -> None:
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("name", CODES)
 def test_every_codec(name: str, rounding: Any) -> None:
-    assert_parity(replace(CASE, codecs=Codecs(Codec(name, 6, rounding), Codec(name, 10)), steps=2))
+    assert_parity(replace(CASE, codecs=Codecs(Codec(name, 12, rounding), Codec(name, 20)), steps=2))
 
 
 @pytest.mark.slow

@@ -44,7 +44,9 @@ def test_what_arrives_is_what_the_reference_says(name: str, rounding: Any) -> No
         assert torch.equal(arrived(codec, values, noise=noise), wanted)
 
 
-@pytest.mark.parametrize(("name", "largest"), [("bf16", 2**-8), ("fp8", 2**-4), ("int8", 1 / 254), ("int4", 1 / 14)])
+@pytest.mark.parametrize(
+    ("name", "largest"), [("bf16", 2**-8), ("fp8", 2**-4), ("int8", 1 / 254), ("int4", 1 / 14), ("int2", 1 / 3)]
+)
 def test_errors_are_at_most_half_a_step(name: str, largest: float) -> None:
     values = draws(3000, torch.float32)
     error = (arrived(Codec(name, 100), values) - values).abs().view(-1, 100)
@@ -62,7 +64,9 @@ def test_the_residual_is_what_did_not_arrive(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "step"), [("fp8", 1 / 14), ("int8", 1 / 127), ("int4", 1 / 7), ("bf16", 2**-7)])
+@pytest.mark.parametrize(
+    ("name", "step"), [("fp8", 1 / 14), ("int8", 1 / 127), ("int4", 1 / 7), ("int2", 2 / 3), ("bf16", 2**-7)]
+)
 def test_stochastic_rounding_keeps_the_mean(name: str, step: float) -> None:
     codec, values, times = Codec(name, 8, "stochastic"), draws(8), 2000
     came = [arrived(codec, values, noise=coding.draw_uniform(codec, 8, at, values.device)) for at in range(times)]
@@ -97,8 +101,11 @@ def test_values_are_added_where_they_are_to_be() -> None:
     assert torch.equal(half, (1 + arrived(codec, values)).bfloat16())
 
 
-def test_a_message_does_not_depend_on_how_much_is_encoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    codec, values = Codec("int4", 10), draws(1003, torch.float32)
+@pytest.mark.parametrize("codec", [Codec("int4", 10), Codec("int2", 12)], ids=str)
+def test_a_message_does_not_depend_on_how_much_is_encoded_at_a_time(
+    codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = draws(1003, torch.float32)
     whole = message(codec, values)
     monkeypatch.setattr(coding, "_AT_A_TIME", 64)
     assert torch.equal(message(codec, values), whole)
@@ -108,6 +115,7 @@ def test_a_message_does_not_depend_on_how_much_is_encoded_at_a_time(monkeypatch:
 @pytest.mark.parametrize("name", CODES)
 def test_kernels_can_be_compiled(name: str) -> None:
     """As on a GPU, but without generated code: the graphs are the same."""
+    torch._dynamo.reset()  # it limits how often a function is compiled, and each codec is compiled twice
     act = partial(torch.compile, dynamic=True, backend="aot_eager", fullgraph=True)
     rows, noise = draws(48, torch.float32).view(6, 8), torch.rand(6, 8)
     for given in (None, noise):

@@ -206,8 +206,7 @@ class Outer:
 
     def part_bytes(self, numel: int, item: int) -> int:
         """Bytes of a part of an outer gradient that an island apart shows, of `numel` elements of `item` bytes each."""
-        # int4 has pairs of elements.
-        return numel * item if self.codec is None else self.codec.nbytes(numel + numel % 2)
+        return numel * item if self.codec is None else self.codec.nbytes(numel)
 
     # ---- fragments and steps
 

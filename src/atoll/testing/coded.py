@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-_LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
+_LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0, "int2": 1.5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,9 @@ def coded(values: Tensor, kind: CodecKind, seed: int | None = None) -> Tensor:
         if kind.name == "fp8":
             codes = _as_floats(block / scale, own, smallest=-6, bits=3, dtype=torch.float8_e4m3fn)
         else:
-            codes = (block / scale).round() if own is None else (block / scale + own).floor()
+            middle = 0.5 if kind.name == "int2" else 0.0
+            shifted = block / scale - middle
+            codes = (shifted.round() if own is None else (shifted + own).floor()) + middle
             codes = codes.clamp(-_LARGEST[kind.name], _LARGEST[kind.name])
         found[start : start + kind.block] = codes * scale
     return found

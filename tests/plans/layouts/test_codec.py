@@ -33,6 +33,8 @@ from atoll.plans.layouts import (
         (Codec("int4"), 256, 2 * 4 + 128),
         (Codec("int4"), 3, 4 + 4),
         (Codec("int4"), 0, 0),
+        (Codec("int2"), 256, 2 * 4 + 64),
+        (Codec("int2"), 5, 4 + 4),
     ],
 )
 def test_bytes_of_a_message(codec: Codec, numel: int, nbytes: int) -> None:
@@ -48,9 +50,10 @@ def test_long_messages_have_their_bytes_an_element(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "int9"}, r"no codec 'int9': did you mean 'int[48]'\? known: bf16, fp8, int8, int4"),
-        ({"name": "int8", "block": 0}, r"block = 0 elements of a codec; use an even number of at least 2"),
+        ({"name": "int9"}, r"no codec 'int9': did you mean 'int[248]'\? known: bf16, fp8, int8, int4, int2"),
+        ({"name": "int8", "block": 0}, r"block = 0 elements of int8; use a multiple of 2, as 128"),
         ({"name": "int4", "block": 7}, r"block = 7 elements"),
+        ({"name": "int2", "block": 6}, r"block = 6 elements of int2; use a multiple of 4, as 128"),
         ({"name": "int4", "rounding": "up"}, r"rounding = 'up' of a codec; known: nearest, stochastic"),
     ],
 )

@@ -76,7 +76,7 @@ def test_a_slow_uplink_bounds_all_and_is_named() -> None:
     assert found.rows[1].busy > found.rows[0].busy  # type: ignore[operator]
     assert "uplink of island slow bounds" in " ".join(bound_sentences(found))
     coded = {each.setting: each for each in found.alternatives()}
-    assert coded["codec = int4"].rate > coded["codec = int8"].rate > coded["as it is"].rate
+    assert coded["codec = int2"].rate > coded["codec = int4"].rate > coded["codec = int8"].rate > coded["as it is"].rate
     assert coded["every = 128"].rate > coded["as it is"].rate
     assert coded["delay = 8"].waited < coded["as it is"].waited
     assert coded["as it is"].rate == pytest.approx(found.tokens_a_second)

@@ -108,7 +108,7 @@ def test_each_fragment_waits_for_its_messages() -> None:
     assert not hidden.waits
 
 
-@pytest.mark.parametrize("codec", [Codec("bf16"), Codec("int8", 64), Codec("int4")], ids=str)
+@pytest.mark.parametrize("codec", [Codec("bf16"), Codec("int8", 64), Codec("int4"), Codec("int2")], ids=str)
 def test_traffic_and_memory_with_a_codec(codec: Codec) -> None:
     """Encoded bytes on the link, a residual in memory, and encoded blocks in flight."""
     mesh = MeshShape(inter=2, intra=2)

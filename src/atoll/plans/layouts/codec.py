@@ -26,6 +26,11 @@ class Code:
     bits: int
     is_scaled: bool
 
+    @property
+    def multiple(self) -> int:
+        """What the elements of a block are a multiple of: those that fill bytes, and at least two."""
+        return max(2, 8 // self.bits)
+
 
 CODES: Mapping[str, Code] = MappingProxyType(
     {
@@ -33,6 +38,7 @@ CODES: Mapping[str, Code] = MappingProxyType(
         "fp8": Code(8, is_scaled=True),
         "int8": Code(8, is_scaled=True),
         "int4": Code(4, is_scaled=True),
+        "int2": Code(2, is_scaled=True),
     }
 )
 """Codecs by name."""
@@ -48,7 +54,7 @@ SCALE_BYTES = 4
 class Codec:
     """A code with its options.
 
-    name: one of `CODES`. `fp8` is e4m3.  block: elements that share a scale, an even number.
+    name: one of `CODES`. `fp8` is e4m3.  block: elements that share a scale, a multiple of `Code.multiple`.
     rounding: `nearest`, or `stochastic`: up or down with probabilities that leave the mean unchanged.
     """
 
@@ -61,8 +67,9 @@ class Codec:
             near = difflib.get_close_matches(self.name, CODES, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise PlanError(f"no codec {self.name!r}: {hint}known: {', '.join(CODES)}")
-        if type(self.block) is not int or self.block < 2 or self.block % 2:
-            raise PlanError(f"block = {self.block!r} elements of a codec; use an even number of at least 2, as {BLOCK}")
+        multiple = self.code.multiple
+        if type(self.block) is not int or self.block < multiple or self.block % multiple:
+            raise PlanError(f"block = {self.block!r} elements of {self.name}; use a multiple of {multiple}, as {BLOCK}")
         if self.rounding not in ROUNDINGS:
             raise PlanError(f"rounding = {self.rounding!r} of a codec; known: {', '.join(ROUNDINGS)}")
 

@@ -24,7 +24,7 @@ ALL_WAIT = 0.05
 """Share of an interval for which every island waits from which on uplinks bound it, not an island's steps."""
 
 _FACTORS = (0.5, 2.0, 4.0, 8.0)
-_CODECS = (None, "int8", "int4")
+_CODECS = (None, "int8", "int4", "int2")
 
 
 class IslandRow(NamedTuple):

@@ -36,6 +36,9 @@ UNITS = (1, 2, 4)
 CODED = ("int8", "int4")
 """Codecs that are worth a look: the others send as much or more."""
 
+OUTER_CODED = (*CODED, "int2")
+"""Those of outer gradients, for which alone two bits have been measured."""
+
 
 def _always(prediction: Prediction) -> bool:
     return True
@@ -219,7 +222,7 @@ def _outer_codec() -> Choice:
         return "none" if plan.outer is None or plan.outer.codec is None else plan.outer.codec.name
 
     def others(plan: Plan) -> Iterator[str]:
-        return _if(plan.outer is not None, "none", *CODED)
+        return _if(plan.outer is not None, "none", *OUTER_CODED)
 
     return Choice("outer codec", "parallel.outer.codec", now, others, make, plain="none", is_exact=False)
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
-from torch.nn.functional import pad
 
 from atoll.base.digests import digest
 from atoll.plans.federation.records import Contribution
@@ -128,7 +127,7 @@ class AnchorHoldings:
     def contribution_bytes(self, part: TensorPart) -> int:
         """Return the bytes of a part of a contribution."""
         codec = self._outer.codec
-        return self.state_bytes(part) if codec is None else codec.nbytes(_even(part.stop - part.start))
+        return self.state_bytes(part) if codec is None else codec.nbytes(part.stop - part.start)
 
     def state_bytes(self, part: TensorPart) -> int:
         """Return the bytes of a part of what `show` returns."""
@@ -234,22 +233,11 @@ def raw(values: torch.Tensor) -> memoryview:
 
 def encoded(codec: Codec, values: torch.Tensor, *, residual: torch.Tensor | None, seed: int) -> torch.Tensor:
     """Return the message of some values, and let these be what it decodes to. residual: see `coding.encode`."""
-    count = values.numel()
-    # int4 has pairs of elements. A zero more changes no scale.
-    padded, lost = (None if each is None else pad(each, (0, _even(count) - count)) for each in (values, residual))
-    assert padded is not None, "values are given"
-    message = torch.zeros(codec.nbytes(_even(count)), dtype=torch.uint8)
-    noise = coding.draw_uniform(codec, _even(count), seed, device=values.device)
-    coding.encode(codec, padded, message, residual=lost, noise=noise)
-    coding.decode(codec, message, padded)
-    values.copy_(padded[:count])
-    if residual is not None and lost is not None:
-        residual.copy_(lost[:count])
+    message = torch.zeros(codec.nbytes(values.numel()), dtype=torch.uint8)
+    noise = coding.draw_uniform(codec, values.numel(), seed, device=values.device)
+    coding.encode(codec, values, message, residual=residual, noise=noise)
+    coding.decode(codec, message, values)
     return message
-
-
-def _even(count: int) -> int:
-    return count + count % 2
 
 
 def _named(name: str, box: Box) -> str:
@@ -338,6 +326,6 @@ def _decoded(held: memoryview, count: int, *, codec: Codec | None, dtype: torch.
     message = torch.frombuffer(held if not held.readonly else bytearray(held), dtype=torch.uint8)
     if codec is None:
         return message.view(dtype)
-    values = torch.empty(_even(count), dtype=dtype)
+    values = torch.empty(count, dtype=dtype)
     coding.decode(codec, message, values)
-    return values[:count]
+    return values

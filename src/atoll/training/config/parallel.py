@@ -15,7 +15,7 @@ from atoll.plans.outer import Apart, Outer
 from atoll.plans.plan import AXES, ORDERS
 from atoll.training.config.section import Natural, Positive, Section, as_tuple, join_or, raise_all
 
-CodecName = Literal["none", "bf16", "fp8", "int8", "int4"]
+CodecName = Literal["none", "bf16", "fp8", "int8", "int4", "int2"]
 
 
 def _as_residency(value: Any) -> Any:
