@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-_LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0, "int2": 1.5}
+_LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0, "int2": 2.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,20 +107,33 @@ def coded(values: Tensor, kind: CodecKind, seed: int | None = None) -> Tensor:
     found = values.clone()
     for start in range(0, len(values), kind.block):
         block = values[start : start + kind.block]
-        scale = (block.abs().max() / _LARGEST[kind.name]).float().double()
-        if scale < torch.finfo(torch.float32).tiny:
+        scale = (_largest(block, kind.name) / _top(kind.name, is_random=noise is not None)).float().double()
+        if scale.abs() < torch.finfo(torch.float32).tiny:
             found[start : start + kind.block] = 0.0
             continue
         own = None if noise is None else noise[start : start + kind.block]
         if kind.name == "fp8":
             codes = _as_floats(block / scale, own, smallest=-6, bits=3, dtype=torch.float8_e4m3fn)
         else:
-            middle = 0.5 if kind.name == "int2" else 0.0
-            shifted = block / scale - middle
-            codes = (shifted.round() if own is None else (shifted + own).floor()) + middle
-            codes = codes.clamp(-_LARGEST[kind.name], _LARGEST[kind.name])
+            codes = (block / scale).round() if own is None else (block / scale + own).floor()
+            codes = codes.clamp(
+                -_top(kind.name, is_random=own is not None), 1.0 if kind.name == "int2" else _LARGEST[kind.name]
+            )
         found[start : start + kind.block] = codes * scale
     return found
+
+
+def _top(name: str, *, is_random: bool) -> float:
+    """The code of the largest magnitude."""
+    return 1.0 if name == "int2" and is_random else _LARGEST[name]
+
+
+def _largest(block: Tensor, name: str) -> Tensor:
+    """The largest magnitude, of int2 with the other sign than its element. Equal but for rounding errors: the positive
+    element."""
+    if name != "int2":
+        return block.abs().max()
+    return -block.max() if block.max() >= -block.min() * (1 - 2.0**-20) else -block.min()
 
 
 def _as_floats(values: Tensor, noise: Tensor | None, *, smallest: int, bits: int, dtype: torch.dtype) -> Tensor:
