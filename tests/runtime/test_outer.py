@@ -119,7 +119,7 @@ SLOW_CODED = {
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("name", CODES)
 def test_every_codec_equals_replicas_that_encode_the_same(name: str, rounding: Any) -> None:
-    assert_parity(replace(ENCODED, outer=Outer(2, codec=Codec(name, 10, rounding)), steps=5))
+    assert_parity(replace(ENCODED, outer=Outer(2, codec=Codec(name, 12, rounding)), steps=5))
 
 
 @pytest.mark.wide(5)
