@@ -14,9 +14,13 @@ except ImportError:
     from tests.absent import skip_laws
 
     skip_laws()
+    HAS_LAWS = False
 else:
+    HAS_LAWS = True
     # Other work on the machine must not fail a law, and a run must say the same twice.
-    settings.register_profile("atoll", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    shared = {"deadline": None, "derandomize": True, "suppress_health_check": [HealthCheck.too_slow]}
+    settings.register_profile("atoll", max_examples=25, **shared)
+    settings.register_profile("whole", max_examples=100, **shared)
     settings.load_profile("atoll")
 
 # One thread for this process and for those that tests start, as ranks have: the threads of a tiny operation wait for
@@ -57,7 +61,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="every pair of settings, and one case of every other test that is not marked slow",
     )
-    parser.addoption("--whole", action="store_true", help="every case of tests that are marked wide")
+    parser.addoption(
+        "--whole",
+        action="store_true",
+        help="every case of tests that are marked wide, and four times the examples of laws",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--whole") and HAS_LAWS:
+        settings.load_profile("whole")
 
 
 @pytest.hookimpl(optionalhook=True)

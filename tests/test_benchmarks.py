@@ -144,6 +144,7 @@ def test_a_race_is_decided_at_every_budget_of_a_peer() -> None:
     assert (best["ours"], best["peer"], best["ratio"]) == ("ours, large", "peer, large", 2.0)
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("inter", "intra"), [(2, 2), (1, 4)])
 def test_the_settings_that_are_searched(inter: int, intra: int) -> None:
@@ -332,7 +333,7 @@ def test_ranks_hold_what_is_predicted() -> None:
             pytest.skip("no C compiler")
         with Ranks(Where(2, 2), work, preload=preload) as ranks:
             field = Field(ranks, None)
-            for layout in ("NNG", "IIG", "GGG"):
+            for layout in ("NNG", "GGG"):
                 found = Row(Atoll(layout, 8))
                 field.open(found.setting)
                 field.step(found)
@@ -427,6 +428,7 @@ def test_atoll_is_beside_each_peer_of_as_many_ranks() -> None:
     assert sequence.times_as_fast(*pair) == 1
 
 
+@pytest.mark.wide(0)
 @pytest.mark.slow
 @pytest.mark.skipif(not has_deepspeed(), reason="DeepSpeed is not installed")
 def test_deepspeed_refuses_zero_2_in_a_pipeline() -> None:
@@ -480,6 +482,7 @@ def test_torch_has_every_schedule_of_the_race() -> None:
             assert get_schedule_class(setting.schedule).__name__ == f"Schedule{setting.schedule}"
 
 
+@pytest.mark.wide(0)
 @pytest.mark.slow
 def test_both_sides_of_the_race_compute_what_one_process_does() -> None:
     """torch with a reduce-scatter of its own, which gives what gloo's does; ours with a step validated afterwards."""

@@ -253,6 +253,7 @@ def test_the_pods_of_a_jobset_train(tmp_path: Path, losses: list[float]) -> None
     ran_on_two(work, losses)
 
 
+@pytest.mark.wide(0)
 @pytest.mark.slow
 def test_the_pods_of_a_trainjob_train(tmp_path: Path, losses: list[float]) -> None:
     """One pod of two ranks, with the variables that Kubeflow Trainer sets."""

@@ -295,6 +295,7 @@ def test_islands_of_two_machines_meet(tmp_path: Path) -> None:
     meet(tmp_path, start)
 
 
+@pytest.mark.wide(0)
 @pytest.mark.slow
 def test_islands_of_two_clusters_of_slurm_meet(tmp_path: Path) -> None:
     """Each of two ranks, which the stand-in takes for two nodes."""

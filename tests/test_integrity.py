@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,8 @@ from benchmarks.integrity.mutations import MUTATIONS, Cache, Checkpoints, damage
 
 @pytest.mark.wide(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("subject", [Checkpoints, Cache])
-def test_no_damage_is_read_without_an_error(tmp_path: Path, subject: type[Checkpoints] | type[Cache]) -> None:
+@pytest.mark.parametrize("subject", [Checkpoints, partial(Cache, lines=400)], ids=["checkpoints", "cache"])
+def test_no_damage_is_read_without_an_error(tmp_path: Path, subject: Callable[[Path], Checkpoints | Cache]) -> None:
     found = damage(subject(tmp_path / "s"), 30, seed=7)
     bad = [each for each in found if each.end in ("wrong", "crashed")]
     assert bad == []

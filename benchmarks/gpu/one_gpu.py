@@ -287,7 +287,11 @@ def _work(stage: Stage, findings: Path, out: Path, limit: float, rehearse: bool)
             import torch
 
             torch.set_num_threads(1)
-        importlib.import_module(stage.modules[0]).run(run)
+        module = importlib.import_module(stage.modules[0])
+        # What was imported is not looked through again before and after each contender: a second of a large heap.
+        gc.collect()
+        gc.freeze()
+        module.run(run)
     except Exception:
         text = traceback.format_exc()
         print(text, flush=True)

@@ -71,13 +71,13 @@ class Checkpoints:
 
 
 class Cache:
-    """A token cache that is damaged and read whole."""
+    """A token cache that is damaged and read whole. lines: of its text."""
 
-    def __init__(self, root: Path, *, with_digests: bool = True) -> None:
+    def __init__(self, root: Path, *, with_digests: bool = True, lines: int = 4000) -> None:
         self.root, self.with_digests = root, with_digests
         root.mkdir(parents=True)
         for name, words in (("text", "some words and more words, "), ("another", "quite other words all along, ")):
-            (root / f"{name}.txt").write_text("".join(f"line {at} of {words * (at % 7)}\n" for at in range(4000)))
+            (root / f"{name}.txt").write_text("".join(f"line {at} of {words * (at % 7)}\n" for at in range(lines)))
         self.train, self.validation, self.fingerprint = self._read("text")
         (self.folder,) = (path for path in (root / "cache").iterdir() if path.is_dir())
         self._read("another")

@@ -198,6 +198,7 @@ def test_local_ranks_that_do_not_come_back_are_left_out(config: Path) -> None:
     wait_until(lambda: nobody_is_left(config))
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_a_killed_rank_goes_on_from_the_memory_of_its_host(

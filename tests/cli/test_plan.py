@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("warm")
 CONFIG = """
 {parallel}
 [model]
-layers = 6
+layers = 4
 hidden = 64
 heads = 4
 ffn = 160
@@ -35,7 +35,7 @@ sequence = 32
 cache = "{folder}/cache"
 [train]
 steps = 2
-global_batch = 8
+global_batch = {batch}
 {train}
 [run]
 folder = "{folder}/run"
@@ -74,12 +74,12 @@ post_validation = false
 def write(tmp_path: Path) -> Any:
     """Writes a config beside a cluster."""
 
-    def made(parallel: str = FEW, *, train: str = "", **cluster: float) -> Path:
+    def made(parallel: str = FEW, *, train: str = "", batch: int = 4, **cluster: float) -> Path:
         (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n" * 400, encoding="utf-8")
         values = {"nodes": 1, "memory": 2**30, "rate": 1e8, **cluster}
         (tmp_path / "cluster.toml").write_text(CLUSTER.format(**values), encoding="utf-8")
         path = tmp_path / "config.toml"
-        path.write_text(CONFIG.format(parallel=parallel, train=train, folder=tmp_path), encoding="utf-8")
+        path.write_text(CONFIG.format(parallel=parallel, train=train, batch=batch, folder=tmp_path), encoding="utf-8")
         return path
 
     return made
@@ -94,7 +94,7 @@ def run(*words: str) -> str:
 @pytest.mark.slow
 def test_what_is_printed(write: Any) -> None:
     text = run("plan", str(write(nodes=2)))
-    assert "on 4 devices, 8 samples of 32 tokens a step" in text
+    assert "on 4 devices, 4 samples of 32 tokens a step" in text
     assert "\nprecision          fp32\n" in text
     for line in ("mesh ", "schedule ", "layout ", "a step  ", "memory  ", "time    ", "proof   "):
         assert f"\n{line}" in text
@@ -135,7 +135,7 @@ def test_the_plan_that_a_config_has_is_shown_beside(write: Any) -> None:
 
 @pytest.mark.slow
 def test_what_is_written_is_kept(write: Any) -> None:
-    path = write(f"{FEW}layout = 'zero-1'\npipeline = 2", train="microbatch = 2", nodes=2)
+    path = write(f"{FEW}layout = 'zero-1'\npipeline = 2", train="microbatch = 2", batch=8, nodes=2)
     config, _ = load_chosen(path)
     assert (config.parallel.layout, config.parallel.pipeline, config.train.microbatch) == ("NNG", 2, 2)
     assert not config.parallel.auto
@@ -184,7 +184,7 @@ def test_no_plan_fits(write: Any) -> None:
 
 
 def test_a_batch_that_no_mesh_divides(write: Any) -> None:
-    path = write("[parallel]\nauto = true\npipeline = 1\ntensor = 1\nintra = 2", train="microbatch = 3")
+    path = write("[parallel]\nauto = true\npipeline = 1\ntensor = 1\nintra = 2", train="microbatch = 3", batch=8)
     with pytest.raises(ConfigError, match=r"no plan for 2 ranks: microbatch = 3 does not divide 8 \(global_batch\)"):
         load_chosen(path)
 

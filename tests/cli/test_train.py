@@ -285,6 +285,7 @@ def keep_port(port: int) -> int:
 # ---- signals
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_and_leaves(config: Path, number: signal.Signals, code: int) -> None:
@@ -444,7 +445,7 @@ def ranks_of(process: int) -> list[psutil.Process]:
 
 @pytest.mark.wide(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_lost_ranks_are_started_again_and_the_run_is_that_without(config: Path, number: signal.Signals) -> None:
     text = config.read_text().replace("restarts = 0", "restarts = 3").replace("[run]", "timeout = 10.0\n[run]")
     config.write_text(text)

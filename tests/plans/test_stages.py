@@ -172,6 +172,7 @@ def test_what_is_longer_is_in_one_turn(name: str, ours: float, other: float) -> 
     assert seconds(schedule, [2, 1, 1, 1, 1, 1, 1, 2]) == other
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("placement", [Placement("line", 64), Placement("v", 32, 2), Placement("loop", 16, 4)])
 def test_large_models_are_split_too(placement: Placement) -> None:
     blocks = even(198, head=5)

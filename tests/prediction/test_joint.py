@@ -33,6 +33,7 @@ def stage_costs(layers: list[Layer], way: tuple[int, ...], hop: float | Links = 
     return Costs(forward, input_grad, weight_grad, hop=hop)
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_no_schedule_of_the_catalogue_on_the_even_split_is_better(seed: int) -> None:
@@ -82,6 +83,7 @@ def test_equal_layers_are_split_evenly() -> None:
     assert found.makespan == found.bound == 12 * 12 + 3 * 4
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize(("seed", "count", "microbatches", "chunks"), [(2, 5, 3, 2), (9, 7, 3, 3), (10, 9, 2, 4)])
 def test_loops_of_2_to_4_stages_a_rank_are_tried(seed: int, count: int, microbatches: int, chunks: int) -> None:
     """Of these layers on two ranks a loop is better than a line and a V, with 2, 3 or 4 stages a rank."""

@@ -103,7 +103,7 @@ def test_slices_of_equal_work_take_equally_long() -> None:
     assert sent == [2 * 4096 * span for span in spans]
 
 
-@pytest.mark.wide(8)
+@pytest.mark.wide(3)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
 @pytest.mark.parametrize("recompute", ["none", "block", "selective"])
 def test_everything_that_slices_hold_is_freed(name: str, recompute: str) -> None:

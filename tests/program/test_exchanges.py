@@ -86,6 +86,7 @@ def play(rows: Sequence[Sequence[Program]], places: Callable[[int], int], seed: 
     return True
 
 
+@pytest.mark.wide(3)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v", "dualpipe-v"])
 def test_replicas_that_exchange_never_wait_for_each_other(schedule: str) -> None:
     found = programs(schedule)

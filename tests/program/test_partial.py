@@ -145,6 +145,7 @@ def test_gradients_that_are_away_twice_or_stay_away_break_a_law() -> None:
 # ---- folds
 
 
+@pytest.mark.wide(6)
 @pytest.mark.parametrize("layout", [each.name for each in EFFECTIVE])
 def test_the_device_has_the_gradients_of_few_units(layout: str) -> None:
     """Whatever the layout, at most those that an addition, a copy there and a copy back need at once."""

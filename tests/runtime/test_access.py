@@ -85,7 +85,7 @@ def edit(case: Case) -> tuple[float, float, float, dict[str, torch.Tensor]]:
     return before, after, again, found
 
 
-@pytest.mark.wide(5)
+@pytest.mark.wide(2)
 @pytest.mark.parametrize(("layout", "mesh"), drawn(len(LAYOUTS), LAYOUTS, ["2x2", "pipeline"]))
 def test_an_edit_reaches_every_copy(layout: str, mesh: str) -> None:
     plain, wanted = case_of("NNN", "one", steps=2), None

@@ -60,7 +60,7 @@ def load_and_train(case: Case, folder: str) -> History:
     return history
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",

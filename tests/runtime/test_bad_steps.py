@@ -157,7 +157,7 @@ SKIPPED = {
 }
 
 
-@pytest.mark.wide(4)
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("post_validation", [False, True])
 @pytest.mark.parametrize("name", SKIPPED)
 def test_a_skipped_step_leaves_what_one_process_leaves(name: str, post_validation: bool) -> None:
@@ -365,6 +365,7 @@ def train_by_hand(case: Case, samples: list[int], undone: int) -> dict[str, Tens
         return whole_parameters(engine)
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["NNG", "GGG"])
 def test_a_rollback_goes_on_behind_the_bad_samples(layout: str, tmp_path: Path) -> None:

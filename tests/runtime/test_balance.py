@@ -100,7 +100,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.wide(5)
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("model", [Mixture(), OfTransformers()], ids=["built-in", "deepseek_v3"])
 @pytest.mark.parametrize("options", PLANS, ids=lambda options: "-".join(map(str, options.values())) or "one rank")
 def test_equal_to_one_process(model: Any, options: Mapping[str, Any]) -> None:
@@ -187,7 +187,7 @@ def test_without_balance_nothing_is_watched() -> None:
 DIVIDED = Case(intra=2, sequence=2, microbatches=4, steps=3, model=Mixture(), balance=BALANCE)
 
 
-@pytest.mark.wide(2)
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",

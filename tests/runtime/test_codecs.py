@@ -43,7 +43,7 @@ TIED = TinyConfig(tied=True)
 CASE = Case(layout="IIG", inter=2, intra=2, codecs=BOTH, model=ODD)
 
 
-@pytest.mark.wide(4)
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("layout", ["NNN", "NNG", "NIG", "IIG", "III", "IGG", "GGG", "GGN"])
 def test_layouts(layout: str) -> None:
     assert_parity(replace(CASE, layout=layout))
@@ -130,6 +130,7 @@ def train_and_compare(case: Case) -> History:
     return history
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_replicas_and_runs_are_equal_to_the_last_bit(precision: str) -> None:
@@ -245,7 +246,7 @@ def test_a_save_waits_for_the_copies(tmp_path: Path) -> None:
     assert [one.losses for one, _ in saved] == [other.losses for other, _ in loaded]
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp64", "bf16", "fp16"])
 @pytest.mark.parametrize("layout", ["IIG", "GGG"])
@@ -369,6 +370,7 @@ def test_residuals_are_gradients_whatever_the_loss_scale() -> None:
         assert all(torch.equal(value, same[name]) for name, value in owed.items())
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["IIG", "GGG"])
 def test_a_step_after_the_loss_scale_has_doubled_adds_the_same_residual(layout: str) -> None:
@@ -405,7 +407,7 @@ def owed_by_all(found: list[tuple[History, dict[str, Tensor]]]) -> dict[str, Ten
     return owed
 
 
-@pytest.mark.wide(2)
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("writes", [save, save_as_before])
 @pytest.mark.parametrize(("first", "second"), [("fp16", "fp16"), ("fp16", "bf16"), ("bf16", "fp16"), ("fp16", "fp64")])

@@ -125,6 +125,7 @@ def test_a_message_does_not_depend_on_how_much_is_encoded_at_a_time(
     assert torch.equal(message(codec, values), whole)
 
 
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CODES)
 def test_kernels_can_be_compiled(name: str) -> None:

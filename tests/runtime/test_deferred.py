@@ -322,6 +322,7 @@ class BehindFrozen:
         return {"input_ids": ids, "labels": (ids * 3 + 1) % 16}
 
 
+@pytest.mark.wide(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("compiler", ["none", "block-eager", "block"])
 def test_a_weight_whose_input_needs_no_gradient(compiler: str) -> None:

@@ -105,7 +105,7 @@ def assert_as_if_alone(case: Case, tolerance: float = 1e-10) -> None:
 BASE = Case(microbatches=4, steps=2, model=Packed(Small()))
 
 
-@pytest.mark.wide(2)
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
@@ -126,7 +126,7 @@ GPT2 = Family("gpt2", tuple((f"{part}_pdrop", 0.0) for part in ("resid", "embd",
 """Without dropout, which would draw otherwise in other rows."""
 
 
-@pytest.mark.wide(2)
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family", [Family("llama"), GPT2, Family("gemma3_text"), Family("mixtral")], ids=lambda each: each.name
@@ -151,7 +151,7 @@ def logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return adapter.forward(0, len(adapter.blocks()), None, batch)
 
 
-@pytest.mark.wide(11)
+@pytest.mark.wide(4)
 @pytest.mark.parametrize("name", CAUSAL)
 def test_a_family_keeps_documents_apart_or_is_refused(name: str) -> None:
     torch.manual_seed(0)

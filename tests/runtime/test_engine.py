@@ -330,6 +330,7 @@ def train_with(case: Case, optimizer: str) -> Any:
     return parameters
 
 
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "rmsprop", "fused adamw", "adagrad"])
 def test_elementwise_optimizers_do_not_see_the_sharding(optimizer: str) -> None:
@@ -527,6 +528,7 @@ def test_a_clip_that_is_no_norm_is_refused() -> None:
 # ---- precision
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["NNN", "IIG", "GGG"])
 def test_fp32_and_bf16_follow_fp64(layout: str) -> None:
@@ -639,6 +641,7 @@ def test_the_timeline_and_the_profiler_name_the_actions() -> None:
         assert set(row) <= set(named)
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"layout": "GGG"}, {"recompute": "block"}, {"model": TinyConfig.everything()}])
 def test_an_engine_that_nobody_holds_is_let_go(options: dict[str, Any]) -> None:

@@ -39,7 +39,7 @@ def test_schedules(layout: str, schedule: str) -> None:
     assert_parity(replace(PAIR, layout=layout, pipeline=2, schedule=schedule))
 
 
-@pytest.mark.wide(4)
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("intra", [1, 2])
 @pytest.mark.parametrize("layout", ["NNG", "IIG", "GGG"])

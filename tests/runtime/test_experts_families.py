@@ -95,6 +95,7 @@ def chosen(case: Case) -> tuple[str, History]:
     return config._experts_implementation, train_each([case])[0].history
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_in_float64_a_family_computes_whole_experts_itself(name: str) -> None:
     """transformers' own choice ended the first step: grouped_mm takes no float64."""
@@ -132,7 +133,7 @@ STACKED = {
 
 
 @pytest.mark.slow
-@pytest.mark.wide(2)
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("name", STACKED)
 def test_adapters_on_experts(name: str) -> None:
     pytest.importorskip("peft")
@@ -172,7 +173,7 @@ def combinations(name: str, layout: str) -> Iterator[Case]:
                     yield replace(EXPERTS, model=model(name), layout=layout, schedule=schedule, **sizes)
 
 
-@pytest.mark.wide(1)
+@pytest.mark.wide(0)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FAMILIES)

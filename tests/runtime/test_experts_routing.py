@@ -158,6 +158,7 @@ def test_experts_from_a_folder_and_back(tmp_path: Path) -> None:
         assert (tmp_path / "back" / file).read_bytes() == (tmp_path / "given" / file).read_bytes()
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("taken", [1, 2])
 def test_experts_without_tokens(taken: int, tmp_path: Path) -> None:
@@ -171,6 +172,7 @@ def test_experts_without_tokens(taken: int, tmp_path: Path) -> None:
             assert not torch.equal(alone.parameters[name][0], values_of(model.folder)[name][0].double())
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize(("recompute", "ways"), [("block", WAYS[:2]), ("selective", WAYS[1:])])
 def test_a_second_forward_routes_as_the_first(recompute: str, ways: list[dict[str, Any]], tmp_path: Path) -> None:
     model = stored(tmp_path)

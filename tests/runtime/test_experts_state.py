@@ -52,7 +52,7 @@ DIVIDED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("name", DIVIDED)
 def test_each_expert_is_orthogonalized_by_itself(name: str) -> None:
     assert_parity(replace(MUON, **DIVIDED[name]))
@@ -91,7 +91,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.wide(2)
+@pytest.mark.wide(1)
 @pytest.mark.parametrize(("optimizer", "name"), drawn(3, ["Shampoo", "Dion"], [*OTHERS]))
 def test_state_of_a_matrix_is_found_under_another_division(optimizer: str, name: str, tmp_path: Path) -> None:
     first = replace(KEPT, optimizer=optimizer)
@@ -105,7 +105,7 @@ def test_state_of_a_matrix_is_found_under_another_division(optimizer: str, name:
 FOUR = replace(PAIR, layout="IIG", intra=4)
 
 
-@pytest.mark.wide(2)
+@pytest.mark.wide(1)
 @pytest.mark.parametrize(
     "other",
     [*OTHERS.values(), {"layout": "GGG", "intra": 2, "pipeline": 2, "schedule": "zb-v"}, {"expert": 1}],
@@ -135,6 +135,7 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("other", [{"expert": 1}, {"intra": 4, "expert": 4}], ids=str)
 def test_another_division_saves_the_same_bits(other: dict[str, Any], tmp_path: Path) -> None:
     """Masters, states, and what codecs keep."""
@@ -155,12 +156,14 @@ def test_another_division_saves_the_same_bits(other: dict[str, Any], tmp_path: P
 CODECS = Codecs(Codec("int8", 8, "stochastic"), Codec("int4", 8))
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize(("layout", "intra"), [("IIG", 2), ("GGG", 4)])
 def test_codecs_along_inter(layout: str, intra: int) -> None:
     """Ranks with other experts draw other random numbers for a message of the same unit."""
     assert_parity(replace(PAIR, layout=layout, inter=2, intra=intra, microbatches=8, codecs=CODECS))
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("codec", [None, Codec("int4", 8, "stochastic")])
 def test_islands(codec: Codec | None) -> None:
     outer = Outer(2, fragments=2, delay=1, codec=codec)
@@ -185,6 +188,7 @@ def accessed(case: Case) -> dict[str, dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("spread", [{}, {"intra": 4, "layout": "GGG"}, {"tensor": 2, "layout": "NNG"}], ids=str)
 def test_parameters_and_gradients_are_read_and_edited_whole(spread: dict[str, Any]) -> None:
     case = replace(PAIR, layout="IIG", intra=1, expert=1)
@@ -288,7 +292,7 @@ def counted(case: Case) -> tuple[Any, ...]:
     return (engine.memory(), inside[0], sent), (shape.at_rest, shape.footprint(states=0), said), exchanged
 
 
-@pytest.mark.wide(6)
+@pytest.mark.wide(3)
 @pytest.mark.parametrize(
     ("layout", "spread", "optimizer"),
     [
@@ -331,6 +335,7 @@ def test_bytes_of_muon_are_predicted(layout: str, spread: dict[str, Any]) -> Non
     assert {axis: predicted.sent.get(axis, 0) for axis in sent} == sent
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("recompute", ["none", "block"])
 @pytest.mark.parametrize("expert", [2, 4])
 def test_even_routing_exchanges_what_the_formula_says(expert: int, recompute: str) -> None:
@@ -356,6 +361,7 @@ def described(case: Case) -> tuple[Any, ...]:
     return found
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("case", [replace(FOUR, tensor=2, intra=2), replace(MUON, layout="GGG")], ids=["AdamW", "Muon"])
 def test_a_rank_is_described_as_it_is_built(case: Case) -> None:
     def model() -> nn.Module:

@@ -362,6 +362,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", ["", OF_ANOTHER_MACHINE])
 def test_where_a_stopped_rank_is_can_be_read_from_outside(machine: str) -> None:

@@ -46,7 +46,7 @@ def label(model: Headed) -> str:
 WAYS = {"sharding": PIPELINE, "tensor parallelism": TENSOR}
 
 
-@pytest.mark.wide(24)
+@pytest.mark.wide(8)
 @pytest.mark.parametrize(
     ("model", "way"), by_turns(MODELS, lambda _: list(WAYS)), ids=lambda value: value if value in WAYS else label(value)
 )
@@ -72,6 +72,7 @@ def test_layers_of_torch() -> None:
     assert_parity(replace(PIPELINE, model=Encoder()))
 
 
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [Headed("t5", "translation"), Headed("vit", "image")], ids=label)
 @pytest.mark.parametrize("recompute", ["block", "selective"])
@@ -95,6 +96,7 @@ def test_a_frozen_encoder() -> None:
     assert_parity(replace(PIPELINE, model=FrozenEncoder("bart", "translation")))
 
 
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [(1, 5), (3, 3), (4, 2), (5, 1)])
 def test_every_cut_of_two_stacks(cut: tuple[int, int]) -> None:

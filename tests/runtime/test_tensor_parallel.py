@@ -46,7 +46,7 @@ def test_every_layout(layout: str) -> None:
     assert_parity(replace(PAIR, layout=layout, inter=2))
 
 
-@pytest.mark.wide(2)
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["NNG", "IIG", "GGG", "INI"])
 def test_on_two_levels(layout: str) -> None:
@@ -73,6 +73,7 @@ def test_post_validated_steps() -> None:
     assert_parity(replace(PAIR, layout="IIG", pipeline=2, schedule="zb-h1", post_validation=True, clip=0.05, steps=4))
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["block", "selective"])
 def test_the_decoder_recomputed(recompute: str) -> None:

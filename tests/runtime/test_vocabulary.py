@@ -57,14 +57,14 @@ def test_every_schedule(name: str, pipeline: int) -> None:
     assert_parity(replace(SPLIT, schedule=name, pipeline=pipeline, microbatches=2 * pipeline))
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_schedules_beside_tensor_parallelism(name: str) -> None:
     assert_parity(replace(BOTH, schedule=name))
 
 
-@pytest.mark.wide(2)
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["NNG", "IIG", "GGG"])
 def test_layouts_beside_tensor_parallelism(layout: str) -> None:
@@ -103,6 +103,7 @@ def test_every_kind_of_layout(layout: str, schedule: str) -> None:
     assert_parity(replace(SPLIT, layout=layout, schedule=schedule, intra=2, microbatches=8))
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["IIG", "GGG"])
 def test_on_two_levels(layout: str) -> None:
@@ -140,6 +141,7 @@ def test_which_ends_are_trained(ends: tuple[str, str], schedule: str) -> None:
     assert_parity(replace(SPLITS[split], model=MODELS[model], schedule=schedule, layout="GGG", microbatches=8))
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS[::2])
 def test_post_validation_gives_the_same_bits(name: str) -> None:
@@ -155,7 +157,7 @@ def test_post_validation_gives_the_same_bits(name: str) -> None:
 TAKEN_BACK = ["1f1b", "gpipe", "interleaved", "zb-h2", "zb-v", "dualpipe-v"]
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "pipeline"), drawn(len(TAKEN_BACK), TAKEN_BACK, [3, 4]))
 def test_post_validated_steps_that_are_taken_back(schedule: str, pipeline: int) -> None:
@@ -185,7 +187,7 @@ class Small:
                 parameter.normal_(std=0.02 / 6**0.5 if residual else 0.02)  # three layers, two branches each
 
 
-@pytest.mark.wide(2)
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
@@ -210,6 +212,7 @@ def evaluate(case: Case) -> tuple[float, torch.Tensor | None]:
     return loss, logits
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 @pytest.mark.parametrize("case", [replace(SPLIT, pipeline=3), BOTH], ids=["pipeline", "both"])
@@ -231,7 +234,7 @@ WHOLE = replace(SPLIT, vocabulary_parallel=False, layout="IIG", intra=2)
 DEEP = replace(SPLIT, pipeline=3, layout="GGG", schedule="zb-v", microbatches=4)
 
 
-@pytest.mark.wide(2)
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"),
@@ -328,7 +331,7 @@ def held(case: Case) -> tuple[int, int, int]:
     return footprint.parameters, footprint.gradients, footprint.optimizer
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["NNN", "IIG", "GGG"])
 @pytest.mark.parametrize("case", [replace(SPLIT, pipeline=4), replace(BOTH, pipeline=4)], ids=["pipeline", "both"])

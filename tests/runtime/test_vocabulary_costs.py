@@ -66,6 +66,7 @@ def sent_and_kept(case: Case) -> tuple[int, int, int]:
     return (sent, *kept[0])
 
 
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",

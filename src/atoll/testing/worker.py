@@ -161,8 +161,8 @@ def _join_group(case: RankCase) -> None:
 def _leave_group() -> None:
     """Destroy the groups of a case and end their threads, which would wake a hundred times a second.
 
-    Meshes are kept by DTensor's caches, other groups by cycles of objects: a collection takes 20 ms, so it waits until
-    there are several.
+    Meshes are kept by DTensor's caches, other groups by cycles of objects: to look through all objects takes a tenth of
+    a second, so it waits until there are several.
     """
     from torch import distributed
 
@@ -170,8 +170,8 @@ def _leave_group() -> None:
 
     if distributed.is_initialized():
         distributed.destroy_process_group()
-        release_groups()
     if threads(os.getpid()) > FEW:
+        release_groups()
         gc.collect()
 
 

@@ -105,7 +105,7 @@ def test_no_order_of_failures_decides_twice_or_ends_a_federation(
     judge(Federation(names, replace(RULES, founders=founders, quorum=quorum)), events)
 
 
-@pytest.mark.wide(2)
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("block", range(20))
 def test_long_histories(block: int) -> None:
     """Hundreds of events each; in half of them islands are cut off again and again, and see a part of the others."""

@@ -35,7 +35,7 @@ def bytes_of(row: dict[str, Any]) -> dict[str, float]:
     return {"activation_bytes": 34 * hidden + 5 * heads * 1024, "weight_grad_bytes": 32 * hidden}
 
 
-@pytest.mark.wide(2)
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("row", GOLDEN["one_chunk"], ids=name_of)
 @pytest.mark.parametrize(("name", "printed"), [("zb-1p", "zb-auto-1p"), ("zb-2p", "zb-auto-2p")])

@@ -117,7 +117,7 @@ def test_the_docstrings_drawing_is_true(entry: Entry) -> None:
         assert draw(schedule).splitlines() == drawing
 
 
-@pytest.mark.wide(6)
+@pytest.mark.wide(3)
 @pytest.mark.parametrize("name", RULED)
 def test_closed_forms_and_memory_at_equal_costs(name: str) -> None:
     """p 1 to 16, m up to 8p, F = I = W, one to three chunks, one to eight slices where a schedule takes these."""
@@ -162,7 +162,7 @@ def test_every_place_and_number_of_ranks_is_drawn_for_every_schedule() -> None:
     slices=st.integers(1, 9),
 )
 @settings(max_examples=60)
-@pytest.mark.wide(5)
+@pytest.mark.wide(1)
 def test_closed_forms_at_unequal_costs(
     name: str, ranks: int, rounds: float, chunks: int, costs: tuple[float, float, float], hop: float, slices: int
 ) -> None:
@@ -180,7 +180,7 @@ def test_closed_forms_at_unequal_costs(
 @pytest.mark.parametrize("name", RULED)
 @given(data=st.data(), ranks=st.integers(1, 16))
 @settings(max_examples=15)
-@pytest.mark.wide(6)
+@pytest.mark.wide(1)
 def test_any_size_is_valid_and_lowers_without_deadlock(name: str, data: st.DataObject, ranks: int) -> None:
     """Building validates, and so does lowering: messages complete, in order by direction, nobody waits for ever."""
     entry = CATALOGUE[name]

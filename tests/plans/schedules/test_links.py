@@ -192,7 +192,7 @@ def test_the_bound_knows_what_a_link_carries() -> None:
     assert found.cost.main == pytest.approx(found.bound)
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "chunks"), [("line", 1), ("loop", 2), ("v", 2)])
 @pytest.mark.parametrize("seed", range(2))

@@ -111,9 +111,10 @@ def test_of_one_step_the_spread_is_that_of_the_constants_before() -> None:
 @pytest.mark.slow
 def test_steps_of_one_group_are_left_out_together() -> None:
     """Two systems, one of which takes twice as long as the other: neither says what the other's steps take."""
-    steps = [replace(step, group="one") for step in measured({})]
-    steps += [replace(step, group="other", seconds=2.0 * step.seconds) for step in measured({})]
-    fitted = calibrate(steps)
+    known = measured({})[::4]
+    steps = [replace(step, group="one") for step in known]
+    steps += [replace(step, group="other", seconds=2.0 * step.seconds) for step in known]
+    fitted = calibrate(steps, ("device.efficiency.products", "device.efficiency.memory"))
     assert set(fitted.left_out) == {"one", "other"}
     assert fitted.spread == pytest.approx(sum(fitted.left_out.values()) / 2)
     assert fitted.left_out["one"] > 0.5, "predicted with the constants of steps that take twice as long"

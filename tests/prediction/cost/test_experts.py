@@ -246,7 +246,7 @@ def workload() -> Any:
     return Transformer.decoder(**SIZES, mixture=MIXTURE).workload
 
 
-@pytest.mark.wide(10)
+@pytest.mark.wide(5)
 @pytest.mark.parametrize(
     "mesh",
     [MeshShape(2, 2, 2, expert=2), MeshShape(2, 2, 4, expert=2), MeshShape(1, 2, 4, expert=4), MeshShape(2, 1, 2, 2)],
@@ -259,6 +259,7 @@ def test_programs_are_those_of_the_built_model(layout: str, mesh: MeshShape) -> 
         assert_alike(plan)
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("schedule", ["zb-v", "breadth-first", "dualpipe-v"])
 def test_programs_of_other_schedules_and_units(schedule: str) -> None:
     mesh = MeshShape(2, 1, 4, expert=2)
@@ -271,7 +272,7 @@ def test_programs_of_other_schedules_and_units(schedule: str) -> None:
 MUON = Whole("Muon", NewtonSchulz())
 
 
-@pytest.mark.wide(16)
+@pytest.mark.wide(8)
 @pytest.mark.parametrize("layout", ["NNN", "NNG", "NII", "III", "IIG", "IGG", "GGG"])
 @pytest.mark.parametrize(
     "options",

@@ -135,7 +135,7 @@ def test_a_slow_link_shows_what_sharding_sends() -> None:
     assert once.ranks.programs.ranks[0].sent["inter"] < sent["inter"] / 4
 
 
-@pytest.mark.wide(12)
+@pytest.mark.wide(5)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 @pytest.mark.parametrize("recompute", ["none", "block"])
 @pytest.mark.parametrize("unit", [1, 3])

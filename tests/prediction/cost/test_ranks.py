@@ -45,7 +45,7 @@ def assert_alike(plan: Plan, *, tied: bool = False, reads_in_place: bool = False
         assert found.shape == real.shape
 
 
-@pytest.mark.wide(12)
+@pytest.mark.wide(5)
 @pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
 @pytest.mark.parametrize("reads_in_place", [False, True])
 def test_every_layout(layout: str, reads_in_place: bool) -> None:
@@ -95,7 +95,7 @@ TRAINED: dict[str, Callable[[str], bool]] = {
 }
 
 
-@pytest.mark.wide(6)
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("layout", ["NNN", "NNG", "IIG", "IGG", "GGG"])
 @pytest.mark.parametrize("trained", TRAINED)
@@ -119,7 +119,7 @@ def test_frozen_parameters(trained: str, layout: str, tied: bool) -> None:
 # ---- a split vocabulary
 
 
-@pytest.mark.wide(10)
+@pytest.mark.wide(3)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
 def test_a_split_vocabulary_under_every_layout(layout: str, tied: bool) -> None:
@@ -129,7 +129,7 @@ def test_a_split_vocabulary_under_every_layout(layout: str, tied: bool) -> None:
         assert_alike(plan, tied=tied, reads_in_place=reads_in_place, vocabulary=97)
 
 
-@pytest.mark.wide(8)
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("schedule", schedules.CATALOGUE)
 def test_a_split_vocabulary_under_every_schedule(schedule: str, tied: bool) -> None:
@@ -140,6 +140,7 @@ def test_a_split_vocabulary_under_every_schedule(schedule: str, tied: bool) -> N
     assert_alike(line, tied=tied, vocabulary=97)
 
 
+@pytest.mark.wide(5)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     "options",
@@ -185,6 +186,7 @@ def test_costs_that_are_not_known_are_refused() -> None:
         Ranks(workload, plan_of(vocabulary_parallel=True), Use(samples=1, sequence=8))
 
 
+@pytest.mark.wide(10)
 @pytest.mark.parametrize("layout", ["NNN", "NII", "III", "IIG", "GGG"])
 @pytest.mark.parametrize(
     "options",

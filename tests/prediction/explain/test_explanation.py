@@ -66,7 +66,7 @@ def test_links_carry_what_the_programs_send(explanation: Explanation) -> None:
     assert 0.0 <= found.hidden <= 1.0
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("explanation", PLANS.values(), ids=PLANS)
 def test_causes_add_up_to_the_difference(explanation: Explanation) -> None:

@@ -13,7 +13,7 @@ from atoll.prediction.explain.questions import bottleneck
 from tests.prediction.explain.plans import PLANS, explained
 
 
-@pytest.mark.wide(4)
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("explanation", PLANS.values(), ids=PLANS)
 def test_every_question_has_an_answer(explanation: Explanation) -> None:

@@ -138,7 +138,7 @@ def predictions_of(search: PlanSearch, space: dict[str, tuple[Any, ...]]) -> lis
     return found
 
 
-@pytest.mark.wide(2)
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(5))
 def test_no_plan_is_better_than_the_one_that_is_found(part: int) -> None:

@@ -140,6 +140,7 @@ REAL = [
 ]
 
 
+@pytest.mark.wide(4)
 @pytest.mark.parametrize(("family", "compute", "options"), REAL, ids=[f"{a}-{b}-{len(c)}" for a, b, c in REAL])
 def test_what_is_counted_is_what_a_real_run_keeps(family: str, compute: str, options: dict[str, Any]) -> None:
     config = config_of(family, **options)
@@ -187,7 +188,7 @@ def measures(works: list[Work]) -> dict[str, float]:
     }
 
 
-@pytest.mark.wide(4)
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "attention"), [*product(FAMILIES, ["flash", "eager"]), ("decoder", "flash")])
 def test_formulas_agree_with_counting_to_the_byte(family: str, attention: str) -> None:
@@ -203,7 +204,7 @@ def test_formulas_agree_with_counting_to_the_byte(family: str, attention: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.wide(3)
+@pytest.mark.wide(1)
 @pytest.mark.parametrize(
     ("family", "attention", "compute"),
     [
@@ -382,6 +383,7 @@ def meta(family: str) -> nn.Module:
         return transformers.AutoModelForCausalLM.from_config(family_config(family))
 
 
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["bloom", "codegen", "gemma2", "gpt_oss", "gptj", "mamba2", "mpt"])
 def test_a_model_is_counted_with_the_attention_that_it_has(family: str) -> None:

@@ -199,6 +199,7 @@ def test_four_ranks_equal_one_process(layout: str, schedule: str) -> None:
     assert_parity(Case(layout=layout, pipeline=2, intra=2, schedule=schedule, steps=2, model=Small()))
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tensor_ranks_equal_one_process(sequence_parallel: bool) -> None:
     case = Case(tensor=2, microbatches=2, steps=2, model=Small(), sequence_parallel=sequence_parallel)

@@ -75,7 +75,7 @@ def flops(work: Work, *phases: str) -> float:
     return sum(kernel.flops for name in phases for kernel in getattr(work, name) if isinstance(kernel, Product))
 
 
-@pytest.mark.wide(5)
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("family", OWN)
 def test_parameters_costs_and_products_are_those_of_the_model(family: str) -> None:
     config = transformers.AutoConfig.for_model(family, **{**COMMON, **OWN[family]})
@@ -99,7 +99,7 @@ def test_parameters_costs_and_products_are_those_of_the_model(family: str) -> No
             )
 
 
-@pytest.mark.wide(12)
+@pytest.mark.wide(3)
 @pytest.mark.parametrize("expert", [1, 2])
 @pytest.mark.parametrize("layout", ["NNG", "GGG"])
 @pytest.mark.parametrize("family", OWN)

@@ -127,6 +127,7 @@ HEADS = [
 ]
 
 
+@pytest.mark.wide(18)
 @pytest.mark.parametrize("model", HEADS, ids=lambda model: "-".join(map(str, vars_of(model))))
 @pytest.mark.parametrize("seed", range(3))
 def test_labels_of_minus_100_count_in_no_task(model: Any, seed: int) -> None:
@@ -214,6 +215,7 @@ def test_a_decoder_has_the_encoder_beside_it() -> None:
     assert adapter.forward(0, cut, None, batch).shape == (3, 6 + 4, 16)
 
 
+@pytest.mark.wide(5)
 @pytest.mark.parametrize("name", [*TRANSLATORS, *LISTENERS])
 def test_shared_weights_have_the_names_of_the_models_files(name: str) -> None:
     with torch.device("meta"):
@@ -232,6 +234,7 @@ STARTED = [
 """With tokens and positions that are parameters of their own, and with rules of the outermost class."""
 
 
+@pytest.mark.wide(6)
 @pytest.mark.parametrize("model", STARTED, ids=lambda model: model.name)
 def test_a_model_starts_as_transformers_starts_it(model: Headed) -> None:
     """What transformers sets to the same under any seed is equal, what it draws is spread as much; block by block on

@@ -200,6 +200,7 @@ def test_a_run_that_was_killed_continues_from_memory_to_the_same_bits(
     assert {path.name for host in found.hosts for path in host.glob("*/*")} == set()
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("layout", ["groups", "stages"])
 def test_a_host_that_was_lost_receives_the_states_of_its_ranks(
     play: Callable[..., Play], whole: Callable[[str], Path], layout: str
@@ -247,6 +248,7 @@ def test_without_replicas_a_lost_state_is_that_of_the_disk(
     assert_equal(found.folder, whole("none"))
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["none", "islands"])
 def test_without_replicas_each_rank_continues_from_its_own_state(
@@ -282,6 +284,7 @@ def test_a_damaged_state_is_taken_from_a_replica_or_is_an_older_one(
     assert_equal(found.folder, whole("groups"))
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_state_has_the_bytes_that_are_predicted(play: Callable[..., Play], corpus: Path, layout: str) -> None:

@@ -50,6 +50,7 @@ def test_every_step_is_recorded_with_the_distance_where_islands_met(two: Path) -
     assert all(0 < distance < 0.5 for distance in apart.values())
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("inside", [{"ranks": 4, "pipeline": 2}, {"ranks": 4, "intra": 2, "layout": "IIG"}])
 def test_the_run_is_the_same_on_any_ranks_of_an_island(

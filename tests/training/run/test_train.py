@@ -123,6 +123,7 @@ def test_a_run_evaluates_first_and_writes_a_line_a_step(alone: Path) -> None:
     assert sorted(path.name for path in (alone / "checkpoints").iterdir()) == ["latest", "step-000003", "step-000006"]
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", SPREAD)
 def test_ranks_change_nothing_of_a_run(tmp_path: Path, corpus: Path, alone: Path, parallel: dict[str, Any]) -> None:
@@ -138,6 +139,7 @@ def test_ranks_change_nothing_of_a_run(tmp_path: Path, corpus: Path, alone: Path
     assert len(plan["schedule"]["actions"]) == parallel.get("pipeline", 1)
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("parallel", [{"ranks": 1}, *SPREAD])
 def test_a_resumed_run_continues_as_if_nothing_had_happened(
     tmp_path: Path, corpus: Path, alone: Path, parallel: dict[str, Any]
@@ -170,7 +172,7 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.wide(4)
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("parallel", [{"ranks": 1}, *SPREAD[:2]])
 @pytest.mark.parametrize("harm", ["a box", "state.json", "no .metadata"])
 def test_a_damaged_checkpoint_is_passed_over_and_named(
@@ -210,6 +212,7 @@ def test_nothing_begins_where_all_checkpoints_are_damaged(tmp_path: Path, corpus
     assert_same_run(folder, alone)
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

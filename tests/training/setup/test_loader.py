@@ -106,6 +106,7 @@ def test_epochs_differ_and_a_seed_says_how(monkeypatch: pytest.MonkeyPatch) -> N
     assert [numbers(again), numbers(again)] == [first, second]
 
 
+@pytest.mark.wide(3)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("dataset", [Numbers, Stream, Stateful])
 def test_a_loop_goes_on_where_it_was_left(dataset: Any, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:

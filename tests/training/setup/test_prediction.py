@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize(
     ("family", "objective", "has_formulas"),
     [
