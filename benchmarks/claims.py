@@ -525,6 +525,23 @@ FLOAT64 = "largest difference {worst:.0e}"
 RUNTIME = "tests/runtime"
 
 
+def federation(raw: Raw) -> Figures:
+    """Islands that come and go: what was done to them, and what it cost them and one world beside."""
+    disturbed, equal = raw["disturbed"], raw["loss_at_equal_tokens"]
+    away = [each for each in disturbed["disturbances"] if each["what"] != "slow"]
+    islands = len(disturbed["final_losses"])
+    return {
+        "islands": islands,
+        "rounds": raw["rounds"],
+        "times": len(disturbed["disturbances"]),
+        "away": sum(each["back"] or 60.0 for each in away) / (islands * disturbed["seconds"]),
+        "goodput": raw["goodput"],
+        "beside": raw["restart_all_goodput"],
+        "slower": max(raw["survivors_slower"].values()),
+        "loss": equal["disturbed"] / equal["undisturbed"] - 1.0,
+    }
+
+
 def report(raw: Raw) -> Figures:
     rows = raw["rows"]
     return {
@@ -912,6 +929,15 @@ ALL_CLAIMS = (
         "fastest synchronous layout",
         raw="outer",
         figures=outer,
+    ),
+    Claim(
+        what="islands that come and go (**emulated network and device**)",
+        how="{islands} islands, {rounds} rounds, disturbed {times} times: killed, stopped, cut off, told to leave, on "
+        "a slow link; each away for {away:.0%} of the time: [page](benchmarks/federation/README.md)",
+        result="every run ends, no other island is restarted; goodput {goodput:.1%}, one world that is restarted after "
+        "every loss {beside:.1%}; steps of the others {slower:+.1%} at most; loss at equal tokens {loss:+.2%}",
+        raw="federation",
+        figures=federation,
     ),
     Claim(
         what="— the loss of codecs and outer steps",

@@ -189,8 +189,9 @@ SMALLER = {"plan_512": ("NODES, LAYERS, SAMPLES = 64, 80, 1024", "NODES, LAYERS,
 SAYS = {"classify": r"accuracy (9\d\.\d|100\.0)%, by chance 33\.3%", "plan_512": r"0\.25 of the rate: \d+\.\d\d s"}
 
 
+@pytest.mark.wide(1)  # the script beside the other one takes most of its path
 @pytest.mark.slow
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb"), reverse=True), ids=lambda path: path.stem)
 def test_notebooks_run(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """From the first cell to the last, in a kernel as Jupyter starts it, at a smaller size where one is known."""
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))

@@ -28,8 +28,10 @@ from benchmarks.federation.fleet import (
     DELAY,
     EVERY,
     FRAGMENTS,
+    ISLAND_BATCH,
     NAMES,
     SECONDS,
+    SEQUENCE,
     Away,
     Fleet,
     disturb,
@@ -39,6 +41,11 @@ from benchmarks.federation.fleet import (
 )
 from benchmarks.federation.star import Star
 
+TOKENS = ISLAND_BATCH * SEQUENCE
+"""Of a step of an island."""
+TOKENS_BEFORE = len(NAMES) * EVERY // FRAGMENTS * TOKENS
+"""Tokens before the first outer gradient, with which the time begins."""
+STEPS = "steps.jsonl"
 GRACE = 1.5
 """Less than the steps of a delay take: then nobody waits for an island that is late."""
 ROUNDS = 60
@@ -103,7 +110,10 @@ def _train(rounds: int, *, disturbed: bool) -> dict[str, Any]:
             + FEDERATION.format(islands=islands, secret=folder / "secret")
         )
         command = [sys.executable, "-m", "benchmarks.federation.island", str(config), str(SECONDS)]
-        sets = [[f"federation.island={name}", f"run.folder={folder / name}"] for name in NAMES]
+        sets = [
+            [str(folder / f"{name}.{STEPS}"), f"federation.island={name}", f"run.folder={folder / name}"]
+            for name in NAMES
+        ]
         fleet = Fleet(star, folder, [[*command, *own] for own in sets])
         try:
             for at in range(len(NAMES)):
@@ -188,7 +198,7 @@ def _drawn(chance: random.Random, expected: float) -> Iterator[tuple[str, int, f
 def _read(folder: Path, disturbances: list[Mapping[str, Any]]) -> dict[str, Any]:
     records: dict[int, Mapping[str, Any]] = {}
     first, last = float("inf"), 0.0
-    steps: dict[str, list[float]] = {}
+    steps, between = dict[str, list[dict[str, Any]]](), dict[str, list[float]]()
     rejoined: list[dict[str, float]] = []
     for at, name in enumerate(NAMES):
         events = lines(folder / name / "rounds.jsonl")
@@ -198,12 +208,13 @@ def _read(folder: Path, disturbances: list[Mapping[str, Any]]) -> dict[str, Any]
             if event["what"] != "joining":
                 first = min(first, event["time"])
         own = [each for each in disturbances if each["island"] == at and each["what"] != "slow"]
-        steps[name] = _step_seconds(events, own)
+        steps[name] = lines(folder / f"{name}.{STEPS}")
+        between[name] = _step_seconds(steps[name], own)
         rejoined += _rejoined(events, own)
     counted = [sum(each["tokens"] for each in records[at]["contributions"]) for at in sorted(records)]
     last_of: dict[int, int] = {}
     for at in sorted(records):
-        last_of[at] = sum(counted[: at + 1])
+        last_of[at] = sum(counted[: at + 1]) // FRAGMENTS
     own = folder / NAMES[0]
     losses = losses_by_tokens(lines(own / "rounds.jsonl"), lines(own / "validation.jsonl"), last_of)
     finals = {name: lines(folder / name / "validation.jsonl")[-1]["loss"] for name in NAMES}
@@ -211,9 +222,12 @@ def _read(folder: Path, disturbances: list[Mapping[str, Any]]) -> dict[str, Any]
         "began": first,
         "seconds": last - first,
         "rounds": len([each for each in records.values() if each["contributions"]]),
-        "counted_tokens": sum(counted),
-        "step_seconds": {name: median(each) for name, each in steps.items() if each},
-        "mean_step_seconds": {name: sum(each) / len(each) for name, each in steps.items() if each},
+        # Each fragment counts the tokens that it has learned from, so each token is counted once by every fragment.
+        "counted_tokens": sum(counted) // FRAGMENTS - TOKENS_BEFORE,
+        "tokens_per_second": sum(map(_tokens_per_second, steps.values())),
+        "steps_taken": {name: len(each) for name, each in steps.items()},
+        "step_seconds": {name: median(each) for name, each in between.items() if each},
+        "mean_step_seconds": {name: sum(each) / len(each) for name, each in between.items() if each},
         "rejoined": rejoined,
         "losses": losses,
         "final_losses": finals,
@@ -226,33 +240,39 @@ def losses_by_tokens(
 ) -> list[tuple[int, float]]:
     """Return the losses of an island's anchors, each with the tokens that these have learned from.
 
-    tokens_until: tokens of all rounds until each one. An event without a step is of the end.
+    tokens_until: tokens of all rounds until each one. An event without a step is of the end of a process.
     """
     step, known = 0, 0
-    last = max((each["step"] for each in validations), default=0)
     followed = [(0, 0)]
     for event in events:
-        step = last if step and not event["step"] else max(step, event["step"])
+        step = max(step, event["step"])
         known = max([known, *(tokens_until[record["round"]] for record in event["records"])])
-        followed.append((step, known))
+        if event["step"]:
+            followed.append((step, known))
+    followed.append((max((each["step"] for each in validations), default=0), known))
     return [
         (max(tokens for step, tokens in followed if step <= validation["step"]), validation["loss"])
         for validation in validations
     ]
 
 
-def _step_seconds(events: list[dict[str, Any]], own: list[Mapping[str, Any]]) -> list[float]:
-    """Return the seconds of a step in each interval between two rounds that no disturbance of the island touches."""
-    found = []
-    followed = [event for event in events if event["what"] == "sent"]
-    for one, two in pairwise(followed):
-        touches = any(
+def _step_seconds(steps: list[dict[str, Any]], own: list[Mapping[str, Any]]) -> list[float]:
+    """Return the seconds from each step to the next one of its process, waits among them, that no disturbance of the
+    island touches."""
+    return [
+        two["time"] - one["time"]
+        for one, two in pairwise(steps)
+        if one["process"] == two["process"]
+        and not any(
             each["begin"] - 1.0 <= two["time"] and one["time"] <= each["begin"] + (each["back"] or 60.0) + 8.0
             for each in own
         )
-        if two["step"] > one["step"] and not touches:
-            found.append((two["time"] - one["time"]) / (two["step"] - one["step"]))
-    return found
+    ]
+
+
+def _tokens_per_second(steps: list[dict[str, Any]]) -> float:
+    """Return those of an island's steps from the first to the last one."""
+    return TOKENS * (len(steps) - 1) / (steps[-1]["time"] - steps[0]["time"])
 
 
 def _rejoined(events: list[dict[str, Any]], own: list[Mapping[str, Any]]) -> Iterator[dict[str, float]]:
@@ -281,7 +301,7 @@ def _rejoined(events: list[dict[str, Any]], own: list[Mapping[str, Any]]) -> Ite
 
 
 def _compared(calm: Mapping[str, Any], disturbed: Mapping[str, Any], peer: Mapping[str, Any]) -> dict[str, Any]:
-    rate = calm["counted_tokens"] / calm["seconds"]
+    rate = calm["tokens_per_second"]
     slower = {
         name: disturbed["mean_step_seconds"][name] / calm["mean_step_seconds"][name] - 1.0
         for name in calm["mean_step_seconds"]
@@ -290,6 +310,7 @@ def _compared(calm: Mapping[str, Any], disturbed: Mapping[str, Any], peer: Mappi
     tokens, loss = (disturbed["losses"] or [(0, float("nan"))])[-1]
     return {
         "goodput": disturbed["counted_tokens"] / (rate * disturbed["seconds"]),
+        "undisturbed_goodput": calm["counted_tokens"] / (rate * calm["seconds"]),
         "restart_all_goodput": peer["counted_tokens"] / (rate * peer["seconds"]),
         "survivors_slower": slower,
         "loss_at_equal_tokens": {"tokens": tokens, "disturbed": loss, "undisturbed": _at(calm["losses"], tokens)},
@@ -346,7 +367,8 @@ def report(result: Mapping[str, Any]) -> str:
         "",
         f"- Islands were away {share:.1%} of the time, from the disturbance to their next step.",
         f"- **Goodput {result['goodput']:.1%}**: tokens that rounds counted, of those that islands which are always "
-        "there would have made in the same time.",
+        "there and never wait for the others would have made in the same time. Undisturbed, "
+        f"{result['undisturbed_goodput']:.1%} are counted: not those of the end.",
         f"- Steps of an island while others are disturbed: {worst:+.1%} at most beside the undisturbed run.",
         f"- Loss at {equal['tokens']:,} counted tokens: {equal['disturbed']:.4f}, undisturbed "
         f"{equal['undisturbed']:.4f} ({equal['disturbed'] / equal['undisturbed'] - 1:+.2%}).",
@@ -390,8 +412,8 @@ def _beside(result: Mapping[str, Any]) -> Iterator[str]:
         "cut off or slow for seconds is waited for: the limit is a minute. Steps count that were taken last, saved or "
         "not. One thing is worse than in life: ranks that start together share the cores of one machine.",
         "",
-        f"- **Goodput {goodput:.1%}**, of the islands {result['goodput']:.1%}: both of the tokens that undisturbed "
-        "islands make in the same time.",
+        f"- **Goodput {goodput:.1%}**, of the islands {result['goodput']:.1%}: both of the tokens that the steps of "
+        "undisturbed islands are of in the same time.",
         f"- {peer['restarts']} restarts, in which no host took a step: {sum(down):.0f} of {seconds:.0f} s{each}.",
         f"- {again} steps were lost and taken again: {again * step:.0f} s.",
         f"- {end:.0f} s without a step until the end, after the last one.",

@@ -7,24 +7,20 @@ appends time, number and process of each step to the file STEPS.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 
 import atoll.training.run.session  # noqa: F401
 from atoll.base._torch import import_ahead
 from atoll.runtime.engine import Engine
-from atoll.runtime.pipeline.step_end import StepResult
 from atoll.training.process import Request, train
-from benchmarks.federation.island import submit
+from benchmarks.federation.island import noted, submit
 
 AGAIN_SECONDS = 2.0
 """From the end of a rank to the next one: rank 0, with the store, stays for 1.5 s after a failure, so that all hear of
@@ -57,14 +53,7 @@ def _train() -> int:
     _, config, _, steps, rank, world, address, port, *sets = sys.argv
     os.environ |= {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": address, "MASTER_PORT": port}
 
-    def step(engine: Engine, batch: Mapping[str, Any], following: Mapping[str, Any] | None = None) -> StepResult | None:
-        found = submit(engine, batch, following)
-        if rank == "0":
-            with Path(steps).open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"time": time.time(), "step": engine.step_number, "process": os.getpid()}) + "\n")
-        return found
-
-    Engine.submit = step  # type: ignore[method-assign]
+    Engine.submit = noted(Path(steps)) if rank == "0" else submit  # type: ignore[method-assign]
     return train(Request(Path(config), tuple(sets)))
 
 

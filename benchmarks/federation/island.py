@@ -1,10 +1,15 @@
-"""`atoll train` on an emulated device: each step sleeps. Usage: island.py CONFIG SECONDS key=value ..."""
+"""`atoll train` on an emulated device: each step sleeps. Usage: island.py CONFIG SECONDS STEPS key=value ...
+
+Time, number and process of each step are appended to the file STEPS.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +30,18 @@ def submit(engine: Engine, batch: Mapping[str, Any], following: Mapping[str, Any
     return found
 
 
+def noted(steps: Path) -> Callable[..., StepResult | None]:
+    """Return `submit` that appends a line for each step to a file."""
+
+    def step(engine: Engine, batch: Mapping[str, Any], following: Mapping[str, Any] | None = None) -> StepResult | None:
+        found = submit(engine, batch, following)
+        with steps.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"time": time.time(), "step": engine.step_number, "process": os.getpid()}) + "\n")
+        return found
+
+    return step
+
+
 if __name__ == "__main__":
-    Engine.submit = submit  # type: ignore[method-assign]
-    sys.exit(train(Request(Path(sys.argv[1]), tuple(sys.argv[3:]))))
+    Engine.submit = noted(Path(sys.argv[3]))  # type: ignore[method-assign]
+    sys.exit(train(Request(Path(sys.argv[1]), tuple(sys.argv[4:]))))

@@ -113,7 +113,7 @@ def read(steps: Sequence[Mapping[str, float]], seconds: float, *, codes: Sequenc
     return {
         "seconds": seconds,
         "rounds": int(steps[-1]["step"]) // (EVERY // FRAGMENTS),
-        "counted_tokens": int(steps[-1]["step"]) * len(NAMES) * ISLAND_BATCH * SEQUENCE,
+        "counted_tokens": (int(steps[-1]["step"]) - EVERY // FRAGMENTS) * len(NAMES) * ISLAND_BATCH * SEQUENCE,
         "median_step_seconds": step_seconds,
         "restarts": len(starts),
         "restart_seconds": down,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from atoll.base.units import format_bytes
 from atoll.plans.ir.draw import SVG_STYLE
-from atoll.program.fold import Resolved
+from atoll.program.fold import FactKeys, Resolved
 from atoll.program.instruction import Instruction
 from atoll.program.memory import Bytes, held_after
 from atoll.program.operation import Fact, Lane, Per
@@ -148,16 +148,25 @@ def _columns(instructions: Sequence[Instruction]) -> Iterator[int]:
 def _bars(instructions: Sequence[Instruction], shape: RankShape) -> Iterator[_Bar]:
     """Yield a bar for each column of compute, each transfer from its begin to its wait, and each that shows at once."""
     begun: dict[tuple[Fact, Any], list[int]] = {}
-    end = sum(bool(each.do.column) for each in instructions)
+    end, keys = sum(bool(each.do.column) for each in instructions), FactKeys(shape)
+
+    def shown(facts: Sequence[Fact], each: Instruction) -> Iterator[tuple[Fact, Any]]:
+        """Yield the facts that are bars, each with its key; a message's is its kind and action."""
+        for fact in facts:
+            if fact.lane and fact.per is Per.MESSAGE:
+                yield fact, (each.do.posts or each.do.receives, each.action)
+            elif fact.lane:
+                yield from ((fact, key) for key in keys.of(Resolved.of(each, shape), fact))
+
     for at, each in zip(_columns(instructions), instructions, strict=True):
         do = each.do
-        for fact, key in _shown(do.ends, each, shape):
+        for fact, key in shown(do.ends, each):
             starts = begun.get((fact, key), [])
             ended, starts[:] = (starts[:1], starts[1:]) if do.is_in_turn(fact) else (starts[:], [])
             for start in ended:
                 stop = at + 1 if fact.per is Per.MESSAGE else max(at, start + 1)
                 yield _Bar(fact.lane, fact.colour, start, stop, _text(fact, key, each))
-        for fact, key in _shown(do.gives, each, shape):
+        for fact, key in shown(do.gives, each):
             begun.setdefault((fact, key), []).append(at + bool(do.column))
         if do.column:
             yield _Bar("compute", do.column, at, at + 1, str(each))
@@ -169,15 +178,6 @@ def _bars(instructions: Sequence[Instruction], shape: RankShape) -> Iterator[_Ba
     for (fact, key), starts in begun.items():
         for start in starts:
             yield _Bar(fact.lane, fact.colour, start, end, _text(fact, key, None))
-
-
-def _shown(facts: Sequence[Fact], each: Instruction, shape: RankShape) -> Iterator[tuple[Fact, Any]]:
-    """Yield the facts that are bars, each with its key; a message's is its kind and action."""
-    for fact in facts:
-        if fact.lane and fact.per is Per.MESSAGE:
-            yield fact, (each.do.posts or each.do.receives, each.action)
-        elif fact.lane:
-            yield from ((fact, key) for key in Resolved.of(each, shape).facts(fact, shape))
 
 
 def _text(fact: Fact, key: Any, each: Instruction | None) -> str:

@@ -65,13 +65,28 @@ class Resolved:
         elif per is Per.STAGE:
             yield self.stage, None
 
-    def facts(self, fact: Fact, shape: RankShape, *, of_all: bool = False) -> tuple[Key, ...]:
-        """Return the keys that a fact applies to. of_all: also those that it does not apply to."""
-        return tuple(
-            key
-            for key in self.keys(fact.per)
-            if of_all or not is_of_units(fact) or fact.applies(shape.units[key[0]], phase_of(key))
-        )
+
+class FactKeys:
+    """Keys of facts on a rank. Which units, and phases of their gradients, a fact applies to is looked up once: a
+    program has thousands of instructions, and a planner looks at thousands of programs."""
+
+    def __init__(self, shape: RankShape) -> None:
+        self._units = shape.units
+        self._applying: dict[Fact, dict[Key, bool]] = {}
+
+    def of(self, resolved: Resolved, fact: Fact) -> tuple[Key, ...]:
+        """Return the keys, of those of a row, that a fact applies to."""
+        keys = resolved.keys(fact.per)
+        return tuple(filter(self._applies(fact).__getitem__, keys)) if is_of_units(fact) else tuple(keys)
+
+    def _applies(self, fact: Fact) -> dict[Key, bool]:
+        found = self._applying.get(fact)
+        if found is None:
+            phases: tuple[Phase | None, ...] = PHASES if fact.per is Per.PHASE else (None,)
+            units = self._units.items()
+            found = {(at, phase): fact.applies(unit, phase) for at, unit in units for phase in phases}
+            self._applying[fact] = found
+        return found
 
 
 def is_of_units(fact: Fact) -> bool:

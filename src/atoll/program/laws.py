@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from atoll.base.errors import ScheduleError
-from atoll.program.fold import OF_STEP, Key, Resolved, is_of_units
+from atoll.program.fold import OF_STEP, FactKeys, Key, Resolved, is_of_units
 from atoll.program.instruction import Instruction
 from atoll.program.operation import Fact, Operation, Per, Phase, facts
 from atoll.program.shape import RankShape
@@ -110,6 +110,7 @@ class _State:
 
     def __init__(self, shape: RankShape) -> None:
         self._shape = shape
+        self._facts = FactKeys(shape)
         self._holding: dict[Fact, _Holding] = {fact: {} for fact in facts() if not fact.is_in_order}
         self._queues: dict[Fact, _Queue] = {fact: [] for fact in facts() if fact.is_in_order}
         nothing: Any = None
@@ -122,7 +123,9 @@ class _State:
         resolved, row = Resolved.of(step, self._shape), step.do
 
         def keys(fact: Fact, *, of_all: bool = False) -> tuple[Any, ...]:
-            return (None,) if fact.per is Per.MESSAGE else resolved.facts(fact, self._shape, of_all=of_all)
+            if fact.per is Per.MESSAGE:
+                return (None,)
+            return tuple(resolved.keys(fact.per)) if of_all else self._facts.of(resolved, fact)
 
         return _Meaning(
             needs=tuple(

@@ -123,7 +123,17 @@ def test_nothing_inside_an_island_is_that_of_islands_of_a_mesh() -> None:
 
 
 def test_plans_of_an_island_need_no_second_group() -> None:
-    space = Space(pipeline=(1,), intra=(4,), tensor=(1,), precision=("fp32",), recompute=("none",), microbatch=(1,))
+    space = Space(
+        pipeline=(1,),
+        intra=(4,),
+        tensor=(1,),
+        precision=("fp32",),
+        recompute=("none",),
+        microbatch=(1,),
+        residency=("action",),
+        reduction=("microbatch",),
+        unit=(1,),
+    )
     goal = Goal(global_batch=8, sequence=512)
     found, none = (PlanSearch(MODEL, cluster(), goal, space, outer=outer).run() for outer in (OUTER, None))
     assert found.frames == none.frames > 0

@@ -88,6 +88,7 @@ def predicted(size: str, layout: str, *, trained: float = 1.0, cards: int = 4) -
     return Prediction(workload, plan, cluster(cards), use)
 
 
+@cache
 def by_time(size: str, *layouts: str, trained: float = 1.0) -> list[str]:
     """The layouts that fit, the fastest first."""
     found = {name: predicted(size, name, trained=trained) for name in layouts}
@@ -119,6 +120,7 @@ def test_65b_adapters_take_ing() -> None:
     assert by_time("65B", *COARSER_OPTIMIZER, "ING", trained=0.003)[0] == "ING"
 
 
+@pytest.mark.wide(0)
 @pytest.mark.slow
 def test_a_sixteenth_of_the_65b_model_takes_sharded_parameters_and_gradients_inside_the_node() -> None:
     """IIG and III are the first two of the paper's layouts."""

@@ -56,25 +56,9 @@ class Standing:
         """Return True if it is a member, and is one after each of the records."""
         return self.is_member and all(self._is_among(record.members) for record in records)
 
-    def leads(self, record: RoundRecord, company: Collection[str]) -> bool:
-        """Return True if this island should send when those of a record do, which has not counted it.
-
-        company: the islands that were last counted together with this one; those that the record counts have left it.
-        Groups that each adapt to the other would never meet: the larger half of the members leads, and if neither is,
-        the one with the earliest member.
-        """
-        counted = {each.island for each in record.contributions}
-        return _weight(record, counted) > _weight(record, {self.own.island, *company} - counted)
-
     def after(self, record: RoundRecord) -> Standing:
         """Return the standing after a record."""
         return replace(self, at=record)
 
     def _is_among(self, members: Collection[Member]) -> bool:
         return self.own in members or Member(self.own.island, "") in members
-
-
-def _weight(record: RoundRecord, islands: Collection[str]) -> tuple[bool, int]:
-    """Return whether islands are more than half of the members, and how early the earliest of them became one."""
-    places = [at for at, each in enumerate(record.members) if each.island in islands]
-    return 2 * len(places) > len(record.members), -min(places, default=len(record.members))

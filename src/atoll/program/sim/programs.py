@@ -25,7 +25,7 @@ from atoll.base.errors import ConfigError
 from atoll.plans.ir.action import Action, Op
 from atoll.plans.ir.placement import Placement
 from atoll.program import Instruction, Operation, Partners, Phase, Program, Programs, way_of
-from atoll.program.fold import Key, Resolved
+from atoll.program.fold import FactKeys, Key, Resolved
 from atoll.program.operation import OPERATIONS, Fact, Lane, Side, operation_of
 from atoll.program.parts import parts_of
 from atoll.program.trace import Span, Trace, action_lane
@@ -308,6 +308,7 @@ class _Rank:
             name: [0.0] if link.pool is None else pools.setdefault(link.pool, [0.0]) for name, link in rates.every
         }
         self._pooled = {name for name, link in rates.every if link.pool in shared}
+        self._facts = FactKeys(self.program.shape)
         self._flights: defaultdict[tuple[Fact, Key], list[float]] = defaultdict(list)
         self._known: dict[tuple[Operation, int, Phase | int | None], _Flights] = {}
         self._told: dict[str, int] = {}
@@ -404,11 +405,12 @@ class _Rank:
         known = do, of, action.microbatch if do.is_of_passage else phase
         found = self._known.get(known)
         if found is None:
-            shape, resolved = self.program.shape, Resolved.of(step, self.program.shape)
+            resolved = Resolved.of(step, self.program.shape)
 
             def flights(facts: Iterable[Fact]) -> Iterator[tuple[Fact, list[float]]]:
-                flying = (fact for fact in facts if fact.is_flight)
-                yield from ((fact, self._flights[fact, key]) for fact in flying for key in resolved.facts(fact, shape))
+                for fact in facts:
+                    if fact.is_flight:
+                        yield from ((fact, self._flights[fact, key]) for key in self._facts.of(resolved, fact))
 
             found = self._known[known] = (
                 tuple((times, do.is_in_turn(fact)) for fact, times in flights(do.ends)),

@@ -166,11 +166,13 @@ class IslandExchange(FederatedRank):
         self._wake()
         return made
 
-    def behind(self, own: str, record: RoundRecord) -> float:
-        """Return how many seconds after the last contribution that a round has counted that of this island came."""
+    def since(self, record: RoundRecord, own: str | None = None) -> float:
+        """Return the seconds since the first contribution came that a round has counted; until one of this island came,
+        of digest `own`, if that is given. 0 if one of them is not known."""
         with self.lock:
-            before = [self._seen[each.digest] for each in record.contributions if each.digest in self._seen]
-            return self._seen[own] - max(before) if before and own in self._seen else 0.0
+            came = [self._seen[each.digest] for each in record.contributions if each.digest in self._seen]
+            until = self._clock() if own is None else self._seen.get(own)
+            return until - min(came) if came and until is not None else 0.0
 
     def leave(self) -> None:
         """Say that the island leaves. Its contributions count as long as others hold them."""

@@ -135,13 +135,6 @@ class IslandLink:
         """True on the rank that decides if no other island is there any more."""
         return self.first is not None and self.first.is_alone
 
-    def behind(self, own: str, records: Sequence[RoundRecord]) -> float:
-        """Return how many seconds after those that rounds have counted a contribution of this island came, as the rank
-        that decides knows it."""
-        if self.first is None:
-            return 0.0
-        return max((self.first.behind(own, each) for each in records if each.contributions), default=0.0)
-
     def _tell(self, first: IslandExchange | None) -> IslandAddress:
         """Return rank 0's address on every rank, which then know the member that the island is."""
         own = None if first is None else [first.address.host, first.address.port, first.notice.life]

@@ -21,9 +21,12 @@ is what the training thread does: it contributes outer gradients, waits for roun
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -32,6 +35,7 @@ from atoll.base.errors import PlanError, RunError
 from atoll.plans.federation.records import Member, RoundRecord, read_record
 from atoll.plans.federation.rules import FederationRules
 from atoll.plans.federation.standing import Standing
+from atoll.plans.federation.tempo import Tempo
 from atoll.plans.outer import Outer, OuterAction
 from atoll.runtime.federation.elements import TensorPart
 from atoll.runtime.federation.events import BITS, RoundEvent, merged_manifest, run_digest
@@ -43,6 +47,9 @@ from atoll.runtime.sharding.host_anchors import AnchorHoldings, HostAnchor, rest
 from atoll.runtime.sharding.segment import Segment
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Transport
+
+PACE_STEPS = 16
+"""Steps of which the median is an island's pace: those in which it was stopped, or waited, do not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +116,11 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
         self._tokens = [0] * self.rules.fragments
         self._sent: dict[int, SentFlow] = {}
         self._is_overdue = False
-        # Of the last outer gradient that was sent: when, and after which step. Seconds of a step since the one before.
-        self._sent_at: tuple[float, int] | None = None
-        self._pace: float | None = None
-        self._skipped = 0
-        # Islands that the last round which counted this one has counted.
-        self._company: tuple[str, ...] = (seat.name,)
+        # When the last steps ended.
+        self._ends: deque[float] = deque(maxlen=PACE_STEPS + 1)
+        self._tempo = Tempo()
+        # The step at which others are at least, after a round that has just been followed.
+        self._others_at = 0
         # Records after the one that the masters follow.
         self._known: dict[int, RoundRecord] = {}
 
@@ -139,6 +145,7 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
     def count(self, tokens: int) -> None:
         """Note that the parameters have learned from so many tokens more."""
         self._tokens = [each + tokens for each in self._tokens]
+        self._ends.append(time.monotonic())
 
     # ---- the exchange
 
@@ -181,10 +188,14 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
                 continue
             if not self._sent:
                 self.follow(step=step)
-            self.send_next(step)
+            # A round that the others have had without this island: to send now would begin the next one too early.
+            if self.rounds_step < step:
+                self.send_next(step)
+                self._others_at = max(self._others_at, step + self._tempo.left_out)
         self._is_overdue = any(sent.step <= step - self.outer.delay for sent in self._sent.values())
-        skipped, self._skipped = self._skipped, 0
-        return max(step + skipped, self.rounds_step)
+        others_at, self._others_at = self._others_at, 0
+        least = max(step, self.rounds_step)
+        return max(least, min(others_at, self.outer.next_leave(least, self._count) - 1))
 
     @property
     def rounds_step(self) -> int:
@@ -229,10 +240,6 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
         if link.first is not None:
             base = self._holdings.trail[fragment][0]
             link.first.contribute(fragment, manifest.encode(), base=base, tokens=tokens, used=self.used)
-        now = time.monotonic()
-        if self._sent_at is not None and step > self._sent_at[1] > 0:
-            self._pace = (now - self._sent_at[0]) / (step - self._sent_at[1])
-        self._sent_at = now, step
         self._sent[fragment] = SentFlow(step, named, tokens, used=self.used, flows=flows, owed=owed)
         self._note("sent", step, fragment=fragment, digest=named, tokens=tokens, used=self.used)
 
@@ -279,42 +286,54 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
         counted = {each.digest for record in records for each in record.contributions}
         shifts: dict[int, list[torch.Tensor]] = {}
         mixed: list[int] = []
-        late: str | None = None
+        own: dict[int, str] = {}
         with self.link.elements.lock:
             for fragment in range(self.rules.fragments):
                 moves = self._holdings.follow(fragment, rounds)
                 if moves is None:
                     continue
                 sent = self._sent.pop(fragment, None)
+                if sent is not None:
+                    own[fragment] = sent.digest
                 is_counted = sent is not None and sent.digest in counted
                 if sent is not None and is_counted:
                     self._tokens[fragment] -= sent.tokens
                     moves = [move + flow for move, flow in zip(moves, sent.flows, strict=True)]
                 elif sent is not None:
                     restore_residuals(self._anchors_of(fragment), sent.owed)
-                    late = sent.digest
                 if is_counted and fragment == arriving:
                     mixed.append(fragment)
                 else:
                     shifts[fragment] = moves
             self.standing = self.standing.after(records[-1])
-        groups = [tuple(each.island for each in record.contributions) for record in records]
-        self._company = next((each for each in reversed(groups) if self.seat.name in each), self._company)
         share = self.outer.own_share
         self._write(lambda at, anchor: anchor.apply(share=share), mixed)
         flat = [move for fragment in shifts for move in shifts[fragment]]
         self._write(lambda at, anchor: anchor.shift(flat[at]), list(shifts))
         self._note("followed", step, records=records, on_time=tuple(mixed), waited=waited)
-        if late is not None and step > 0:
-            self._skipped = self._steps_behind(late, records, step)
+        self._keep_time(records, own, step)
 
-    def _steps_behind(self, late: str, records: Sequence[RoundRecord], step: int) -> int:
-        """Return the steps that the island leaves out, so that it sends its next outer gradient with those that lead
-        (`Standing.leads`). One that was late once would otherwise be so forever: all take equally many steps."""
-        leading = [each for each in records if each.contributions and self.standing.leads(each, self._company)]
-        behind = self.link.behind(late, leading) / self._pace if self._pace else 0.0
-        steps = int(self.link.met(behind, max))
-        return max(0, min(steps, self.outer.next_leave(step, self._count) - step - 1))
+    def _keep_time(self, records: Sequence[RoundRecord], own: Mapping[int, str], step: int) -> None:
+        """Note where the others are after the last of these rounds that averaged; see `Tempo`. own: the digest of what
+        this island has sent of each fragment."""
+        averaged = [each for each in records if each.contributions]
+        if not averaged or step == 0:
+            return
+        first, tempo = self.link.first, self._tempo
+        if len(self._ends) > 1:
+            tempo = replace(tempo, pace=median(after - before for before, after in pairwise(self._ends)))
+        went_on = partial(Tempo.after, steps=max(1, self.outer.every // self.rules.fragments), grace=self.rules.grace)
+        for each in averaged:
+            digest = own.get(each.contributions[0].fragment)
+            if digest is not None:
+                lag = 0.0 if first is None else first.since(each, digest)
+                is_counted = any(digest == one.digest for one in each.contributions)
+                tempo = went_on(tempo, lag=lag, is_counted=is_counted)
+        if not own and self.outer.next_leave(step - 1, self._count) == step:
+            tempo = went_on(tempo, lag=0.0, is_counted=False)  # what the island would send now
+        behind = 0 if first is None else tempo.steps_since(first.since(averaged[-1]))
+        behind, left_out = self.link.met((behind, tempo.left_out), _most)
+        self._tempo, self._others_at = replace(tempo, left_out=left_out), self.rounds_step + behind
 
     def _restart(self, rounds: int, step: int) -> None:
         """Replace the masters by anchors. The island reads from where its data was counted."""
@@ -327,12 +346,12 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
         self._write(lambda at, anchor: anchor.apply(share=0.0))
         self._tokens = [0] * self.rules.fragments
         self._sent.clear()
-        self._company = (self.seat.name,)  # those it was counted with before have gone on without it
         for anchor in self._anchors():
             if anchor.residual is not None:
                 anchor.residual.zero_()
         self.used = self.standing.lots.counted
         self._note("restarted", step, records=records, lost=lost)
+        self._keep_time(records, {}, step)
 
     def _note(self, what: str, step: int, **facts: Any) -> None:
         self.events.append(RoundEvent(what, step, self.standing.rounds - 1, time=time.time(), **facts))
@@ -388,6 +407,11 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
         self._tokens = [0] * self.rules.fragments if own is None else list(own["tokens"])
         self.used = self.standing.lots.counted if own is None else own["used"]
         self._holdings = AnchorHoldings(self._by_fragment, self.outer, item=self._item, bases=self.standing.bases)
+
+
+def _most(said: Sequence[Sequence[int]]) -> list[int]:
+    """Return the largest first and the largest second number."""
+    return [max(each) for each in zip(*said, strict=True)]
 
 
 def _initial_sums(parts: Mapping[int, Sequence[tuple[Unit, Sequence[HostAnchor]]]], count: int) -> list[int]:
