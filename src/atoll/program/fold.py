@@ -84,8 +84,7 @@ class FactKeys:
         if found is None:
             phases: tuple[Phase | None, ...] = PHASES if fact.per is Per.PHASE else (None,)
             units = self._units.items()
-            found = {(at, phase): fact.applies(unit, phase) for at, unit in units for phase in phases}
-            self._applying[fact] = found
+            self._applying[fact] = found = {(at, of): fact.applies(unit, of) for at, unit in units for of in phases}
         return found
 
 

@@ -69,7 +69,7 @@ class Rounds:
         if leaves and own.sent is None and INTERVAL * own.turn < own.step:
             own.sent = len(self.decided), own.now
             self.came[at] = own.now
-            others_at = max(others_at, own.step + own.tempo.left_out)
+            others_at = max(others_at, own.step + own.tempo.steps_since(own.now - min(self.came.values())))
         least = max(own.step, INTERVAL * own.turn)
         own.step = max(least, min(others_at, least // INTERVAL * INTERVAL + INTERVAL - 1))
 
@@ -122,8 +122,8 @@ def test_an_island_that_is_stopped_disturbs_the_others_little() -> None:
         found = play([Island(draw.uniform(0.48, 0.55), draw.uniform(0.0, 2.0)) for _ in range(4)], 60, stops=stops)
         counted += [len(each) for each in found.decided]
         lengths.append(max(island.now for island in found.islands) / len(found.decided))
-    assert sum(counted) / len(counted) > 2.9
-    assert min(lengths) > 0.75 * INTERVAL * 0.48
+    assert sum(counted) / len(counted) > 3.2
+    assert min(lengths) > 0.9 * INTERVAL * 0.48
 
 
 def test_steps_are_left_out_while_contributions_are_late() -> None:
@@ -131,7 +131,12 @@ def test_steps_are_left_out_while_contributions_are_late() -> None:
         return tempo.after(9.0, 16, grace=2.0, is_counted=False)
 
     assert [late(Tempo(0.5)).left_out, late(late(Tempo(0.5))).left_out, late(Tempo(0.5, 14)).left_out] == [2, 4, 15]
-    assert [Tempo(0.5, 4).after(lag, 16, grace=2.0, is_counted=True).left_out for lag in (0.0, 0.9, 1.1)] == [3, 3, 4]
+    assert [Tempo(0.5, 4).after(lag, 16, grace=2.0, is_counted=True).left_out for lag in (0.0, 0.6, 0.7, 1.4)] == [
+        3,
+        3,
+        4,
+        6,
+    ]
     assert Tempo(0.5).after(0.0, 16, grace=2.0, is_counted=True).left_out == 0
     assert Tempo(0.5, 2).steps_since(1.2) == 2 + 2
     assert Tempo().steps_since(5.0) == 0

@@ -34,9 +34,9 @@ class Tempo:
         contributions; one that was late for another reason must not be far ahead the next time, so an eighth of them is
         left out at once at most.  grace: seconds for which rounds wait.
         """
-        if not is_counted:
+        if not is_counted or lag > grace * 2 / 3:
             return replace(self, left_out=min(self.left_out + max(1, steps // 8), steps - 1))
-        return replace(self, left_out=max(0, self.left_out - (lag < grace / 2)))
+        return replace(self, left_out=max(0, self.left_out - (lag < grace / 3)))
 
     def steps_since(self, seconds: float) -> int:
         """Return how many steps the island is behind that of a round. seconds: since its first contribution came."""

@@ -166,6 +166,14 @@ class IslandExchange(FederatedRank):
         self._wake()
         return made
 
+    def behind(self) -> float:
+        """Return the seconds since the first contribution of another island came that the open round may count, 0 if
+        there is none."""
+        with self.lock:
+            offered = (each for notice in self._view.others.values() for each in notice.contributions)
+            came = [self._seen[each.digest] for each in offered if self.rules.is_valid(each, self.notice)]
+            return self._clock() - min(came) if came else 0.0
+
     def since(self, record: RoundRecord, own: str | None = None) -> float:
         """Return the seconds since the first contribution came that a round has counted; until one of this island came,
         of digest `own`, if that is given. 0 if one of them is not known."""

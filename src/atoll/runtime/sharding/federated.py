@@ -191,7 +191,9 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
             # A round that the others have had without this island: to send now would begin the next one too early.
             if self.rounds_step < step:
                 self.send_next(step)
-                self._others_at = max(self._others_at, step + self._tempo.left_out)
+                first = self.link.first
+                behind = 0 if first is None else self._tempo.steps_since(first.behind())
+                self._others_at = max(self._others_at, step + self.link.met(behind, max))
         self._is_overdue = any(sent.step <= step - self.outer.delay for sent in self._sent.values())
         others_at, self._others_at = self._others_at, 0
         least = max(step, self.rounds_step)
