@@ -144,6 +144,7 @@ def test_a_classifier_learns(tmp_path: Path) -> None:
 # ---- clusters
 
 
+@pytest.mark.wide(0)
 @pytest.mark.slow
 def test_two_islands_send_what_is_predicted(tmp_path: Path) -> None:
     lines = run(commands("two_islands")[0], tmp_path, "--tiny", "--steps", "4")

@@ -173,6 +173,7 @@ def train_with(case: Case, schedule: Schedule) -> History:
     return history
 
 
+@pytest.mark.wide(4)
 @pytest.mark.parametrize("format_name", ["compute_only", "compute_comms"])
 @pytest.mark.parametrize("name", PEERS)
 def test_our_engine_trains_with_torch_orders(name: str, format_name: str, tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def test_peaks_of_real_runs_are_predicted(ranks: int) -> None:
             assert abs(error) < PEAK, row.name
 
 
+@pytest.mark.wide(0)
 @pytest.mark.slow
 def test_the_copy_for_saving_in_the_background_is_predicted(tmp_path: Path) -> None:
     _skip_without_compiler()
@@ -65,7 +66,7 @@ def test_the_copy_for_saving_in_the_background_is_predicted(tmp_path: Path) -> N
     assert max(copied) == pytest.approx(said, rel=COMPONENT)
 
 
-@pytest.mark.wide(1)
+@pytest.mark.wide(0)
 @pytest.mark.slow
 @pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: row.changes[0])
 def test_state_of_a_layout_is_predicted_by_component(row: Row) -> None:

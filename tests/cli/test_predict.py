@@ -255,6 +255,7 @@ def test_adapters_leave_little_to_train(folder: Path) -> None:
     assert few["mfu"] < whole["mfu"]
 
 
+@pytest.mark.wide(3)
 @pytest.mark.parametrize(
     ("overrides", "kind", "words"),
     [

@@ -37,7 +37,7 @@ def read(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], 
     return found, whole, gathered, held
 
 
-@pytest.mark.wide(5)
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_whole_values_are_what_one_process_has(layout: str) -> None:
     case = case_of(layout, steps=1)
@@ -85,7 +85,7 @@ def edit(case: Case) -> tuple[float, float, float, dict[str, torch.Tensor]]:
     return before, after, again, found
 
 
-@pytest.mark.wide(2)
+@pytest.mark.wide(1)
 @pytest.mark.parametrize(("layout", "mesh"), drawn(len(LAYOUTS), LAYOUTS, ["2x2", "pipeline"]))
 def test_an_edit_reaches_every_copy(layout: str, mesh: str) -> None:
     plain, wanted = case_of("NNN", "one", steps=2), None
@@ -168,7 +168,7 @@ def gradients(case: Case) -> tuple[dict[str, torch.Tensor], float]:
     return found, result.grad_norm
 
 
-@pytest.mark.wide(5)
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_whole_and_of_all_ranks(layout: str) -> None:
     ((wanted, norm),) = run_ranks(gradients, 1, case_of("NNN", "one"))
@@ -192,6 +192,7 @@ def look_for_nothing(case: Case) -> tuple[list[float], list[int]]:
     return [result.loss for result in results], [result.step for result in results]
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("layout", ["NNN", "IIG", "GGG"])
 def test_a_refusal_while_looking_at_gradients_loses_nothing(layout: str) -> None:
     case = case_of(layout, steps=3)

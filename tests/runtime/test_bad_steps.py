@@ -157,7 +157,7 @@ SKIPPED = {
 }
 
 
-@pytest.mark.wide(2)
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("post_validation", [False, True])
 @pytest.mark.parametrize("name", SKIPPED)
 def test_a_skipped_step_leaves_what_one_process_leaves(name: str, post_validation: bool) -> None:
@@ -173,6 +173,7 @@ def test_a_skipped_step_leaves_what_one_process_leaves(name: str, post_validatio
         assert place.data == 5 // (8 // case.plan.mesh.data)
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("at", [1, 4])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_gradient_that_went_bad_is_traced_to_its_block(at: int, schedule: str) -> None:
@@ -215,7 +216,7 @@ def stop(case: Case) -> tuple[str, Fault, bool, int, bool]:
         raise AssertionError("no step was bad")
 
 
-@pytest.mark.wide(4)
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("post_validation", [False, True])
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
 def test_a_run_that_stops_says_where_and_can_go_on(precision: str, post_validation: bool) -> None:

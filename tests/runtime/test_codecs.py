@@ -43,31 +43,33 @@ TIED = TinyConfig(tied=True)
 CASE = Case(layout="IIG", inter=2, intra=2, codecs=BOTH, model=ODD)
 
 
-@pytest.mark.wide(2)
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("layout", ["NNN", "NNG", "NIG", "IIG", "III", "IGG", "GGG", "GGN"])
 def test_layouts(layout: str) -> None:
     assert_parity(replace(CASE, layout=layout))
 
 
-@pytest.mark.wide(4)
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("name", CODES)
 def test_every_codec(name: str, rounding: Any) -> None:
     assert_parity(replace(CASE, codecs=Codecs(Codec(name, 12, rounding), Codec(name, 20)), steps=2))
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("codecs", [Codecs(INT4), Codecs(None, INT4), Codecs(INT4, INT4, feedback=False)], ids=str)
 def test_one_of_both_and_no_feedback(codecs: Codecs) -> None:
     assert_parity(replace(CASE, codecs=codecs))
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("layout", ["NNN", "IIG", "GGG"])
 def test_three_groups(layout: str) -> None:
     assert_parity(Case(layout=layout, inter=3, microbatches=6, codecs=RANDOM, model=ODD))
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "breadth-first"])
 @pytest.mark.parametrize("layout", ["IIG", "GGG"])
 def test_pipelines_with_a_shared_parameter(layout: str, schedule: str) -> None:
@@ -75,6 +77,7 @@ def test_pipelines_with_a_shared_parameter(layout: str, schedule: str) -> None:
     assert_parity(Case(layout=layout, pipeline=2, inter=2, schedule=schedule, codecs=BOTH, model=TIED, steps=2))
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["run", "step"])
 def test_gradients_of_several_microbatches_in_a_message(reduction: Any) -> None:
@@ -83,7 +86,7 @@ def test_gradients_of_several_microbatches_in_a_message(reduction: Any) -> None:
     )
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("clip", [0.05, 0.9, None])
 @pytest.mark.parametrize("layout", ["IIG", "NNN"])
@@ -98,7 +101,7 @@ def test_tensor_parallelism() -> None:
     assert_parity(Case(layout="IIG", inter=2, tensor=2, codecs=BOTH, steps=2))
 
 
-@pytest.mark.wide(2)
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["IIG", "GGG"])
 @pytest.mark.parametrize("model", [TIED, TinyConfig()], ids=["tied", "apart"])
@@ -106,6 +109,7 @@ def test_a_split_vocabulary(model: TinyConfig, layout: str) -> None:
     assert_parity(Case(layout=layout, pipeline=2, inter=2, vocabulary_parallel=True, codecs=BOTH, model=model, steps=2))
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["IIG", "GGG"])
 def test_frozen_unused_and_small_parameters(layout: str) -> None:
@@ -157,7 +161,7 @@ def held_and_sent(case: Case) -> tuple[Footprint, Footprint, int, int]:
     return engine.memory(), engine.footprint().at_rest(case.plan.layout), sent, formula
 
 
-@pytest.mark.wide(4)
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", ["NNN", "NNG", "IIG", "GGG"])
 def test_bytes_held_and_sent_are_those_of_the_formula(layout: str, precision: str) -> None:
@@ -262,7 +266,7 @@ def test_a_run_that_is_continued_is_the_same_to_the_last_bit(layout: str, precis
         assert any(value.any() for value in owed.values())
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "after",

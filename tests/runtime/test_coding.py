@@ -63,6 +63,7 @@ def test_the_residual_is_what_did_not_arrive(name: str) -> None:
     assert float(residual.abs().max()) > 0
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "step"), [("fp8", 1 / 14), ("int8", 1 / 127), ("int4", 1 / 7), ("int2", 1), ("bf16", 2**-7)]

@@ -64,7 +64,7 @@ def programs_that_ranks_have(case: Case) -> tuple[int, Program, bool]:
     return engine.place.pp, engine.program, engine.reads_in_place
 
 
-@pytest.mark.wide(5)
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_programs_that_are_described_are_those_that_ranks_play(name: str) -> None:
     case = CASES[name]

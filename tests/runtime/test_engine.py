@@ -65,6 +65,7 @@ def evaluate_between_steps(case: Case) -> tuple[list[float], list[float], list[A
     return evaluated, losses, logits, parameters
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("layout", ["NNN", "IIG", "GGG"])
 def test_evaluation_sees_the_new_values_and_changes_nothing(layout: str) -> None:
     case = Case(layout=layout, pipeline=2, intra=2, model=EVERYTHING)
@@ -166,7 +167,7 @@ def train_corners(case: Case) -> tuple[list[float], dict[str, Tensor]]:
     return losses, parameters
 
 
-@pytest.mark.wide(4)
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("layout", ["NNN", "INI", "IIG", "GGG"])
 @pytest.mark.parametrize("recompute", ["none", "block"])
 def test_users_checkpointing_modules_called_twice_and_merged_weights(layout: str, recompute: str) -> None:
@@ -208,6 +209,7 @@ def train_with_a_frozen_start(case: Case) -> list[float]:
     return losses
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("layout", ["NNG", "GGG"])
 @pytest.mark.parametrize("function", [train_with_a_frozen_stage, train_with_a_frozen_start])
 def test_a_stage_with_nothing_to_train_does_not_hang(function: Any, layout: str) -> None:
@@ -330,7 +332,7 @@ def train_with(case: Case, optimizer: str) -> Any:
     return parameters
 
 
-@pytest.mark.wide(2)
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "rmsprop", "fused adamw", "adagrad"])
 def test_elementwise_optimizers_do_not_see_the_sharding(optimizer: str) -> None:

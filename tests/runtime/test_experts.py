@@ -20,13 +20,13 @@ from tests.mixtures import MIXTURE, Mixture
 PAIR = Case(intra=2, expert=2, microbatches=4, steps=2, model=Mixture())
 
 
-@pytest.mark.wide(5)
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
 def test_every_layout(layout: str) -> None:
     assert_parity(replace(PAIR, layout=layout, inter=2))
 
 
-@pytest.mark.wide(4)
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
 def test_every_layout_where_two_ranks_share_experts(layout: str) -> None:
     assert_parity(replace(PAIR, layout=layout, intra=4))
@@ -60,6 +60,7 @@ def test_experts_have_a_layout_of_their_own(layout: str, experts: str) -> None:
     assert_parity(replace(PAIR, layout=layout, expert_layout=experts, inter=2))
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("recompute", ["block", "selective"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_a_forward_that_runs_again_exchanges_again(schedule: str, recompute: str) -> None:
@@ -74,6 +75,7 @@ def test_compiled_blocks(pipeline: int) -> None:
     assert_parity(replace(PAIR, layout="GGG", pipeline=pipeline, schedule=schedule, compile="block-eager"))
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("post_validation", [False, True])
 def test_steps_that_are_validated_later(post_validation: bool) -> None:
     case = replace(PAIR, layout="NGG", pipeline=2, schedule="zb-h1", post_validation=post_validation, steps=3)

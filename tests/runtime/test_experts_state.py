@@ -244,6 +244,7 @@ def spoilt(case: Case) -> list[bool]:
     return found
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("post_validation", [False, True])
 def test_a_step_with_a_bad_expert_is_skipped_by_all(post_validation: bool) -> None:
     case = replace(PAIR, layout="IIG", inter=2, post_validation=post_validation, clip=None)
@@ -319,7 +320,7 @@ SPREADS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.wide(4)
+@pytest.mark.wide(2)
 @pytest.mark.parametrize(("layout", "spread"), drawn(10, ["NNN", "NNG", "NII", "III", "GGG"], SPREADS), ids=str)
 def test_bytes_of_muon_are_predicted(layout: str, spread: dict[str, Any]) -> None:
     """By the formulas, without the model: at rest and sent, to the byte."""

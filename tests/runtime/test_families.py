@@ -101,7 +101,7 @@ def test_every_family_is_tiny(names: Sequence[str]) -> None:
         assert {key: getattr(config, key, None) for key in sizes} == wanted, name
 
 
-@pytest.mark.wide(len(FAMILIES))
+@pytest.mark.wide(19)
 @pytest.mark.parametrize(("name", "way"), by_turns(FAMILIES, lambda name: list(checks_of(name))))
 def test_a_family(name: str, way: str) -> None:
     """Sharding in a pipeline, with a split vocabulary, or tensor parallelism: results and initial values."""
@@ -114,7 +114,7 @@ def test_vocabulary_parallelism_with_a_scale_of_its_logits() -> None:
     assert_parity(replace(case, model=Family("granite", (("logits_scaling", 4.0), ("embedding_multiplier", 3.0)))))
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "bloom", "cohere"])
 def test_vocabulary_parallelism_beside_tensor_parallelism(name: str) -> None:
     assert_parity(replace(BOTH, vocabulary_parallel=True, model=Family(name, padded=True)))
@@ -135,6 +135,7 @@ def build_only(case: Case) -> None:
     case.engine().close()
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_low_rank_adapters_beside_split_ends(name: str) -> None:
@@ -143,13 +144,14 @@ def test_low_rank_adapters_beside_split_ends(name: str) -> None:
     assert_parity(replace(case, model=Family(name, lora=True)))
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen2", "phi3", "gpt_neox", "starcoder2"])
 def test_sequence_parallelism(name: str) -> None:
     assert_parity(replace(BOTH, sequence_parallel=True, layout="GGG", model=Family(name, padded=True)))
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("case", [replace(PIPELINE, layout="ING"), BOTH], ids=["pp2-ING", "pp2-tp2"])
@@ -162,7 +164,7 @@ ENDS = {"llama": ("embed_tokens", "lm_head"), "gpt2": ("wte", "ln_1", "mlp.c_pro
 """Modules that `peft` trains whole beside adapters: embedding, head, norms and layers inside a block."""
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENDS)
 @pytest.mark.parametrize("case", [replace(PIPELINE, layout="ING"), TENSOR], ids=["pp2-ING", "pp2-tp2"])
@@ -172,7 +174,7 @@ def test_modules_trained_whole_beside_adapters(name: str, case: Case) -> None:
     assert_parity(replace(case, model=Family(name, lora=True, saved=ENDS[name])))
 
 
-@pytest.mark.wide(2)
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["block", "selective"])
 @pytest.mark.parametrize("schedule", ["zb-v", "interleaved"])

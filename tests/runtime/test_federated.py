@@ -396,6 +396,7 @@ def test_an_island_that_leaves_hands_over_what_it_has_learned(tmp_path: Path, po
     assert "c" not in {each.island for each in islands.records[max(islands.records)].members}
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("is_counted", [False, True])
 def test_an_island_goes_on_from_its_checkpoint(is_counted: bool, tmp_path: Path, ports: dict[str, int]) -> None:
     """is_counted: the others count what it sent after the checkpoint, and before it was lost."""

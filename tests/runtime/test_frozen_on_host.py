@@ -39,14 +39,14 @@ def test_every_layout_equals_one_process(schedule: str) -> None:
         assert_parity(Case(layout=layout.name, host=host, **given))
 
 
-@pytest.mark.wide(2)
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("host", EVERY, ids=str)
 def test_without_a_pipeline(host: HostState) -> None:
     for layout, intra in (("NNN", 1), ("IIG", 2), ("GGG", 2)):
         assert_parity(Case(layout=layout, inter=intra, intra=intra, host=host, model=MODEL))
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("residency", ["action", "run", "step"])
 @pytest.mark.parametrize("layout", ["NNN", "IIG"])
 def test_the_bits_are_the_same(layout: str, residency: str) -> None:
@@ -79,6 +79,7 @@ def test_values_that_no_plan_can_have(given: dict[str, Any], words: str) -> None
 # ---- checkpoints
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize(("saves", "loads"), [(FROZEN, None), (None, FROZEN), (THERE, FROZEN)])
 def test_a_checkpoint_loads_in_any_place(saves: HostState | None, loads: HostState | None, tmp_path: Path) -> None:
     first = Case(layout="IIG", inter=2, intra=2, host=saves, model=MODEL)
@@ -102,7 +103,7 @@ def held_and_moved(case: Case) -> tuple[Footprint, Footprint, int, int]:
     return found
 
 
-@pytest.mark.wide(2)
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("layout", ["NNN", "GGG", "IIG", "NNG"])
 def test_bytes_equal_what_is_said(layout: str) -> None:
     # Of a parameter that is never used the optimizer has no states.

@@ -137,6 +137,7 @@ def test_undisturbed_rounds_count_everyone_and_share_the_lots() -> None:
     assert sorted([*read, *held]) == list(range(before.fresh)), "each lot is read by one island"
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("lost", ["a", "b", "c"])
 def test_any_two_of_three_islands_go_on(lost: str) -> None:
     federation = Federation("abc", RULES)

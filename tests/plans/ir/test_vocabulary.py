@@ -99,6 +99,7 @@ def test_a_heavy_head_costs_what_it_does_on_all_ranks_together(name: str) -> Non
     assert simulate(lower(split), costs).makespan == pytest.approx(found, rel=0.02)
 
 
+@pytest.mark.wide(4)
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_a_step_takes_about_what_an_even_split_would_in_which_nothing_waits(name: str) -> None:
     full = dict.fromkeys(("gpipe", "1f1b", "interleaved", "gis", "gis-h", "breadth-first"), 1.09)

@@ -32,7 +32,7 @@ def small(seed: int) -> Problem:
     )
 
 
-@pytest.mark.wide(8)
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("seed", range(30))
 def test_no_order_is_below(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The solver, which starts from what `auto` finds, proves nearly all of these; neither is told the bound."""

@@ -117,7 +117,7 @@ def test_the_docstrings_drawing_is_true(entry: Entry) -> None:
         assert draw(schedule).splitlines() == drawing
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("name", RULED)
 def test_closed_forms_and_memory_at_equal_costs(name: str) -> None:
     """p 1 to 16, m up to 8p, F = I = W, one to three chunks, one to eight slices where a schedule takes these."""

@@ -170,7 +170,7 @@ def test_a_full_backward_gives_its_result_with_the_input_gradient_unless_it_is_f
             assert gives == [*takes[:3], takes[3 if problem.fused_backward else 1]]
 
 
-@pytest.mark.wide(8)
+@pytest.mark.wide(3)
 @pytest.mark.parametrize("seed", range(16))
 def test_no_order_is_below_the_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the search nor the solver, which improves on it, is told the bound."""

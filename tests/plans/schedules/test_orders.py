@@ -116,6 +116,7 @@ def test_zb_v_of_few_microbatches_is_the_long_order_without_the_others(ranks: in
         assert short == tuple(action for action in full if action.microbatch < ranks)  # type: ignore[operator]
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("name", ["v-half", "v-min", "unit"])
 @given(
     ranks=st.integers(1, 6),

@@ -53,6 +53,7 @@ def test_the_fixed_order_of_zb_v_is_near_the_published_search(row: dict[str, Any
     assert found <= 1.03 * row["bubble_rate"]["zb-v"]
 
 
+@pytest.mark.wide(3)
 @pytest.mark.parametrize(
     ("name", "ranks", "chunk_times"),
     [

@@ -77,6 +77,7 @@ def test_interleaved_slices_of_long_sequences_go_through_a_chunk_together(
         assert forwards == [number for number in range(microbatches) for _ in range(chunks * slices)]
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("name", SLICED)
 @given(**SIZES)
 @settings(max_examples=15)

@@ -63,6 +63,7 @@ def test_a_gradient_that_leaves_ahead_of_w_makes_a_third_of_that_bubble_less() -
         assert found.forward == found.backward == found.weights == 16.0
 
 
+@pytest.mark.wide(5)
 @pytest.mark.parametrize("end", list(Ending))
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "zb-v", "interleaved"])
 def test_parts_add_up_whatever_the_schedule_and_the_end_of_the_step(schedule: str, end: Ending) -> None:

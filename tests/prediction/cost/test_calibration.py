@@ -82,6 +82,7 @@ def test_predictions_come_true_though_more_constants_are_free_than_are_known() -
     assert unseen.on(fitted.cluster).seconds == pytest.approx(real, rel=0.04)
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("factor", [1e-3, 1e3])
 def test_constants_stay_within_their_limits_whatever_was_measured(factor: float) -> None:
     steps = [replace(step, seconds=step.seconds * factor) for step in measured({})[:3]]

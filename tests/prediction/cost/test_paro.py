@@ -146,6 +146,7 @@ def test_ratios_of_steps_are_within_15_percent(
     assert ratio(size, layout, other, trained, cards=4) == pytest.approx(published, rel=0.15)
 
 
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("cards", [1, 2, 3, 5, 8])
 def test_ratios_of_steps_tell_how_many_cards_a_node_has(cards: int) -> None:
     whole = [row for row in RATIOS if row[3] == 1.0]

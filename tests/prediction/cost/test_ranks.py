@@ -59,6 +59,7 @@ def test_schedules_on_lines_turns_and_vs(schedule: str, tied: bool) -> None:
     assert_alike(plan_of("GGG", schedule=schedule), tied=tied)
 
 
+@pytest.mark.wide(7)
 @pytest.mark.parametrize(
     "options",
     [
@@ -77,6 +78,7 @@ def test_what_else_a_plan_says(options: dict[str, object], tied: bool) -> None:
     assert_alike(plan_of("IGG", **options), tied=tied)  # type: ignore[arg-type]
 
 
+@pytest.mark.wide(5)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 @pytest.mark.parametrize("together", [2, 3, 8])
@@ -186,7 +188,7 @@ def test_costs_that_are_not_known_are_refused() -> None:
         Ranks(workload, plan_of(vocabulary_parallel=True), Use(samples=1, sequence=8))
 
 
-@pytest.mark.wide(10)
+@pytest.mark.wide(3)
 @pytest.mark.parametrize("layout", ["NNN", "NII", "III", "IIG", "GGG"])
 @pytest.mark.parametrize(
     "options",

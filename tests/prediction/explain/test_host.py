@@ -53,6 +53,7 @@ def prediction(host: HostState | None, **given: Any) -> Prediction:
 ON_DEVICE, ON_HOST = HostState("update-on-device"), HostState("update-on-host")
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("host", [ON_DEVICE, ON_HOST], ids=str)
 def test_cost_and_saving_are_those_of_two_predictions(host: HostState) -> None:
@@ -75,6 +76,7 @@ def test_the_link_from_which_it_is_free_is_the_slowest_such_link() -> None:
     assert own.on(with_host_link(own.given, 0.98 * cost.rate / cost.now)).seconds > limit
 
 
+@pytest.mark.wide(0)
 @pytest.mark.slow
 def test_where_the_memory_of_the_host_is_the_limit_no_link_is_fast_enough() -> None:
     own = prediction(ON_HOST, bandwidth=1e9)

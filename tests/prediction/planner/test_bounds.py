@@ -147,7 +147,7 @@ def compared(search: PlanSearch, *, most: int) -> tuple[int, list[str]]:
     return count, better
 
 
-@pytest.mark.wide(2)
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_no_plan_is_predicted_below_its_bounds(part: int) -> None:

@@ -140,7 +140,7 @@ REAL = [
 ]
 
 
-@pytest.mark.wide(4)
+@pytest.mark.wide(2)
 @pytest.mark.parametrize(("family", "compute", "options"), REAL, ids=[f"{a}-{b}-{len(c)}" for a, b, c in REAL])
 def test_what_is_counted_is_what_a_real_run_keeps(family: str, compute: str, options: dict[str, Any]) -> None:
     config = config_of(family, **options)
@@ -339,6 +339,7 @@ def test_a_model_stays_as_it_is() -> None:
     assert torch.equal(model(input_ids=ids).logits, logits)
 
 
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("family", ["decoder", "llama", "gpt2", "bert"])
 def test_programs_of_a_counted_workload_are_those_of_the_model(family: str) -> None:
     schedule = schedules.build("zb-h1", ranks=2, microbatches=4)

@@ -193,7 +193,7 @@ class Small:
                 parameter.normal_(std=shrunk if residual else 0.02)
 
 
-@pytest.mark.wide(2)
+@pytest.mark.wide(1)
 @pytest.mark.parametrize(("layout", "schedule"), [("GGG", "1f1b"), ("NNG", "1f1b"), ("GGG", "zb-v"), ("NNG", "zb-v")])
 def test_four_ranks_equal_one_process(layout: str, schedule: str) -> None:
     assert_parity(Case(layout=layout, pipeline=2, intra=2, schedule=schedule, steps=2, model=Small()))

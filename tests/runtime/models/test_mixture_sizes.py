@@ -99,7 +99,7 @@ def test_parameters_costs_and_products_are_those_of_the_model(family: str) -> No
             )
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(1)
 @pytest.mark.parametrize("expert", [1, 2])
 @pytest.mark.parametrize("layout", ["NNG", "GGG"])
 @pytest.mark.parametrize("family", OWN)

@@ -51,6 +51,7 @@ IN_FP32 = {"llama": 1e-6, "t5": 1e-6}
 """Norms and softmax that are computed in fp32, where another scale of the loss shows."""
 
 
+@pytest.mark.wide(3)
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: f"{model.name}-{model.head}-{model.problem}")
 def test_every_cut_has_the_loss_and_the_gradients_of_transformers(model: Headed) -> None:
     torch.manual_seed(0)
