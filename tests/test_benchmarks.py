@@ -320,8 +320,10 @@ def test_shared_bytes_are_those_of_the_files_that_are_mapped() -> None:
     assert shared_bytes() == before
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
-def test_ranks_hold_what_is_predicted() -> None:
+@pytest.mark.parametrize("layouts", [("IIG",), ("NNG", "GGG")], ids=" ".join)
+def test_ranks_hold_what_is_predicted(layouts: tuple[str, ...]) -> None:
     """Peak and rest of real runs, by the allocator, against footprint and working memory.
 
     Where a core is short, a rank waits for its readers with one more buffer of a block's size.
@@ -333,7 +335,7 @@ def test_ranks_hold_what_is_predicted() -> None:
             pytest.skip("no C compiler")
         with Ranks(Where(2, 2), work, preload=preload) as ranks:
             field = Field(ranks, None)
-            for layout in ("NNG", "GGG"):
+            for layout in layouts:
                 found = Row(Atoll(layout, 8))
                 field.open(found.setting)
                 field.step(found)
@@ -615,10 +617,7 @@ def test_the_page_of_quality_compares_islands_of_muon(tmp_path: Path) -> None:
 
 
 def test_settings_of_quality_are_those_of_the_best_trials() -> None:
-    raw = json.loads(quality.RAW.read_text())
-    if "muon" not in raw:
-        pytest.skip("runs with Muon are not in the raw file yet")
-    trials = raw["muon"]["trials"]
+    trials = json.loads(quality.RAW.read_text())["muon"]["trials"]
     best: dict[str, tuple[float, str]] = {}
     for row in trials:
         name, _, setting = row["name"].partition(", ")

@@ -42,7 +42,7 @@ from benchmarks.federation.fleet import (
 from benchmarks.federation.star import Star
 
 TOKENS = ISLAND_BATCH * SEQUENCE
-"""Of a step of an island."""
+"""Tokens of a step of an island."""
 TOKENS_BEFORE = len(NAMES) * EVERY // FRAGMENTS * TOKENS
 """Tokens before the first outer gradient, with which the time begins."""
 STEPS = "steps.jsonl"

@@ -152,7 +152,7 @@ TRIALS = (
     *(_trial("MuLoCo", 1e-2, outer) for outer in ((0.7, 0.9), (0.7, 0.6), (0.8, 0.4))),
     _trial("MuLoCo", 2e-2, (0.7, 0.6)),
 )
-"""What `RATES` and `MULOCO` were chosen by, with the first seed."""
+"""Short runs with seed 0 by which `RATES` and `MULOCO` were chosen."""
 
 AIMS: Mapping[str, float] = {"int8": 0.003, "int4": 0.01, "outer steps": 0.03}
 """Loss over the base, at most."""

@@ -101,7 +101,7 @@ def test_two_bits_keep_the_largest_element_and_zeros() -> None:
 
 
 def test_two_bits_do_not_depend_on_rounding_errors() -> None:
-    """Of elements that are equal but for their signs, another layout can have another one as the largest."""
+    """Which of two elements that differ in sign alone is the largest may depend on the layout."""
     for error in (1e-16, -1e-16):
         values = torch.tensor([1.0, -1.0 - error, error, -1.0], dtype=torch.float64)
         assert arrived(Codec("int2", 4), values).tolist() == [1.0, -0.5, 0.0, -0.5]

@@ -34,7 +34,7 @@ class Island:
 
 @dataclass
 class Rounds:
-    """What islands send in turns. came: when each contribution to the round that is open came."""
+    """The rounds of some islands. came: when the contribution of each island to the open round came."""
 
     islands: list[Island]
     came: dict[int, float] = field(default_factory=dict)
@@ -114,7 +114,7 @@ def begun(paces: list[float], seed: int) -> list[Island]:
 
 
 def test_an_island_that_is_stopped_disturbs_the_others_little() -> None:
-    """Of four islands one is stopped for seconds, every ten seconds or so."""
+    """About every ten seconds one of four islands is stopped for some seconds."""
     counted, lengths = list[int](), list[float]()
     for seed in range(10):
         draw = random.Random(seed)

@@ -314,11 +314,16 @@ NAMED = {
 }
 
 
+@pytest.mark.wide(1)
 @pytest.mark.slow
-def test_a_run_with_a_named_optimizer_continues_to_the_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "spread",
+    [{"ranks": 4, "pipeline": 2, "intra": 2, "layout": "IIG"}, {"ranks": 2, "intra": 2, "layout": "IIG"}],
+    ids=["pipeline", "group"],
+)
+def test_a_run_with_a_named_optimizer_continues_to_the_bit(tmp_path: Path, spread: dict[str, Any]) -> None:
     corpus = tmp_path / "text.txt"
     corpus.write_text(TEXT)
-    spread = {"ranks": 2, "intra": 2, "layout": "IIG"}
     train_on_ranks(settings(tmp_path / "alone", corpus, train=NAMED))
     train_on_ranks(settings(tmp_path / "spread", corpus, train=NAMED, parallel=spread))
     assert_same_run(tmp_path / "spread", tmp_path / "alone")

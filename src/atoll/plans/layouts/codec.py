@@ -28,7 +28,7 @@ class Code:
 
     @property
     def multiple(self) -> int:
-        """What the elements of a block are a multiple of: those that fill bytes, and at least two."""
+        """A block has a multiple of so many elements: they fill whole bytes, and are at least two."""
         return max(2, 8 // self.bits)
 
 
