@@ -260,6 +260,7 @@ def _write_pages() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
             print(f"wrote {path.relative_to(ROOT)}", flush=True)
+    subprocess.run([sys.executable, "scripts/slow_networks.py", "--measured"], cwd=ROOT, check=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from atoll.testing import progress as progress_module
 from atoll.testing.clock import Clock
 from atoll.testing.progress import (
     POLLS,
@@ -240,3 +241,12 @@ def is_running(process: int) -> bool:
 
 def children_of(process: int) -> list[int]:
     return [int(each) for each in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def test_a_process_may_end_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes are listed first, and their threads after that."""
+    with child(WAITS) as process:
+        known = progress_module._processes()
+        assert process.pid in known
+    monkeypatch.setattr(progress_module, "_processes", lambda: known)
+    assert Activity(process.pid, patience=10.0, clock=Clock()).verdict() is None

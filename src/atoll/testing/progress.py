@@ -274,11 +274,12 @@ def _processes() -> dict[int, _Process]:
 def _seconds_of_polls(process: int) -> float:
     """Return the processor time of threads that use it without progress."""
     seconds = 0.0
-    for path in Path(f"/proc/{process}/task").glob("*"):
-        with contextlib.suppress(OSError, ValueError):
-            if (path / "comm").read_text(errors="replace").startswith(POLLS):
-                # In nanoseconds: `stat` counts hundredths of a second, more than such a thread uses in ten.
-                seconds += int((path / "schedstat").read_text().split()[0]) * 1e-9
+    with contextlib.suppress(OSError):  # it may have ended
+        for path in Path(f"/proc/{process}/task").iterdir():
+            with contextlib.suppress(OSError, ValueError):
+                if (path / "comm").read_text(errors="replace").startswith(POLLS):
+                    # In nanoseconds: `stat` counts hundredths of a second, more than such a thread uses in ten.
+                    seconds += int((path / "schedstat").read_text().split()[0]) * 1e-9
     return seconds
 
 
