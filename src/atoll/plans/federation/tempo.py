@@ -7,7 +7,6 @@ away, or has missed the round is in time for the next one. An island that is slo
 each time; it leaves out more and more steps of an interval until it is not.
 
 Nobody waits and nobody takes more steps than its own settings say, so the islands that contribute first set the time.
-Nothing here reads a clock.
 """
 
 from __future__ import annotations
