@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import random
+import signal
+import subprocess
+import sys
 import tomllib
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from atoll.training.config import from_dict
-from benchmarks.federation import bench, restart_all
-from benchmarks.federation.fleet import EVERY, FRAGMENTS, ISLAND_BATCH, NAMES, SECONDS, SEQUENCE, job
+from benchmarks.federation import bench, host, restart_all
+from benchmarks.federation.fleet import EVERY, FRAGMENTS, ISLAND_BATCH, NAMES, SEQUENCE, Away, job
 
 TOKENS = len(NAMES) * ISLAND_BATCH * SEQUENCE
 """Of a step of all hosts."""
+SECONDS = 0.5
+"""Of a step."""
 
 
 def steps_of(*attempts: tuple[float, int, int]) -> list[dict[str, float]]:
@@ -100,3 +108,44 @@ def test_islands_and_the_world_have_the_same_job() -> None:
     assert four.parallel.outer is not None
     differing = {"grace"}
     assert one.parallel.outer.model_dump(exclude=differing) == four.parallel.outer.model_dump(exclude=differing)
+
+
+def away(what: str, island: int, back: float | None) -> Away:
+    return Away(what, island, 0.0, 9.0, back)
+
+
+def test_islands_are_disturbed_until_they_have_been_away_for_their_share() -> None:
+    done = [away("kill", 1, 28.0), away("slow", 0, 10.0), away("kill", 2, 24.0), away("stop", 0, 6.0)]
+    assert bench._length("slow", 0, done, 1.0, 0.5) == bench.SLOW_SECONDS
+    assert bench._length("kill", 0, done, 40.0, 0.5) == 26.0, "as long as others took"
+    assert bench._length("kill", 0, done, 30.0, 0.5) is None, "26 of 24 s are left"
+    assert bench._length("leave", 3, done, 40.0, 0.5) == bench.START_SECONDS, "nobody has left yet"
+    assert bench._length("cut", 3, done, 40.0, 0.5) == 7.0
+    assert bench._length("cut", 1, done, 32.0, 0.5) == pytest.approx(4.0), "what is left"
+    assert bench._length("stop", 1, done, 29.0, 0.5) is None
+    assert bench._length("stop", 3, [away("cut", 3, None)], 61.0, 0.5) is None, "it has not come back"
+
+
+def test_every_island_meets_every_disturbance_and_the_end_is_calm() -> None:
+    drawn = list(bench._drawn(random.Random(1), 100.0))
+    assert {(what, island) for _, what, island, _ in drawn} == set(
+        product(("kill", "leave", "stop", "cut", "slow"), range(4))
+    )
+    times = [begin for begin, *_ in drawn]
+    assert times == sorted(times)
+    assert times[-1] < 90.0
+    assert [each[1:3] for each in drawn] != [each[1:3] for each in bench._drawn(random.Random(2), 100.0)]
+
+
+def test_a_rank_of_the_world_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "HANG_SECONDS", 0.3)
+    monkeypatch.setattr(host.sys, "argv", ["host.py", "config", "1", "steps", "2"])
+    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as process:
+        assert host._end_of(process.pid, tmp_path / "steps") == -signal.SIGKILL
+        process.returncode = -signal.SIGKILL  # it has been waited for
+
+
+def test_a_rank_of_the_world_that_ends_is_read(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]) as process:
+        assert host._end_of(process.pid, tmp_path / "steps") == 3
+        process.returncode = 3

@@ -46,11 +46,16 @@ TOKENS = ISLAND_BATCH * SEQUENCE
 TOKENS_BEFORE = len(NAMES) * EVERY // FRAGMENTS * TOKENS
 """Tokens before the first outer gradient, with which the time begins."""
 STEPS = "steps.jsonl"
-GRACE = 1.5
+GRACE = 3.0
 """Less than the steps of a delay take: then nobody waits for an island that is late."""
 ROUNDS = 60
 AWAY = 0.1
 """Share of the time in which each island is away."""
+SLOW_SECONDS = 10.0
+START_SECONDS = 20.0
+"""Of a process on this machine, before one has been measured."""
+LOST_SECONDS = 60.0
+"""For which an island counts as away that has not come back."""
 MOST_SECONDS = 1200.0
 LATE_SECONDS = 120.0
 """For islands to end after the first one. Those that end stay for members that return, `away` seconds at most."""
@@ -70,7 +75,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     calm, disturbed = (_train(rounds, disturbed=each) for each in (False, True))
     peer = _restart_all(rounds, disturbed)
     return {
-        "device": "emulated: a step sleeps until it has taken half a second",
+        "device": f"emulated: a step sleeps until it has taken {SECONDS:g} s",
         "network": f"{len(NAMES)} namespaces of one machine around a bridge, veth, tbf rate {BITS:.0f}bit on both ends",
         "rounds": rounds,
         "step_seconds": SECONDS,
@@ -147,23 +152,24 @@ def _restart_all(rounds: int, disturbed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _disturb(fleet: Fleet, rounds: int) -> list[Away]:
-    """Disturb one island at a time, until each has been away for its share, and return what was done."""
-    chance = random.Random(20261129)
+    """Disturb one island at a time, each until it has been away for its share, and return what was done."""
     expected = rounds * EVERY / FRAGMENTS * SECONDS
     wait(lambda: all(_step(fleet, at) >= EVERY for at in range(len(NAMES))), 120.0)
-    queue = list(_drawn(chance, expected))
     done: list[Away] = []
-    pause = max(1.0, (expected * 0.75 - sum(seconds for _, _, seconds in queue)) / max(1, len(queue)))
-    for what, island, seconds in queue:
-        time.sleep(pause)
+    began = time.monotonic()
+    for begin, what, island, chance in _drawn(random.Random(20261130), expected):
+        time.sleep(max(0.0, began + begin - time.monotonic()))
         if any(code is not None for code in fleet.codes()):
             break  # the first islands have reached the last step
+        seconds = _length(what, island, done, AWAY * expected, chance)
+        if seconds is None:
+            continue
         before = _step(fleet, island)
         each = Away(what, island, time.time(), seconds)
-        begin = time.monotonic()
+        at = time.monotonic()
         disturb(fleet, each)
         if wait(lambda island=island, before=before: _step(fleet, island) > before, 60.0):
-            each.back = time.monotonic() - begin
+            each.back = time.monotonic() - at
         done.append(each)
     return done
 
@@ -174,22 +180,34 @@ def _step(fleet: Fleet, at: int) -> int:
     return int(found[-1]["step"]) if found else 0
 
 
-def _drawn(chance: random.Random, expected: float) -> Iterator[tuple[str, int, float]]:
-    """Draw disturbances until every island is away for its share. A slow link is no absence."""
-    start_again = 9.0  # seconds of a process's start on this machine
-    queue: list[tuple[str, int, float]] = []
-    for island in range(len(NAMES)):
-        left = AWAY * expected
-        kinds = ["kill", "leave", "stop", "cut"]
-        chance.shuffle(kinds)
-        for what in kinds:
-            own = start_again if what in ("kill", "leave") else chance.uniform(4.0, 8.0)
-            if left >= own * 0.7:
-                queue.append((what, island, own))
-                left -= own
-        queue.append(("slow", island, 10.0))
+def _drawn(chance: random.Random, expected: float) -> Iterator[tuple[float, str, int, float]]:
+    """Yield disturbances: when, what, of which island, and a number from 0 to 1 that says how long.
+
+    Every island meets every kind, in a drawn order. The last tenth of the time is undisturbed: what an island is away
+    for then nobody could make up for.
+    """
+    queue = [(what, island) for what in ("kill", "leave", "stop", "cut", "slow") for island in range(len(NAMES))]
     chance.shuffle(queue)
-    yield from queue
+    for number, (what, island) in enumerate(queue):
+        yield 0.9 * expected * number / len(queue), what, island, chance.random()
+
+
+def _length(what: str, island: int, done: Sequence[Away], share: float, chance: float) -> float | None:
+    """Return the seconds of an island's next disturbance; None if it has been away for its share.
+
+    share: seconds.  chance: from 0 to 1. A slow link is no absence. An island that starts again is away for as long as
+    that takes, so it is known from those before.
+    """
+    if what == "slow":
+        return SLOW_SECONDS
+    away = [each for each in done if each.what != "slow"]
+    left = share - sum(each.back or LOST_SECONDS for each in away if each.island == island)
+    if what in ("kill", "leave"):
+        took = [each.back or LOST_SECONDS for each in away if each.what == what]
+        seconds = median(took) if took else START_SECONDS
+        return seconds if seconds <= left else None
+    seconds = min(left, 4.0 + 6.0 * chance)
+    return seconds if seconds >= 2.0 else None
 
 
 # ---- what came of it
@@ -264,7 +282,7 @@ def _step_seconds(steps: list[dict[str, Any]], own: list[Mapping[str, Any]]) -> 
         for one, two in pairwise(steps)
         if one["process"] == two["process"]
         and not any(
-            each["begin"] - 1.0 <= two["time"] and one["time"] <= each["begin"] + (each["back"] or 60.0) + 8.0
+            each["begin"] - 1.0 <= two["time"] and one["time"] <= each["begin"] + (each["back"] or LOST_SECONDS) + 8.0
             for each in own
         )
     ]
@@ -350,7 +368,7 @@ def report(result: Mapping[str, Any]) -> str:
     kinds = [each["what"] for each in disturbed["disturbances"]]
     worst = max(result["survivors_slower"].values(), default=float("nan"))
     away = [each for each in disturbed["disturbances"] if each["what"] != "slow"]
-    share = sum(each["back"] or 60.0 for each in away) / (len(NAMES) * disturbed["seconds"])
+    share = sum(each["back"] or LOST_SECONDS for each in away) / (len(NAMES) * disturbed["seconds"])
     again = disturbed["rejoined"]
     text = [
         "# Islands that come and go",
@@ -409,8 +427,9 @@ def _beside(result: Mapping[str, Any]) -> Iterator[str]:
         f"{peer['checkpoint']} steps, where the validation waits for the outer gradients in flight anyway, to a disk "
         "that all hosts share and that costs no network. The launchers of the other hosts go on and fork their ranks, "
         "which have imported all that they need; no rendezvous of agents adds to a restart. A host that is stopped, "
-        "cut off or slow for seconds is waited for: the limit is a minute. Steps count that were taken last, saved or "
-        "not. One thing is worse than in life: ranks that start together share the cores of one machine.",
+        "cut off or slow for seconds is waited for; ranks are killed that take no step for a minute. Steps count that "
+        "were taken last, saved or not. One thing is worse than in life: ranks that start together share the cores of "
+        "one machine.",
         "",
         f"- **Goodput {goodput:.1%}**, of the islands {result['goodput']:.1%}: both of the tokens that the steps of "
         "undisturbed islands are of in the same time.",

@@ -1,8 +1,9 @@
 """The launcher of one host of one world: `host.py CONFIG SECONDS STEPS RANK WORLD ADDRESS PORT key=value ...`.
 
 It has imported torch and Atoll, forks the host's rank, and forks it again as soon as it has ended without being
-finished: a world whose surviving hosts start again at once, without imports. Steps sleep as those of islands do. Rank 0
-appends time, number and process of each step to the file STEPS.
+finished: a world whose surviving hosts start again at once, without imports. A rank is killed in which the world has
+taken no step for `HANG_SECONDS`: gloo may not tell a rank that another one has ended with which it has no connection.
+Steps sleep as those of islands do. Rank 0 appends time, number and process of each step to the file STEPS.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from benchmarks.federation.island import noted, submit
 AGAIN_SECONDS = 2.0
 """From the end of a rank to the next one: rank 0, with the store, stays for 1.5 s after a failure, so that all hear of
 it. A host that was lost needs longer to start."""
+HANG_SECONDS = 60.0
+"""Without a step of the world, after which its ranks hang: a link of `SLOW_BITS` needs a fourth of it."""
 
 
 def main() -> int:
@@ -43,10 +46,24 @@ def main() -> int:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             torch.set_num_threads(torch.get_num_threads())  # a fork replaces torch's pool while it has one thread
             sys.exit(_train())
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        code = _end_of(pid, Path(sys.argv[3]))
         if code == 0 or is_leaving:
             return code
         time.sleep(AGAIN_SECONDS)
+
+
+def _end_of(pid: int, steps: Path) -> int:
+    """Wait for a rank to end, and return its exit code. A rank that hangs is killed."""
+    begin = time.time()
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        moved = max(begin, steps.stat().st_mtime if steps.exists() else 0.0)
+        if time.time() - moved > HANG_SECONDS:
+            print(f"no step for {HANG_SECONDS:g} s: rank {sys.argv[4]} is killed", flush=True)
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
 
 
 def _train() -> int:

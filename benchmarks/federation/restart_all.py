@@ -7,8 +7,8 @@ what is easier here than in life:
     checkpoints     in the background, every `CHECKPOINT` steps: after a step whose validation waits for the outer
                     gradients in flight in any case. The run folder is on a disk that all hosts share, at no cost
     detection       a rank that has died is known by its closed connections, in about a second
-    stalls          a host that is stopped or cut off for seconds is waited for: the limit is a minute, and a restart
-                    would take longer
+    stalls          a host that is stopped or cut off for seconds is waited for, and a restart would take longer. After
+                    a minute without a step all ranks are killed, and start again
     restart         the launchers of the other hosts go on and fork their ranks, which have imported all they need; only
                     what was killed or has left starts from nothing, as an island does
     the end         every step counts that has been taken then, saved or not
