@@ -528,13 +528,12 @@ RUNTIME = "tests/runtime"
 def federation(raw: Raw) -> Figures:
     """Islands that come and go: what was done to them, and what it cost them and one world beside."""
     disturbed, equal = raw["disturbed"], raw["loss_at_equal_tokens"]
-    away = [each for each in disturbed["disturbances"] if each["what"] != "slow"]
     islands = len(disturbed["final_losses"])
     return {
         "islands": islands,
         "rounds": raw["rounds"],
         "times": len(disturbed["disturbances"]),
-        "away": sum(each["back"] or 60.0 for each in away) / (islands * disturbed["seconds"]),
+        "away": sum(each["away"] for each in disturbed["disturbances"]) / (islands * disturbed["seconds"]),
         "goodput": raw["goodput"],
         "beside": raw["restart_all_goodput"],
         "slower": max(raw["survivors_slower"].values()),

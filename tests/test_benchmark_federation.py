@@ -76,7 +76,7 @@ def ran(codes: list[int | None], tokens: int, seconds: float) -> dict[str, Any]:
         "final_losses": dict.fromkeys(NAMES, 3.0),
         "losses": [(0, 5.0), (tokens, 3.0)],
         "rejoined": [],
-        "disturbances": [{"what": "kill", "island": 0, "begin": 110.0, "seconds": 9.0, "back": 8.0}],
+        "disturbances": [{"what": "kill", "island": 0, "begin": 110.0, "seconds": 9.0, "back": 8.0, "away": 8.0}],
     }
 
 
@@ -110,12 +110,12 @@ def test_islands_and_the_world_have_the_same_job() -> None:
     assert one.parallel.outer.model_dump(exclude=differing) == four.parallel.outer.model_dump(exclude=differing)
 
 
-def away(what: str, island: int, back: float | None) -> Away:
-    return Away(what, island, 0.0, 9.0, back)
+def away(what: str, island: int, seconds: float) -> Away:
+    return Away(what, island, 0.0, 9.0, away=seconds)
 
 
 def test_islands_are_disturbed_until_they_have_been_away_for_their_share() -> None:
-    done = [away("kill", 1, 28.0), away("slow", 0, 10.0), away("kill", 2, 24.0), away("stop", 0, 6.0)]
+    done = [away("kill", 1, 28.0), away("slow", 0, 0.0), away("kill", 2, 24.0), away("stop", 0, 6.0)]
     assert bench._length("slow", 0, done, 1.0, 0.5) == bench.SLOW_SECONDS
     assert bench._length("kill", 0, done, 40.0, 0.5) == 26.0, "as long as others took"
     assert bench._length("kill", 0, done, 30.0, 0.5) is None, "26 of 24 s are left"
@@ -123,7 +123,19 @@ def test_islands_are_disturbed_until_they_have_been_away_for_their_share() -> No
     assert bench._length("cut", 3, done, 40.0, 0.5) == 7.0
     assert bench._length("cut", 1, done, 32.0, 0.5) == pytest.approx(4.0), "what is left"
     assert bench._length("stop", 1, done, 29.0, 0.5) is None
-    assert bench._length("stop", 3, [away("cut", 3, None)], 61.0, 0.5) is None, "it has not come back"
+
+
+def test_an_island_is_away_from_its_last_step_to_the_next_one() -> None:
+    steps = [
+        {"time": time, "process": process} for time, process in ((1.0, 1), (2.0, 1), (3.5, 1), (9.0, 1), (20.0, 2))
+    ]
+    assert bench.returned(Away("leave", 0, 2.5, 9.0), steps) == (17.5, 11.0 - bench.SECONDS), (
+        "it trains on for a moment"
+    )
+    assert bench.returned(Away("stop", 0, 4.0, 5.0), steps) == (5.0, 5.5 - bench.SECONDS)
+    assert bench.returned(Away("kill", 0, 21.0, 9.0), steps) is None
+    assert bench.returned(Away("cut", 0, 4.0, 5.0), steps) == (5.0, 5.0)
+    assert bench.returned(Away("slow", 0, 4.0, 5.0), steps) == (5.0, 0.0)
 
 
 def test_every_island_meets_every_disturbance_and_the_end_is_calm() -> None:

@@ -164,14 +164,28 @@ def _disturb(fleet: Fleet, rounds: int) -> list[Away]:
         seconds = _length(what, island, done, AWAY * expected, chance)
         if seconds is None:
             continue
-        before = _step(fleet, island)
-        each = Away(what, island, time.time(), seconds)
-        at = time.monotonic()
+        each = Away(what, island, time.time(), seconds, away=LOST_SECONDS)
         disturb(fleet, each)
-        if wait(lambda island=island, before=before: _step(fleet, island) > before, 60.0):
-            each.back = time.monotonic() - at
+        steps = fleet.folder / f"{NAMES[island]}.{STEPS}"
+        if wait(lambda each=each, steps=steps: returned(each, lines(steps)) is not None, LOST_SECONDS):
+            each.back, each.away = returned(each, lines(steps)) or (None, LOST_SECONDS)
         done.append(each)
     return done
+
+
+def returned(each: Away, steps: Sequence[Mapping[str, float]]) -> tuple[float, float] | None:
+    """Return the seconds from a disturbance to the first step after it, and those for which the island was away.
+
+    steps: of the island. None if it has not come back. An island that is told to leave trains on for a moment: it is
+    away from its last step on. One that is cut off or slow takes steps all the time.
+    """
+    if each.what in ("cut", "slow"):
+        return each.seconds, each.seconds if each.what == "cut" else 0.0
+    for one, two in pairwise(steps):
+        is_new = two["time"] >= each.begin + each.seconds if each.what == "stop" else one["process"] != two["process"]
+        if two["time"] > each.begin and is_new:
+            return two["time"] - each.begin, two["time"] - one["time"] - SECONDS
+    return None
 
 
 def _step(fleet: Fleet, at: int) -> int:
@@ -200,10 +214,9 @@ def _length(what: str, island: int, done: Sequence[Away], share: float, chance: 
     """
     if what == "slow":
         return SLOW_SECONDS
-    away = [each for each in done if each.what != "slow"]
-    left = share - sum(each.back or LOST_SECONDS for each in away if each.island == island)
+    left = share - sum(each.away for each in done if each.island == island)
     if what in ("kill", "leave"):
-        took = [each.back or LOST_SECONDS for each in away if each.what == what]
+        took = [each.away for each in done if each.what == what]
         seconds = median(took) if took else START_SECONDS
         return seconds if seconds <= left else None
     seconds = min(left, 4.0 + 6.0 * chance)
@@ -367,8 +380,7 @@ def report(result: Mapping[str, Any]) -> str:
     ]
     kinds = [each["what"] for each in disturbed["disturbances"]]
     worst = max(result["survivors_slower"].values(), default=float("nan"))
-    away = [each for each in disturbed["disturbances"] if each["what"] != "slow"]
-    share = sum(each["back"] or LOST_SECONDS for each in away) / (len(NAMES) * disturbed["seconds"])
+    share = sum(each["away"] for each in disturbed["disturbances"]) / (len(NAMES) * disturbed["seconds"])
     again = disturbed["rejoined"]
     text = [
         "# Islands that come and go",
@@ -383,7 +395,8 @@ def report(result: Mapping[str, Any]) -> str:
         "",
         *_table(rows),
         "",
-        f"- Islands were away {share:.1%} of the time, from the disturbance to their next step.",
+        f"- Islands were away {share:.1%} of the time: from the last step before a disturbance to the next one, or as "
+        "long as they were cut off.",
         f"- **Goodput {result['goodput']:.1%}**: tokens that rounds counted, of those that islands which are always "
         "there and never wait for the others would have made in the same time. Undisturbed, "
         f"{result['undisturbed_goodput']:.1%} are counted: not those of the end.",

@@ -74,14 +74,15 @@ def job(*, steps: int, ranks: int, checkpoint: int, folder: str, grace: float | 
 
 @dataclass
 class Away:
-    """A disturbance: what, of which host, from when on, and for how long. back: seconds until the next step of the
-    island, or of the world."""
+    """A disturbance: what, of which host, from when on, and for how long. back: seconds until the host's first step
+    after it; None if it took none.  away: seconds without a step or without the others."""
 
     what: str
     island: int
     begin: float
     seconds: float
     back: float | None = None
+    away: float = 0.0
 
 
 @dataclass
