@@ -29,7 +29,7 @@ quick: .venv/.stamp
 
 # Tests of real time run last, one after another.
 every: .venv/.stamp
-	$(PYTEST) -rs --most-skips $(SKIPS) -m "not alone"
+	$(PYTEST) -rs --durations=60 --durations-min=8 --most-skips $(SKIPS) -m "not alone"
 	$(BIN)/python -m pytest -q -rs $(HANGS) -m alone
 
 # What other systems say of themselves: DeepSpeed and torchtitan, beside the environment, since transformers imports
