@@ -95,6 +95,7 @@ def test_the_page_says_both_goodputs() -> None:
     assert "- 4 steps were lost and taken again: 2 s." in page
     assert "\n- 16 s without a step until the end" in page  # from 137 s to 154 s, less a step
     assert "\n- 1 s in which all hosts waited" in page
+    assert "| all processes of an island are killed, and started again at once | 1 | 8.0 s, 8.0 s | keeps its own |" in page
     assert "| one world, restarted | after the time of the islands |" in page
 
 

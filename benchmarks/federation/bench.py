@@ -32,6 +32,7 @@ from benchmarks.federation.fleet import (
     NAMES,
     SECONDS,
     SEQUENCE,
+    SLOW_BITS,
     Away,
     Fleet,
     disturb,
@@ -405,6 +406,7 @@ def report(result: Mapping[str, Any]) -> str:
         f"{equal['undisturbed']:.4f} ({equal['disturbed'] / equal['undisturbed'] - 1:+.2%}).",
         *_again(again),
         "",
+        *_by_kind(disturbed),
         *_beside(result),
     ]
     return "\n".join(text) + "\n"
@@ -464,6 +466,28 @@ def _again(found: list[dict[str, Any]]) -> Iterator[str]:
             f"in the median and {max(seconds):.1f} at most, with the start of their processes{own}. They were "
             f"counted {median(rounds):.0f} rounds later in the median, {max(rounds):.0f} at most."
         )
+
+
+WORDS = {
+    "kill": "all processes of an island are killed, and started again at once",
+    "leave": "SIGTERM: it hands over, saves and ends, and is started again at once",
+    "stop": "its processes are stopped (SIGSTOP), and go on",
+    "cut": "its link is cut, and mended",
+    "slow": f"its link has {SLOW_BITS / 1e6:g} Mbit/s for a while",
+}
+
+
+def _by_kind(disturbed: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a table of what each kind of disturbance cost."""
+    rows = [("what", "times", "away: median, longest", "counted again, rounds after its first anchors")]
+    for what, words in WORDS.items():
+        own = [each["away"] for each in disturbed["disturbances"] if each["what"] == what]
+        rounds = [each["rounds"] for each in disturbed["rejoined"] if each["what"] == what]
+        later = f"{median(rounds):.0f} in the median, {max(rounds):.0f} at most" if rounds else "keeps its own"
+        if own:
+            away = "never" if what == "slow" else f"{median(own):.1f} s, {max(own):.1f} s"
+            rows.append((words, str(len(own)), away, later))
+    yield from (*_table(rows), "")
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
