@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import subprocess
 import sys
 import time
@@ -201,7 +202,8 @@ def _write(path: Path, found: Mapping[str, Any]) -> None:
     from benchmarks.rows import to_text
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_text(found), encoding="utf-8")
+    # As it is read again: tuples are lists then, and lie differently.
+    path.write_text(to_text(json.loads(json.dumps(found))), encoding="utf-8")
     print(f"written to {path.relative_to(ROOT)}\n", flush=True)
 
 
