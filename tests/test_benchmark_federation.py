@@ -20,7 +20,7 @@ from benchmarks.federation.fleet import EVERY, FRAGMENTS, ISLAND_BATCH, NAMES, S
 TOKENS = len(NAMES) * ISLAND_BATCH * SEQUENCE
 """Of a step of all hosts."""
 SECONDS = 0.5
-"""Of a step."""
+"""Duration of a step."""
 
 
 def steps_of(*attempts: tuple[float, int, int]) -> list[dict[str, float]]:
@@ -95,7 +95,10 @@ def test_the_page_says_both_goodputs() -> None:
     assert "- 4 steps were lost and taken again: 2 s." in page
     assert "\n- 16 s without a step until the end" in page  # from 137 s to 154 s, less a step
     assert "\n- 1 s in which all hosts waited" in page
-    assert "| all processes of an island are killed, and started again at once | 1 | 8.0 s, 8.0 s | keeps its own |" in page
+    assert (
+        "| all processes of an island are killed, and started again at once | 1 | 8.0 s, 8.0 s | keeps its own |"
+        in page
+    )
     assert "| one world, restarted | after the time of the islands |" in page
 
 

@@ -54,9 +54,9 @@ AWAY = 0.1
 """Share of the time in which each island is away."""
 SLOW_SECONDS = 10.0
 START_SECONDS = 20.0
-"""Of a process on this machine, before one has been measured."""
+"""Assumed time to start a process, until a start has been measured."""
 LOST_SECONDS = 60.0
-"""For which an island counts as away that has not come back."""
+"""Time limit for an island to come back; an island that does not is counted as away for this long."""
 MOST_SECONDS = 1200.0
 LATE_SECONDS = 120.0
 """For islands to end after the first one. Those that end stay for members that return, `away` seconds at most."""
