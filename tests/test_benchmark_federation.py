@@ -15,7 +15,7 @@ import pytest
 
 from atoll.training.config import from_dict
 from benchmarks.federation import bench, host, restart_all
-from benchmarks.federation.fleet import EVERY, FRAGMENTS, ISLAND_BATCH, NAMES, SEQUENCE, Away, job
+from benchmarks.federation.fleet import EVALUATED_ROWS, EVERY, FRAGMENTS, ISLAND_BATCH, NAMES, SEQUENCE, Away, job
 
 TOKENS = len(NAMES) * ISLAND_BATCH * SEQUENCE
 """Of a step of all hosts."""
@@ -111,6 +111,8 @@ def test_islands_and_the_world_have_the_same_job() -> None:
     assert one.parallel.outer is not None
     assert four.parallel.outer is not None
     differing = {"grace"}
+    rows = [each.train.eval_batches * each.train.global_batch for each in (one, four)]
+    assert rows == [EVALUATED_ROWS] * 2, "both are evaluated on the same rows"
     assert one.parallel.outer.model_dump(exclude=differing) == four.parallel.outer.model_dump(exclude=differing)
 
 
@@ -145,7 +147,7 @@ def test_an_island_is_away_from_its_last_step_to_the_next_one() -> None:
 def test_every_island_meets_every_disturbance_and_the_end_is_calm() -> None:
     drawn = list(bench._drawn(random.Random(1), 100.0))
     assert {(what, island) for _, what, island, _ in drawn} == set(
-        product(("kill", "leave", "stop", "cut", "slow"), range(4))
+        product(("crash", "kill", "leave", "stop", "cut", "slow"), range(4))
     )
     times = [begin for begin, *_ in drawn]
     assert times == sorted(times)
@@ -165,3 +167,24 @@ def test_a_rank_of_the_world_that_ends_is_read(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]) as process:
         assert host._end_of(process.pid, tmp_path / "steps") == 3
         process.returncode = 3
+
+
+def test_a_returned_island_is_counted_in_rounds_that_begin_later() -> None:
+    """Round 4 had begun when the anchors arrived, round 5 only takes a member, and round 6 does without the island."""
+    events = [
+        {"what": "joining", "time": 105.0, "round": 0, "records": []},
+        {"what": "restarted", "time": 110.0, "round": 3, "records": []},
+        {"what": "followed", "time": 115.0, "round": 5, "records": [record(4, "a4"), record(5)]},
+        {"what": "sent", "time": 118.0, "round": 5, "digest": "b6", "records": []},
+        {"what": "followed", "time": 121.0, "round": 7, "records": [record(6, "a6"), record(7, "a7", "b6")]},
+    ]
+    sent = {"a4": 109.0, "a6": 112.0, "a7": 117.0, "b6": 118.0}
+    own = [{"what": "kill", "begin": 100.0}]
+    (found,) = bench._rejoined(events, own, sent)
+    assert found == {"what": "kill", "seconds": 10.0, "joining": 5.0, "rounds": 2}
+    assert not list(bench._rejoined(events[:4], own, sent)), "it has not been counted"
+    assert not list(bench._rejoined(events[2:], own, sent)), "it kept its parameters"
+
+
+def record(at: int, *digests: str) -> dict[str, Any]:
+    return {"round": at, "contributions": [{"digest": each} for each in digests]}

@@ -1,8 +1,8 @@
 """Islands that come and go: `python benchmarks/run.py federation`. Needs root, `ip` and `tc`.
 
 Four islands, each `atoll train` in a network namespace of its own, joined by links of 50 Mbit/s; steps sleep. Random
-disturbances of one island at a time: killed, stopped, cut off, slow, and told to leave; each comes back. The same run
-without any, and what the same disturbances cost a run of one world, in which each ends all ranks. See
+disturbances of one island at a time: crashed, killed, stopped, cut off, slow, and told to leave; each comes back. The
+same run without any, and what the same disturbances cost a run of one world, in which each ends all ranks. See
 `benchmarks/federation/README.md`.
 """
 
@@ -201,7 +201,7 @@ def _drawn(chance: random.Random, expected: float) -> Iterator[tuple[float, str,
     Every island meets every kind, in a drawn order. The last tenth of the time is undisturbed: what an island is away
     for then nobody could make up for.
     """
-    queue = [(what, island) for what in ("kill", "leave", "stop", "cut", "slow") for island in range(len(NAMES))]
+    queue = [(what, island) for what in WORDS for island in range(len(NAMES))]
     chance.shuffle(queue)
     for number, (what, island) in enumerate(queue):
         yield 0.9 * expected * number / len(queue), what, island, chance.random()
@@ -216,7 +216,7 @@ def _length(what: str, island: int, done: Sequence[Away], share: float, chance: 
     if what == "slow":
         return SLOW_SECONDS
     left = share - sum(each.away for each in done if each.island == island)
-    if what in ("kill", "leave"):
+    if what in ("crash", "kill", "leave"):
         took = [each.away for each in done if each.what == what]
         seconds = median(took) if took else START_SECONDS
         return seconds if seconds <= left else None
@@ -232,8 +232,12 @@ def _read(folder: Path, disturbances: list[Mapping[str, Any]]) -> dict[str, Any]
     first, last = float("inf"), 0.0
     steps, between = dict[str, list[dict[str, Any]]](), dict[str, list[float]]()
     rejoined: list[dict[str, float]] = []
+    events_of = {name: lines(folder / name / "rounds.jsonl") for name in NAMES}
+    sent = {
+        event["digest"]: event["time"] for events in events_of.values() for event in events if event["what"] == "sent"
+    }
     for at, name in enumerate(NAMES):
-        events = lines(folder / name / "rounds.jsonl")
+        events = events_of[name]
         for event in events:
             records |= {record["round"]: record for record in event["records"]}
             last = max(last, event["time"])
@@ -242,7 +246,7 @@ def _read(folder: Path, disturbances: list[Mapping[str, Any]]) -> dict[str, Any]
         own = [each for each in disturbances if each["island"] == at and each["what"] != "slow"]
         steps[name] = lines(folder / f"{name}.{STEPS}")
         between[name] = _step_seconds(steps[name], own)
-        rejoined += _rejoined(events, own)
+        rejoined += _rejoined(events, own, sent)
     counted = [sum(each["tokens"] for each in records[at]["contributions"]) for at in sorted(records)]
     last_of: dict[int, int] = {}
     for at in sorted(records):
@@ -307,28 +311,34 @@ def _tokens_per_second(steps: list[dict[str, Any]]) -> float:
     return TOKENS * (len(steps) - 1) / (steps[-1]["time"] - steps[0]["time"])
 
 
-def _rejoined(events: list[dict[str, Any]], own: list[Mapping[str, Any]]) -> Iterator[dict[str, float]]:
+def _rejoined(
+    events: list[dict[str, Any]], own: list[Mapping[str, Any]], sent: Mapping[str, float]
+) -> Iterator[dict[str, float]]:
     """Yield, for each time that an island took anchors over after a disturbance, the seconds since this began and since
-    its new process looked for the others, and the rounds after the first anchors until one has counted the island."""
+    its new process looked for the others, and how many of the rounds that began with the anchors there or later it took
+    to be counted.
+
+    sent: when each contribution was sent, by digest. A round begins with its first one, and is decided `DELAY` steps
+    later: those that had begun before are over before the island has learned anything.
+    """
     for each, following in zip_longest(own, own[1:]):
         end = float("inf") if following is None else following["begin"]
         later = [event for event in events if each["begin"] < event["time"] < end]
         restarted = [event for event in later if event["what"] == "restarted" and event["round"] > 0]
-        sent = {event["digest"] for event in later if event["what"] == "sent"}
-        counted = [
-            record["round"]
-            for event in later
-            for record in event["records"]
-            if any(one["digest"] in sent for one in record["contributions"])
-        ]
-        if restarted and counted:
-            known = [at for at in counted if at > restarted[0]["round"]]
-            joined = [event["time"] for event in later if event["what"] == "joining"]
+        if not restarted:
+            continue
+        here = {event["digest"] for event in later if event["what"] == "sent"}
+        records = [record for event in later for record in event["records"] if record["round"] > restarted[0]["round"]]
+        digests = {record["round"]: {one["digest"] for one in record["contributions"]} for record in records}
+        counted = min((at for at in digests if digests[at] & here), default=None)
+        if counted is not None:
+            first = {at: min(map(sent.__getitem__, of)) for at, of in digests.items() if of and at <= counted}
+            joining = [event["time"] for event in later if event["what"] == "joining"]
             yield {
                 "what": each["what"],
                 "seconds": restarted[0]["time"] - each["begin"],
-                "joining": restarted[0]["time"] - joined[0] if joined else float("nan"),
-                "rounds": known[0] - restarted[0]["round"] if known else float("nan"),
+                "joining": restarted[0]["time"] - joining[0] if joining else float("nan"),
+                "rounds": max(1, sum(time >= restarted[0]["time"] for time in first.values())),
             }
 
 
@@ -387,7 +397,8 @@ def report(result: Mapping[str, Any]) -> str:
         "# Islands that come and go",
         "",
         f"{len(NAMES)} islands of one rank, {result['rounds']} rounds: {result['network']}; {result['device']}. "
-        f"A million parameters, `outer = {{ every = {result['every']}, fragments = {result['fragments']}, "
+        "A million parameters, a constant learning rate, "
+        f"`outer = {{ every = {result['every']}, fragments = {result['fragments']}, "
         f"delay = {result['delay']}, grace = {result['grace']} }}`.",
         "",
         f"Disturbed {len(kinds)} times, one island at a time: "
@@ -463,12 +474,14 @@ def _again(found: list[dict[str, Any]]) -> Iterator[str]:
         own = f"; {median(joining):.1f} s and {max(joining):.1f} after these looked for the others" if joining else ""
         yield (
             f"- {len(found)} returning islands took anchors over, {median(seconds):.1f} s after the disturbance began "
-            f"in the median and {max(seconds):.1f} at most, with the start of their processes{own}. They were "
-            f"counted {median(rounds):.0f} rounds later in the median, {max(rounds):.0f} at most."
+            f"in the median and {max(seconds):.1f} at most, with the start of their processes{own}. Of the rounds that "
+            f"others began afterwards, round {median(rounds):.0f} counted them in the median, {max(rounds):.0f} at the "
+            "latest."
         )
 
 
 WORDS = {
+    "crash": "its rank is killed, and its launcher starts another",
     "kill": "all processes of an island are killed, and started again at once",
     "leave": "SIGTERM: it hands over, saves and ends, and is started again at once",
     "stop": "its processes are stopped (SIGSTOP), and go on",
@@ -479,11 +492,11 @@ WORDS = {
 
 def _by_kind(disturbed: Mapping[str, Any]) -> Iterator[str]:
     """Yield a table of what each kind of disturbance cost."""
-    rows = [("what", "times", "away: median, longest", "counted again, rounds after its first anchors")]
+    rows = [("what", "times", "away: median, longest", "counted again in round")]
     for what, words in WORDS.items():
         own = [each["away"] for each in disturbed["disturbances"] if each["what"] == what]
         rounds = [each["rounds"] for each in disturbed["rejoined"] if each["what"] == what]
-        later = f"{median(rounds):.0f} in the median, {max(rounds):.0f} at most" if rounds else "keeps its own"
+        later = f"{median(rounds):.0f}, {max(rounds):.0f} at the latest" if rounds else "keeps its own"
         if own:
             away = "never" if what == "slow" else f"{median(own):.1f} s, {max(own):.1f} s"
             rows.append((words, str(len(own)), away, later))

@@ -22,6 +22,8 @@ SECONDS = 1.0
 """Duration of a step, in seconds: long beside the work of one, since four islands share two cores."""
 EVERY, FRAGMENTS, DELAY = 16, 2, 6
 ISLAND_BATCH, SEQUENCE = 4, 128
+EVALUATED_ROWS = 32
+"""Of the validation split, in both runs the same."""
 NOTICE = 60.0
 """Seconds after SIGTERM, before a host is killed."""
 
@@ -41,9 +43,10 @@ steps = {steps}
 global_batch = {batch}
 microbatch = {microbatch}
 lr = 2e-3
+lr_schedule = "constant"
 warmup = 30
 eval_every = {every}
-eval_batches = 8
+eval_batches = {evaluations}
 [parallel]
 ranks = {ranks}
 outer = {{ every = {every}, fragments = {fragments}, delay = {delay}{grace} }}
@@ -56,7 +59,11 @@ every = {checkpoint}
 
 
 def job(*, steps: int, ranks: int, checkpoint: int, folder: str, grace: float | None = None) -> str:
-    """Return the config of an island, or of one world of `ranks` hosts that has a row of an island on each."""
+    """Return the config of an island, or of one world of `ranks` hosts that has a row of an island on each.
+
+    The learning rate is constant after the warm-up: one that falls by steps would have fallen further where tokens were
+    lost, and losses at equal tokens would differ by that too.
+    """
     return JOB.format(
         sequence=SEQUENCE,
         steps=steps,
@@ -64,6 +71,7 @@ def job(*, steps: int, ranks: int, checkpoint: int, folder: str, grace: float | 
         microbatch=ISLAND_BATCH,
         ranks=ranks,
         every=EVERY,
+        evaluations=EVALUATED_ROWS // (ISLAND_BATCH * ranks),
         fragments=FRAGMENTS,
         delay=DELAY,
         grace="" if grace is None else f", grace = {grace}",
@@ -119,6 +127,14 @@ class Fleet:
             except psutil.NoSuchProcess:
                 continue
 
+    def crash(self, at: int) -> None:
+        """Kill a host's ranks, and leave the processes that wait for them."""
+        below = psutil.Process(self.processes[at].pid).children(recursive=True)
+        parents = {each.ppid() for each in below if each.is_running()}
+        for each in below:
+            if each.pid not in parents and each.is_running():
+                each.kill()
+
     def is_over(self) -> bool:
         """Return True if all hosts have ended by themselves."""
         return all(process.poll() is not None for process in self.processes.values())
@@ -146,6 +162,10 @@ class Fleet:
 def disturb(fleet: Fleet, each: Away) -> None:
     """Disturb a host, and start what has ended again: that takes as long as it takes."""
     _ACTS[each.what](fleet, each.island, each.seconds)
+
+
+def _crash(fleet: Fleet, at: int, seconds: float) -> None:
+    fleet.crash(at)
 
 
 def _kill(fleet: Fleet, at: int, seconds: float) -> None:
@@ -183,6 +203,7 @@ def _slow(fleet: Fleet, at: int, seconds: float) -> None:
 
 
 _ACTS: Mapping[str, Callable[[Fleet, int, float], None]] = {
+    "crash": _crash,
     "kill": _kill,
     "leave": _leave,
     "stop": _stop,
