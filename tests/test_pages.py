@@ -332,6 +332,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if lines_of(page)], ids=name_of)
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+# A test before this one may have imported distutils.
+@pytest.mark.filterwarnings("ignore:Setuptools is replacing distutils:UserWarning")
 def test_commands_work(page: Path, desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of a page, in order and in one folder."""
     folder = tmp_path / "desk"

@@ -20,6 +20,7 @@ is what the training thread does: it contributes outer gradients, waits for roun
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
@@ -71,6 +72,7 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
     islands have in common.
 
     used: samples that the island has read since it became a member; callers that read `lots` set it before each step.
+    last_step: no later step is gone to for the time that others were ahead; callers set it.
     events: what was done since the caller cleared them.
     """
 
@@ -112,6 +114,7 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
         self._holdings = AnchorHoldings(self._by_fragment, outer, item=item, bases=self.standing.bases)
         self._traffic = 0, 0
         self.used = 0
+        self.last_step = sys.maxsize
         self.events: list[RoundEvent] = []
         self._tokens = [0] * self.rules.fragments
         self._sent: dict[int, SentFlow] = {}
@@ -197,7 +200,7 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
         self._is_overdue = any(sent.step <= step - self.outer.delay for sent in self._sent.values())
         others_at, self._others_at = self._others_at, 0
         least = max(step, self.rounds_step)
-        return max(least, min(others_at, self.outer.next_leave(least, self._count) - 1))
+        return max(least, min(others_at, self.outer.next_leave(least, self._count) - 1, self.last_step))
 
     @property
     def rounds_step(self) -> int:

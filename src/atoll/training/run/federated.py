@@ -25,6 +25,7 @@ class FederatedRun:
         assert run.engine.federation is not None, "the run is an island of a federation"
         self._engine, self._membership = run.engine, run.engine.federation
         self._steps = self._membership.steps
+        self._steps.last_step = run.config.train.steps
         self._batch = run.config.train.global_batch
         self._counted: tuple[str, ...] = ()
 

@@ -139,12 +139,14 @@ class Loop:
                     results.timing()
                 if is_compared:
                     self._engine.check_replicas()
+                if step >= train.steps:
+                    break  # the end evaluates and saves, an island what the last rounds made of it
                 is_best = bool(is_due) and self._evaluate()
-                if stop is not None and self._engine.step_number < train.steps:
+                if stop is not None:
                     return stop
                 if is_kept or (is_best and self._checkpoints.keeps_best):
-                    self._checkpoints.save(is_extra=not is_kept and step < train.steps)
-                if is_held and step < train.steps:
+                    self._checkpoints.save(is_extra=not is_kept)
+                if is_held:
                     self._checkpoints.keep()
         finally:
             self._run.display.close()
