@@ -38,6 +38,7 @@ PAGES = (
             "atoll.runtime.assemble.describe": ["programs_of"],
             "atoll.runtime.engine": ["Evaluation"],
             "atoll.runtime.pipeline.step_end": ["StepResult"],
+            "atoll.runtime.services.stream": ["WeightStream", "StreamedTensor"],
             "atoll.runtime.services.timing": ["StepTiming"],
         },
     ),

@@ -44,6 +44,7 @@ from atoll.runtime.services.checkpoints import Checkpoints
 from atoll.runtime.services.evaluation import Evaluation
 from atoll.runtime.services.membership import IslandMembership
 from atoll.runtime.services.parameters import Parameters
+from atoll.runtime.services.stream import WeightStream
 from atoll.runtime.services.timing import StepTiming
 from atoll.runtime.sharding.coding import Moment
 from atoll.runtime.sharding.matrices import MatrixUpdate
@@ -82,6 +83,7 @@ class Engine:
     checkpoints: folders that a rollback may load, by step: those that this engine has saved and loaded, and those that
     the caller adds on every rank. Rank 0 checks which of them still exist.
     timing: timelines and durations of the last step, and the context in which instructions are timed.
+    stream: whole weights, one after the other, for whoever needs them: see `WeightStream`.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class Engine:
         named = getattr(loss, "__qualname__", type(loss).__name__)
         check_alike(model, plan, seed=seed, labels=labels, clip=clip, loss=named, balance=balance)
         self.place = plan.mesh.place(world_rank())
-        self.device = _with_index(torch.device(device)) if device is not None else _default_device()
+        self.device = _with_index(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
         share_cores(world_size())
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -168,12 +170,12 @@ class Engine:
         self.adapter, self.outer, self.units = rank.adapter, rank.outer, rank.sharded.units
         self.notes, self.advice, self.runs = rank.notes, rank.advice, rank.outline.runs
         self._sharded, self._batches, self._optimizer = rank.sharded, rank.batches, rank.optimizer
-        self._sequences = rank.sequences
-        self._end, self._executor, self._lanes = rank.end, rank.executor, rank.lanes
+        self._end, self._executor, self._lanes, self._sequences = rank.end, rank.executor, rank.lanes, rank.sequences
         self.program, self.reads_in_place = lower_programs(rank)
         check_host(rank, self.program)
         self.timing = StepTiming(rank)
         self._buffers, self._parameters = Buffers(self.model, rank), Parameters(rank)
+        self.stream = WeightStream(self.model, rank, self._buffers, settle=self._settle)
         self.federation = IslandMembership.of(rank, settle=self._settle, go_on=partial(_go_on, self))
         self.saving = Checkpoints(
             rank, self._buffers, self._parameters, background=self._background, known=self.checkpoints
@@ -216,6 +218,7 @@ class Engine:
         """
         begin = time.monotonic()
         self.saving.check_loaded()
+        self.stream.check()
         share = self._batches.claim(batch)
         if following is not None:
             self._batches.announce(following)
@@ -487,10 +490,6 @@ def _close(engine: weakref.ref[Engine]) -> None:
     living = engine()
     if living is not None:
         living.close()
-
-
-def _default_device() -> torch.device:
-    return _with_index(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _with_index(device: torch.device) -> torch.device:

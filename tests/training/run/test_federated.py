@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from atoll.base.digests import read_sealed
@@ -107,21 +108,30 @@ def test_islands_of_different_plans_end_with_the_same_anchors(
 
 
 @pytest.mark.slow
-def test_a_signal_hands_over_and_the_island_returns(tmp_path: Path, corpus: Path, ports: dict[str, int]) -> None:
+def test_an_island_that_loses_a_rank_or_leaves_takes_part_again(
+    tmp_path: Path, corpus: Path, ports: dict[str, int]
+) -> None:
+    """A lost rank continues from the state in the memory of its host, and there is no checkpoint; a signal hands over
+    what was learned, and the next process continues from the checkpoint that it saved."""
     ports.pop("c")
     started: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(name: str, steps: int) -> None:
         path = island(tmp_path, corpus, ports, name)
         with (tmp_path / f"{name}.log").open("ab") as log:
-            sets = [f"train.steps={steps}", "train.eval_every=0", "checkpoint.every=0"]
+            sets = [f"train.steps={steps}", "train.eval_every=0", "checkpoint.every=0", "checkpoint.memory=2"]
             started[name] = subprocess.Popen(command(path, *sets), stdout=log, stderr=log)
 
     # Rounds may be as fast as the machine: the other one does not end before this one is back.
     for name in "ab":
         start(name, 100_000)
     try:
-        wait_until(lambda: len(events(tmp_path / "b")) > 4, started["b"])
+        wait_until(lambda: len(events(tmp_path / "b")) > 8, started["b"])
+        begun = len(events(tmp_path / "b"))
+        _rank_of(started["b"]).kill()
+        wait_until(lambda: _counted(events(tmp_path / "b")[begun + 8 :]) == ["a", "b"], started["b"])
+        assert "resumed from the memory of this host: step" in (tmp_path / "b.log").read_text()
+        assert not list((tmp_path / "b" / "checkpoints").glob("step-*"))
         started["b"].send_signal(signal.SIGTERM)
         finish(started["b"])
         assert started["b"].returncode == 143
@@ -138,6 +148,13 @@ def test_a_signal_hands_over_and_the_island_returns(tmp_path: Path, corpus: Path
             process.send_signal(signal.SIGTERM)
         for process in started.values():
             finish(process)
+
+
+def _rank_of(process: subprocess.Popen[bytes]) -> psutil.Process:
+    """The rank that a launcher has started."""
+    found = psutil.Process(process.pid).children(recursive=True)
+    (rank,) = (each for each in found if each.name().startswith("atoll rank"))
+    return rank
 
 
 def _restarted(found: list[dict[str, Any]]) -> list[int]:

@@ -6,7 +6,7 @@ equal, so both find the same order for the same number of trials.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from importlib.util import find_spec
 from typing import Any, TypeVar, cast
 
@@ -28,6 +28,14 @@ def kernel(function: Function) -> Function:
         compiled: Any = numba.njit(cache=True)(function)
     except RuntimeError:  # no folder for a cache
         compiled = numba.njit(function)
+    resolve: Any = compiled.get_call_template
+    plain: Any = numba.types.unliteral
+
+    def for_any_number(args: Sequence[Any], kws: Mapping[str, Any]) -> Any:
+        """Numba would compile a kernel anew for every constant that another one calls it with."""
+        return resolve(tuple(map(plain, args)), {name: plain(each) for name, each in kws.items()})
+
+    compiled.get_call_template = for_any_number
     return cast(Function, compiled)
 
 

@@ -169,8 +169,8 @@ class Board:
             integers([settings.hard] * self.model.ranks),
             floats([patience for patience, _ in waits]),
             floats([restraint for _, restraint in waits]),
-            settings.look_ahead,
-            settings.reserve,
+            float(settings.look_ahead),
+            float(settings.reserve),
         )
 
     def list_by(self, settings: SearchRules, keys: Sequence[Floats]) -> Cost | None:

@@ -106,7 +106,8 @@ class EngineOptions:
 class Rank:
     """The parts of an assembled rank.
 
-    outer: with outer steps.  notes: what of the initial weights is not used, or not as their config says.
+    shapes: of the model's parameters by name, before they are divided.  outer: with outer steps.
+    notes: what of the initial weights is not used, or not as their config says.
     advice: wasteful settings of the plan.
     """
 
@@ -122,6 +123,7 @@ class Rank:
     executor: Executor
     outer: AnchorSteps[Any] | None
     sequences: DividedSequences | None
+    shapes: Mapping[str, Sequence[int]]
     lanes: dict[LaneKind, JobLane]
     notes: tuple[str, ...]
     advice: tuple[str, ...]
@@ -200,6 +202,7 @@ def assemble(
         executor=executor,
         outer=outer,
         sequences=sequences,
+        shapes=shapes,
         lanes=lanes,
         notes=notes,
         advice=wasteful,

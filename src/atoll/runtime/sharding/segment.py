@@ -24,10 +24,11 @@ does not depend on the order in which a schedule runs I and W.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from atoll.plans.layouts import GATHER_PARAMETER, Level
 from atoll.program import Phase
@@ -121,16 +122,27 @@ class Segment:
             own = self.shards.hosted.arrived() * self.gradients.factor
         return self._read(own, self.flat.layout.optimizer)
 
+    def read_views(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield whole values by name in a dtype, views of one new buffer, or new tensors of a tensor-parallel group."""
+        own, level = self.shards.values
+        for name, view in self._gathered(own, level, dtype).items():
+            parameter = self.flat.parameters[name]
+            yield name, whole_tensor_of(parameter, view) if isinstance(parameter, DTensor) else view
+
     def _read(self, own: torch.Tensor, level: Level) -> dict[str, torch.Tensor]:
+        views = self._gathered(own, level, own.dtype)
+        return {name: whole_tensor_of(self.flat.parameters[name], view) for name, view in views.items()}
+
+    @torch.no_grad()
+    def _gathered(self, own: torch.Tensor, level: Level, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        # A buffer of its own, in the dtype of what is read: the copy has that of the forward, and may be freed.
+        # On the device, where the ranks exchange it: a master may rest in host memory.
         flat = self.flat
-        with torch.no_grad():
-            # A buffer of its own, in the dtype of what is read: the copy has that of the forward, and may be freed.
-            # On the device, where the ranks exchange it: a master may rest in host memory.
-            buffer = torch.empty(flat.map.padded, dtype=own.dtype, device=flat.around.device)
-            flat.part(buffer, Level.N, level).copy_(own)
-            for move in GATHER_PARAMETER[level]:
-                self.collectives.move(flat.part(buffer, Level.N, move.coarse), move, Purpose.READ)
-            return {name: whole_tensor_of(flat.parameters[name], view) for name, view in flat.views_of(buffer).items()}
+        buffer = torch.empty(flat.map.padded, dtype=dtype, device=flat.around.device)
+        flat.part(buffer, Level.N, level).copy_(own)
+        for move in GATHER_PARAMETER[level]:
+            self.collectives.move(flat.part(buffer, Level.N, move.coarse), move, Purpose.READ)
+        return flat.views_of(buffer)
 
     def write_values(self, values: Mapping[str, torch.Tensor]) -> None:
         """Write whole values to the shards, and sync every copy."""

@@ -70,6 +70,7 @@ class Channel(IntEnum):
     BRING_BACK = 26
     OUTER_REDUCE = 29
     OUTER_GATHER = 30
+    HAND_ON = 31
 
 
 _OWN_LINKS = frozenset(

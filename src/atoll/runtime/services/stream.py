@@ -1,0 +1,345 @@
+"""Whole weights for whoever needs them, from any layout and pipeline: `Engine.stream`.
+
+Weights travel in buckets, flat buffers of bounded bytes that every rank fills, hands on and shows in one order:
+
+    position 0              position 1, which has the blocks     position 2
+                            gathers a unit, in the wanted dtype
+                            converts, copies into a bucket
+    receives the bucket  <-           sends it              ->   receives it
+    shows its tensors                 shows them                 shows them
+
+[Note: who knows what] What a bucket holds follows from the model alone: units in the model's order, the names and
+shapes in which `transformers` saves them, found by its own conversion on `meta`, and the dtypes. So buckets have no
+headers, and every rank knows where the bytes of each tensor lie, those of other stages too.
+
+[Note: what is held] A rank holds one unit's gathered segment, the bucket that is filled or shown, and those that a
+slower neighbour has not received yet. A bucket that a rank shows is memory of its own: the stream writes none twice,
+so what is kept of it stays as it is.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from atoll.base.errors import PlanError, RunError
+from atoll.runtime.assemble.rank import Rank
+from atoll.runtime.models.buffers import buffers_of, buffers_outside, first_names, kept_in_fp32
+from atoll.runtime.models.conversion import saved, saved_together
+from atoll.runtime.services.buffers import Buffers
+from atoll.runtime.sharding.tensors import dtype_of
+from atoll.runtime.sharding.unit import Unit
+from atoll.runtime.transport import Channel, Tag
+
+BUCKET = 256 * 2**20
+_ALIGNED = 16
+"""Bytes to which tensors are aligned in a bucket: the largest item of any dtype."""
+
+
+class StreamedTensor(NamedTuple):
+    """A whole weight of the model, as `transformers` would save it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    tensor: Tensor
+
+
+class _Part(NamedTuple):
+    """A tensor of a bucket: bytes `begin` to `end`."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    begin: int
+    end: int
+
+    def of(self, bucket: Tensor) -> Tensor:
+        """Return the tensor, a view of a bucket."""
+        return bucket[self.begin : self.end].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Tensors of one pipeline position. position: of the ranks that fill it; None if each rank has them itself."""
+
+    number: int
+    position: int | None
+    parts: tuple[_Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.parts[-1].end
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Parameters and buffers that are saved together, and what is asked for of what they are saved as.
+
+    position: the first pipeline position that has them; None if every one has.  dtypes: of `names`, None for buffers.
+    """
+
+    position: int | None
+    names: tuple[str, ...]
+    dtypes: tuple[torch.dtype | None, ...]
+    saved: tuple[tuple[str, torch.dtype, torch.Size], ...]
+
+
+class WeightStream:
+    """Whole weights of the model, one after the other, on every rank or on one: `engine.stream`.
+
+        for name, dtype, shape, tensor in engine.stream(dtype=torch.bfloat16):
+            ...
+
+    settle: waits for the verdict on the last step.
+    """
+
+    def __init__(self, model: nn.Module, rank: Rank, buffers: Buffers, *, settle: Callable[[], None]) -> None:
+        self._model, self._rank, self._buffers, self._settle = model, rank, buffers, settle
+        self._transport, self._agreement = rank.transport, rank.agreement
+        self._place = rank.transport.place
+        self._is_open = False
+
+    def check(self) -> None:
+        """Raise RunError while a stream has not been read to its end."""
+        if self._is_open:
+            raise RunError("weights are being streamed: read engine.stream to its end, on every rank, before a step")
+
+    def __call__(
+        self,
+        names: str | Sequence[str] = "*",
+        *,
+        dtype: torch.dtype | None = None,
+        bucket: int = BUCKET,
+        to: int | None = None,
+    ) -> Iterator[StreamedTensor]:
+        """Stream the parameters and persistent buffers of the model, under any layout and pipeline.
+
+        Names and shapes are those in which the installed `transformers` saves the model: fused experts are split where
+        it splits them, and shared parameters come once. The order is that of the model, and equal on all ranks.
+        Every rank must call it with the same arguments, and read to the end. A rank that stops early still hands on
+        what others wait for. Until then no step may be taken; afterwards one may, though neighbours are still to
+        receive the last buckets.
+
+        names: patterns of `fnmatch`.  dtype: of parameters; by default that of the forward. What a model keeps in fp32
+        stays in it, and buffers keep theirs.  bucket: most bytes that travel at a time, unless a tensor is larger.
+        to: the world rank that gets the tensors, while the others get none; by default every rank gets them.
+
+        Tensors are on the engine's device, views of a bucket's memory, which nothing writes again. With outer steps
+        they are of this rank's island; inside `engine.anchored()`, of the anchors.
+        Raises PlanError on every rank for arguments that do not fit; RunError while another stream is read.
+        """
+        self.check()
+        self._settle()
+        patterns = (names,) if isinstance(names, str) else tuple(names)
+        problem: PlanError | None = None
+        found: list[_Group] = []
+        try:
+            found = self._chosen(patterns, dtype, bucket=bucket, to=to)
+        except PlanError as error:
+            problem = error
+        with self._agreement.guard("choosing what to stream"):
+            for unit in self._rank.sharded.units:
+                unit.wait_for_parameters()
+            self._agreement.agree(problem)
+            said = zlib.crc32(repr((patterns, str(dtype), bucket, to)).encode())
+            differing = PlanError("the ranks ask for different streams; give every rank the same arguments")
+            self._agreement.agree_on([said], differing)
+        self._is_open = True
+        return self._stream(found, _buckets(found, bucket), to)
+
+    # ---- what there is
+
+    def _chosen(
+        self, patterns: Sequence[str], dtype: torch.dtype | None, *, bucket: int, to: int | None
+    ) -> list[_Group]:
+        if bucket < 1:
+            raise PlanError(f"bucket = {bucket}: a stream needs at least one byte at a time")
+        if to is not None and to not in range(self._place.mesh.world):
+            raise PlanError(f"to = {to}: the mesh has ranks 0 to {self._place.mesh.world - 1}")
+        if dtype is not None and not dtype.is_floating_point:
+            raise PlanError(f"dtype = {dtype}: weights are streamed in a floating-point dtype")
+        if hasattr(self._model, "peft_config"):
+            raise PlanError("a model with adapters of peft cannot be streamed yet; use `atoll export` on a checkpoint")
+        every = self._groups(dtype_of(self._rank.plan.precision.compute) if dtype is None else dtype)
+        known = [name for group in every for name, _, _ in group.saved]
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in known):
+                raise PlanError(
+                    f"no weight is called {pattern!r}; there are {', '.join(known[:4])}, ... ({len(known)})"
+                )
+        asked = {name for name in known if any(fnmatchcase(name, pattern) for pattern in patterns)}
+        chosen = [replace(group, saved=tuple(each for each in group.saved if each[0] in asked)) for group in every]
+        return [group for group in chosen if group.saved]
+
+    def _groups(self, dtype: torch.dtype) -> list[_Group]:
+        """Return everything that is saved of the model, in the order in which it is streamed."""
+        shape, shapes = self._rank.sharded.shape, self._rank.shapes
+        is_precise = kept_in_fp32(self._model, dtype)
+        positions: dict[str, int | None] = {}
+        metas: dict[str, Tensor] = {}
+        dtypes: dict[str, torch.dtype | None] = {}
+        buffers = self._known_buffers()
+        for spec in self._rank.sharded.specs:
+            for name in spec.names:
+                positions[name] = shape.owners(spec.index)[0] if spec.blocks else None
+                dtypes[name] = torch.float32 if is_precise(name) and dtype.itemsize < 4 else dtype
+                metas[name] = torch.empty(shapes[name], dtype=dtypes[name], device="meta")
+            last = spec.blocks[-1] if spec.blocks else -1
+            for name in [name for name, (block, _) in buffers.items() if block is not None and block <= last]:
+                block, buffer = buffers.pop(name)
+                positions[name], metas[name], dtypes[name] = self._position_of(block), buffer, None
+        for name, (block, buffer) in buffers.items():
+            positions[name] = None if block is None else self._position_of(block)
+            metas[name], dtypes[name] = buffer, None
+        groups = saved_together(self._model, metas) if self._has_rules else [[name] for name in metas]
+        found = []
+        for names in groups:
+            made = self._saved({name: metas[name] for name in names})
+            where = {positions[name] for name in names}
+            assert len(where) == 1, f"{names} are of one block"
+            found.append(
+                _Group(
+                    where.pop(),
+                    tuple(names),
+                    tuple(dtypes[name] for name in names),
+                    tuple((name, tensor.dtype, tensor.shape) for name, tensor in made.items()),
+                )
+            )
+        return found
+
+    @property
+    def _has_rules(self) -> bool:
+        """True for models of `transformers`, which may be saved in other names and forms than they have."""
+        return hasattr(self._model, "base_model_prefix")
+
+    def _saved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return saved(self._model, tensors) if self._has_rules else tensors
+
+    def _known_buffers(self) -> dict[str, tuple[int | None, Tensor]]:
+        """Return the persistent buffers of the whole model on `meta`, each with its block, or None if it is in none."""
+        adapter = self._rank.adapter
+        later, found = first_names(adapter), dict[str, tuple[int | None, Tensor]]()
+        for at, block in enumerate(adapter.blocks()):
+            for name, buffer in buffers_of(block).items():
+                if name not in later:
+                    found[name] = at, buffer.to("meta")
+        return found | {name: (None, buffer.to("meta")) for name, buffer in buffers_outside(adapter).items()}
+
+    def _position_of(self, block: int | None) -> int:
+        shape = self._rank.sharded.shape
+        (stage,) = (stage for stage, run in enumerate(shape.runs) if block in run)
+        return shape.plan.schedule.placement.rank_of(stage)
+
+    # ---- streaming
+
+    def _stream(self, groups: Sequence[_Group], buckets: Sequence[_Bucket], to: int | None) -> Iterator[StreamedTensor]:
+        own, rest = self._own(groups), iter(buckets)
+        try:
+            for bucket in rest:
+                with self._agreement.guard("streaming weights"):
+                    flat = self._pass(bucket, own, to)
+                if flat is not None:
+                    for part in bucket.parts:
+                        yield StreamedTensor(part.name, part.dtype, part.shape, part.of(flat))
+        except GeneratorExit:  # whoever stops early still hands on what others wait for
+            with self._agreement.guard("streaming weights"):
+                for bucket in rest:
+                    self._pass(bucket, own, to)
+            raise
+        finally:
+            self._is_open = False
+
+    @torch.no_grad()
+    def _pass(self, bucket: _Bucket, own: Iterator[tuple[str, Tensor]], to: int | None) -> Tensor | None:
+        """Fill a bucket, or receive it, and hand it on. Return it if its tensors are shown here."""
+        line, tag = self._place.peers("pp"), Tag(Channel.HAND_ON, bucket.number % Tag.LIMIT)
+        is_shown = to in (None, self._place.rank)
+        neighbour, following = self._route(bucket, to)
+        flat: Tensor | None = None
+        if is_shown or following or neighbour is not None:
+            flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._transport.device)
+        if bucket.position in (None, self._place.pp):
+            for part in bucket.parts:
+                name, tensor = next(own)  # all ranks of the position gather, though one of them may be asked
+                assert name == part.name, f"{name} is streamed in the place of {part.name}"
+                if flat is not None:
+                    part.of(flat).copy_(tensor)
+        if flat is not None and neighbour is not None:
+            self._transport.receive(flat, line[neighbour], tag).wait()
+        for position in following:
+            assert flat is not None, "it is held where it is handed on"
+            self._transport.post(flat, line[position], tag)
+        return flat if is_shown else None
+
+    def _route(self, bucket: _Bucket, to: int | None) -> tuple[int | None, tuple[int, ...]]:
+        """Return the neighbour from which this position receives a bucket, or None, and those that get it from here."""
+        place, source = self._place, bucket.position
+        target = None if to is None else place.mesh.place(to)
+        if source is None or (target is not None and target.peers("pp") != place.peers("pp")):
+            return None, ()
+        low, high = (0, place.mesh.pipeline - 1) if target is None else sorted((source, target.pp))
+        if not low <= place.pp <= high:
+            return None, ()
+        neighbour = None if place.pp == source else place.pp + (1 if source > place.pp else -1)
+        others = (at for at in (place.pp - 1, place.pp + 1) if low <= at <= high)
+        return neighbour, tuple(at for at in others if at != neighbour)
+
+    def _own(self, groups: Sequence[_Group]) -> Iterator[tuple[str, Tensor]]:
+        """Yield what this rank's position has of the groups, as it is saved. Every rank of the position takes part."""
+        mine = [group for group in groups if group.position in (None, self._place.pp)]
+        units = {name: unit for unit in self._rank.sharded.units for name in unit.spec.names}
+        read: dict[str, Tensor] = {}
+        for group in mine:
+            missing = [(name, dtype) for name, dtype in zip(group.names, group.dtypes, strict=True) if name not in read]
+            for name, dtype in missing:
+                if dtype is None:
+                    read[name] = self._buffers.own()[name]
+                elif name not in read:
+                    read |= self._read(units[name], mine)
+            made = self._saved({name: read.pop(name) for name in group.names})
+            yield from ((name, made[name]) for name, _, _ in group.saved)
+
+    def _read(self, unit: Unit, groups: Sequence[_Group]) -> dict[str, Tensor]:
+        """Return the parameters of a unit that are asked for, whole."""
+        dtypes = {name: dtype for group in groups for name, dtype in zip(group.names, group.dtypes, strict=True)}
+        found: dict[str, Tensor] = {}
+        for segment in unit.segments:
+            asked: dict[str, Any] = {name: dtypes[name] for name in segment.flat.parameters if name in dtypes}
+            if asked:
+                # In the widest dtype that is asked for: casting before the gather gives the same bits as after it.
+                widest = max(asked.values(), key=lambda dtype: dtype.itemsize)
+                found |= {name: whole.to(asked[name]) for name, whole in segment.read_views(widest) if name in asked}
+        return found
+
+
+def _buckets(groups: Sequence[_Group], most: int) -> list[_Bucket]:
+    """Pack tensors into buckets in their order. One that is larger has a bucket of its own."""
+    found: list[_Bucket] = []
+    parts: list[_Part] = []
+    position: int | None = None
+
+    def close() -> None:
+        if parts:
+            found.append(_Bucket(len(found), position, tuple(parts)))
+            parts.clear()
+
+    for group in groups:
+        if group.position != position:
+            close()
+            position = group.position
+        for name, dtype, shape in group.saved:
+            begin = -(-parts[-1].end // _ALIGNED) * _ALIGNED if parts else 0
+            nbytes = shape.numel() * dtype.itemsize
+            if parts and begin + nbytes > most:
+                close()
+                begin = 0
+            parts.append(_Part(name, dtype, shape, begin, begin + nbytes))
+    close()
+    return found
