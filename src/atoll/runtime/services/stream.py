@@ -208,8 +208,8 @@ class WeightStream:
                 _Group(
                     where.pop(),
                     tuple(names),
-                    tuple(dtypes[name] for name in names),
-                    tuple((name, tensor.dtype, tensor.shape) for name, tensor in made.items()),
+                    dtypes=tuple(dtypes[name] for name in names),
+                    saved=tuple((name, tensor.dtype, tensor.shape) for name, tensor in made.items()),
                 )
             )
         return found
@@ -247,7 +247,7 @@ class WeightStream:
                     flat = self._pass(bucket, own, to)
                 if flat is not None:
                     for part in bucket.parts:
-                        yield StreamedTensor(part.name, part.dtype, part.shape, part.of(flat))
+                        yield StreamedTensor(part.name, part.dtype, part.shape, tensor=part.of(flat))
         except GeneratorExit:  # whoever stops early still hands on what others wait for
             with self._agreement.guard("streaming weights"):
                 for bucket in rest:
@@ -340,6 +340,6 @@ def _buckets(groups: Sequence[_Group], most: int) -> list[_Bucket]:
             if parts and begin + nbytes > most:
                 close()
                 begin = 0
-            parts.append(_Part(name, dtype, shape, begin, begin + nbytes))
+            parts.append(_Part(name, dtype, shape, begin=begin, end=begin + nbytes))
     close()
     return found
