@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from atoll.base.errors import PlanError, RankError, RunError
-from atoll.runtime.services.stream import BUCKET, StreamedTensor
+from atoll.runtime.handover import StreamedTensor
+from atoll.runtime.services.stream import BUCKET
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, unsplit
 from atoll.testing.tiny import TinyConfig

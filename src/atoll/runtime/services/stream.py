@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from atoll.base.errors import PlanError, RunError
 from atoll.runtime.assemble.rank import Rank
+from atoll.runtime.handover import StreamedTensor
 from atoll.runtime.models.buffers import buffers_of, buffers_outside, first_names, kept_in_fp32
 from atoll.runtime.models.conversion import saved, saved_together
 from atoll.runtime.services.buffers import Buffers
@@ -40,15 +41,6 @@ from atoll.runtime.transport import Channel, Tag
 BUCKET = 256 * 2**20
 _ALIGNED = 16
 """Bytes to which tensors are aligned in a bucket: the largest item of any dtype."""
-
-
-class StreamedTensor(NamedTuple):
-    """A whole weight of the model, as `transformers` would save it."""
-
-    name: str
-    dtype: torch.dtype
-    shape: torch.Size
-    tensor: Tensor
 
 
 class _Part(NamedTuple):
