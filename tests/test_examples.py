@@ -117,6 +117,18 @@ def test_a_model_learns_its_answers(tmp_path: Path) -> None:
     }
 
 
+# ---- weights to a sampler
+
+
+@pytest.mark.slow
+def test_a_policy_learns_from_what_another_process_samples(tmp_path: Path) -> None:
+    lines = run(commands("grpo")[1], tmp_path)
+    assert is_as_said(lines, "grpo")
+    rewards = [float(line.split()[-1]) for line in lines]
+    assert len(rewards) == 4
+    assert rewards[0] < 0.5 < 0.8 < rewards[-1]
+
+
 # ---- models of one's own
 
 

@@ -128,8 +128,7 @@ class HuggingFaceAdapter:
 
     def _inputs(self, batch: Batch) -> dict[str, Tensor]:
         """Return the part of a batch that the model's forward takes."""
-        tensors = {name: torch.as_tensor(value) for name, value in batch.items()}
-        inputs = {name: value for name, value in tensors.items() if name not in LABELS}
+        inputs = {name: torch.as_tensor(value) for name, value in batch.items() if name not in LABELS}
         strange = sorted(set(inputs) - self._accepted)
         if strange:
             raise PlanError(f"the batch has {', '.join(strange)}, which {type(self.model).__name__} does not take")
@@ -139,7 +138,7 @@ class HuggingFaceAdapter:
                 f"{', '.join(sorted(batch)) or 'nothing'}"
             )
         if self._is_encoder_decoder:
-            inputs[DECODER_IDS] = decoder_ids(self.model, tensors)
+            inputs[DECODER_IDS] = decoder_ids(self.model, {name: torch.as_tensor(batch[name]) for name in batch})
         return inputs
 
     @property
