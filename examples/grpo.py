@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import atoll
-from atoll.runtime.handover import give, meet, take
+from atoll.runtime.handover import give, take, weight_group
 
 VOCABULARY, REWARDED = 32, 8
 PROMPTS, GROUP, LENGTH, NEW = 4, 8, 4, 12
@@ -45,7 +45,7 @@ def sample(port: int, trainer: Connection) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = policy().eval()
-    group = meet(dist.TCPStore(HOST, port, is_master=False), rank=1, size=2)
+    group = weight_group(dist.TCPStore(HOST, port, is_master=False), rank=1, size=2)
     while (prompts := trainer.recv()) is not None:
         model.load_state_dict({each.name: each.tensor for each in take(group, source=0)})
         options = {"do_sample": True, "max_new_tokens": NEW, "min_new_tokens": NEW, "pad_token_id": 0}
@@ -78,7 +78,7 @@ def main() -> None:
         trainer, sampler = multiprocessing.Pipe()
         process = multiprocessing.get_context("spawn").Process(target=sample, args=(store.port, sampler), daemon=True)
         process.start()
-        group = meet(store, rank=0, size=2)
+        group = weight_group(store, rank=0, size=2)
 
     draw = torch.Generator().manual_seed(1)
     for step in range(1, steps + 1):

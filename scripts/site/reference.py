@@ -38,7 +38,7 @@ PAGES = (
             "atoll.runtime.assemble.describe": ["programs_of"],
             "atoll.runtime.engine": ["Evaluation"],
             "atoll.runtime.pipeline.step_end": ["StepResult"],
-            "atoll.runtime.handover": ["StreamedTensor", "give", "meet", "take"],
+            "atoll.runtime.handover": ["StreamedTensor", "WeightGroup", "give", "take", "weight_group"],
             "atoll.runtime.services.stream": ["WeightStream"],
             "atoll.runtime.services.timing": ["StepTiming"],
         },

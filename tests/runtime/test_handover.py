@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from atoll.base.errors import RankError, RunError
-from atoll.runtime.handover import StreamedTensor, give, meet, take
+from atoll.runtime.handover import StreamedTensor, give, take, weight_group
 from atoll.runtime.rendezvous import LOOPBACK, host_store
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case
@@ -30,7 +30,7 @@ def train(case: Case, port: int, receivers: int) -> dict[str, Tensor]:
     stream = engine.stream(to=1, dtype=torch.float32, bucket=4000)
     if engine.place.rank == 1:
         store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=LIMIT)
-        give(stream, meet(store, 0, 1 + receivers, timeout=LIMIT))
+        give(stream, weight_group(store, 0, 1 + receivers, timeout=LIMIT))
     else:
         assert not list(stream)
     with engine.full_parameters() as values:
@@ -42,7 +42,7 @@ def train(case: Case, port: int, receivers: int) -> dict[str, Tensor]:
 def sample(port: int, receivers: int) -> dict[str, Tensor]:
     """A process of the sampler."""
     store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=LIMIT)
-    group = meet(store, 1 + dist.get_rank(), 1 + receivers, timeout=LIMIT)
+    group = weight_group(store, 1 + dist.get_rank(), 1 + receivers, timeout=LIMIT)
     return {name: tensor for name, _, _, tensor in take(group)}
 
 

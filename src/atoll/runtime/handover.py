@@ -3,9 +3,9 @@
     trainer, the rank that gets the stream          each other process of the group
     give(engine.stream(to=0), group)         ->     for name, dtype, shape, tensor in take(group): ...
 
-The processes of the group may be of one torch.distributed world, or of several: `meet` makes a group of processes that
-know a store. Tensors that share memory, as those of a bucket do, travel together and without a copy; the receiver has
-views of a bucket as well.
+The processes of the group may be of one torch.distributed world, or of several: `weight_group` makes a group of
+processes that know a store. Tensors that share memory, as those of a bucket do, travel together and without a copy; the
+receiver has views of a bucket as well.
 
 [Note: a message] Three broadcasts: the bytes of the next two, JSON that says name, dtype, shape and place of each
 tensor, and the memory itself. Two zeros end a stream. What arrives is checked before it is used, and nothing is
@@ -40,8 +40,8 @@ class StreamedTensor(NamedTuple):
     tensor: Tensor
 
 
-class Group(Protocol):
-    """What carries weights: a torch.distributed.ProcessGroup, or what `meet` makes."""
+class WeightGroup(Protocol):
+    """What carries weights: a torch.distributed.ProcessGroup, or what `weight_group` makes."""
 
     def rank(self) -> int:
         """Return the number of this process in the group."""
@@ -50,9 +50,9 @@ class Group(Protocol):
         """Begin to broadcast from `options.rootRank`."""
 
 
-def meet(
+def weight_group(
     store: dist.Store, rank: int, size: int, *, device: torch.device | str = "cpu", timeout: timedelta | None = None
-) -> Group:
+) -> WeightGroup:
     """Return a group of `size` processes that know a store, of whatever torch.distributed worlds they are, or of none.
     All of them call it. NCCL carries tensors of a CUDA device, gloo those of others.
 
@@ -60,11 +60,11 @@ def meet(
     """
     limit = dist.default_pg_timeout if timeout is None else timeout
     kind: Any = dist.ProcessGroupNCCL if torch.device(device).type == "cuda" else dist.ProcessGroupGloo
-    made: Group = kind(dist.PrefixStore("atoll handover", store), rank, size, limit)
+    made: WeightGroup = kind(dist.PrefixStore("atoll handover", store), rank, size, timeout=limit)
     return made
 
 
-def give(weights: Iterable[StreamedTensor], group: Group) -> int:
+def give(weights: Iterable[StreamedTensor], group: WeightGroup) -> int:
     """Send weights to all other processes of a group, which call `take`. Return the bytes of tensors and gaps."""
     total, device = 0, torch.device("cpu")
     for _, together in groupby(weights, key=lambda each: each.tensor.untyped_storage().data_ptr()):
@@ -86,7 +86,7 @@ def give(weights: Iterable[StreamedTensor], group: Group) -> int:
     return total
 
 
-def take(group: Group, *, source: int = 0, device: torch.device | str = "cpu") -> Iterator[StreamedTensor]:
+def take(group: WeightGroup, *, source: int = 0, device: torch.device | str = "cpu") -> Iterator[StreamedTensor]:
     """Yield the weights that the process `source` of the group gives, on `device`. Read to the end.
 
     Tensors are views of the memory that came with them, which nothing writes again.
@@ -116,7 +116,7 @@ def _begin(each: StreamedTensor) -> int:
     return int(each.tensor.storage_offset()) * each.tensor.itemsize
 
 
-def _broadcast(tensor: Tensor, group: Group, source: int) -> None:
+def _broadcast(tensor: Tensor, group: WeightGroup, source: int) -> None:
     options = dist.BroadcastOptions()
     options.rootRank = source
     group.broadcast([tensor], options).wait()
