@@ -13,8 +13,8 @@ shapes in which `transformers` saves them, found by its own conversion on `meta`
 headers, and every rank knows where the bytes of each tensor lie, those of other stages too.
 
 [Note: what is held] A rank holds one unit's gathered segment, the bucket that is filled or shown, and those that a
-slower neighbour has not received yet. A bucket that a rank shows is memory of its own: the stream writes none twice,
-so what is kept of it stays as it is.
+slower neighbour has not received yet. What a rank gathers and hands to no neighbour needs no bucket: its tensors are
+views of the segment's buffer. Either is new memory each time, so what is kept of it stays as it is.
 """
 
 from __future__ import annotations
@@ -120,11 +120,10 @@ class WeightStream:
         receive the last buckets.
 
         names: patterns of `fnmatch`.  dtype: of parameters; by default that of the forward. What a model keeps in fp32
-        stays in it, and buffers keep theirs.  bucket: most bytes that travel at a time, unless a tensor is larger.
+        stays in it, and buffers keep theirs.  bucket: most bytes that go to a neighbour at a time, unless a tensor is larger.
         to: the world rank that gets the tensors, while the others get none; by default every rank gets them.
 
-        Tensors are on the engine's device, views of a bucket's memory, which nothing writes again. With outer steps
-        they are of this rank's island; inside `engine.anchored()`, of the anchors.
+        Tensors are on the engine's device, views of new memory, which nothing writes again. With outer steps they are of this rank's island; inside `engine.anchored()`, of the anchors.
         Raises PlanError on every rank for arguments that do not fit; RunError while another stream is read.
         """
         self.check()
@@ -236,10 +235,9 @@ class WeightStream:
         try:
             for bucket in rest:
                 with self._agreement.guard("streaming weights"):
-                    flat = self._pass(bucket, own, to)
-                if flat is not None:
-                    for part in bucket.parts:
-                        yield StreamedTensor(part.name, part.dtype, part.shape, tensor=part.of(flat))
+                    shown = self._pass(bucket, own, to)
+                for part in bucket.parts if shown else ():
+                    yield StreamedTensor(part.name, part.dtype, part.shape, tensor=shown.pop(0))
         except GeneratorExit:  # whoever stops early still hands on what others wait for
             with self._agreement.guard("streaming weights"):
                 for bucket in rest:
@@ -249,13 +247,14 @@ class WeightStream:
             self._is_open = False
 
     @torch.no_grad()
-    def _pass(self, bucket: _Bucket, own: Iterator[tuple[str, Tensor]], to: int | None) -> Tensor | None:
-        """Fill a bucket, or receive it, and hand it on. Return it if its tensors are shown here."""
+    def _pass(self, bucket: _Bucket, own: Iterator[tuple[str, Tensor]], to: int | None) -> list[Tensor]:
+        """Fill a bucket, or receive it, and hand it on. Return its tensors if they are shown here."""
         line, tag = self._place.peers("pp"), Tag(Channel.HAND_ON, bucket.number % Tag.LIMIT)
         is_shown = to in (None, self._place.rank)
         neighbour, following = self._route(bucket, to)
         flat: Tensor | None = None
-        if is_shown or following or neighbour is not None:
+        shown: list[Tensor] = []
+        if following or neighbour is not None:
             flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._transport.device)
         if bucket.position in (None, self._place.pp):
             for part in bucket.parts:
@@ -263,12 +262,14 @@ class WeightStream:
                 assert name == part.name, f"{name} is streamed in the place of {part.name}"
                 if flat is not None:
                     part.of(flat).copy_(tensor)
+                elif is_shown:  # what nobody else receives needs no bucket
+                    shown.append(tensor)
         if flat is not None and neighbour is not None:
             self._transport.receive(flat, line[neighbour], tag).wait()
         for position in following:
             assert flat is not None, "it is held where it is handed on"
             self._transport.post(flat, line[position], tag)
-        return flat if is_shown else None
+        return [part.of(flat) for part in bucket.parts] if flat is not None and is_shown else shown
 
     def _route(self, bucket: _Bucket, to: int | None) -> tuple[int | None, tuple[int, ...]]:
         """Return the neighbour from which this position receives a bucket, or None, and those that get it from here."""
@@ -292,7 +293,7 @@ class WeightStream:
             missing = [(name, dtype) for name, dtype in zip(group.names, group.dtypes, strict=True) if name not in read]
             for name, dtype in missing:
                 if dtype is None:
-                    read[name] = self._buffers.own()[name]
+                    read[name] = self._buffers.own()[name].clone()
                 elif name not in read:
                     read |= self._read(units[name], mine)
             made = self._saved({name: read.pop(name) for name in group.names})

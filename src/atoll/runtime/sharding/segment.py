@@ -137,11 +137,14 @@ class Segment:
     def _gathered(self, own: torch.Tensor, level: Level, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         # A buffer of its own, in the dtype of what is read: the copy has that of the forward, and may be freed.
         # On the device, where the ranks exchange it: a master may rest in host memory.
-        flat = self.flat
+        flat, moves = self.flat, GATHER_PARAMETER[level]
         buffer = torch.empty(flat.map.padded, dtype=dtype, device=flat.around.device)
-        flat.part(buffer, Level.N, level).copy_(own)
-        for move in GATHER_PARAMETER[level]:
-            self.collectives.move(flat.part(buffer, Level.N, move.coarse), move, Purpose.READ)
+        if not moves:
+            buffer.copy_(own)
+        for at, move in enumerate(moves):
+            # Ranks that read each other's memory read the shards where they are stored.
+            source = {"own": own} if at == 0 else {}
+            self.collectives.move(flat.part(buffer, Level.N, move.coarse), move, Purpose.READ, **source)
         return flat.views_of(buffer)
 
     def write_values(self, values: Mapping[str, torch.Tensor]) -> None:
