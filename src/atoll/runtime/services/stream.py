@@ -124,8 +124,8 @@ class WeightStream:
         bucket: most bytes that go to a neighbour at a time, unless a tensor is larger.
         to: the world rank that gets the tensors, while the others get none; by default every rank gets them.
 
-        Tensors are on the engine's device, views of new memory, which nothing writes again. With outer steps they are of
-        this rank's island; inside `engine.anchored()`, of the anchors.
+        Tensors are on the engine's device, views of new memory, which nothing writes again. With outer steps they are
+        of this rank's island; inside `engine.anchored()`, of the anchors.
         Raises PlanError on every rank for arguments that do not fit; RunError while another stream is read.
         """
         self.check()
