@@ -315,8 +315,8 @@ def _rejoined(
     events: list[dict[str, Any]], own: list[Mapping[str, Any]], sent: Mapping[str, float]
 ) -> Iterator[dict[str, float]]:
     """Yield, for each time that an island took anchors over after a disturbance, the seconds since this began and since
-    its new process looked for the others, and how many of the rounds that began with the anchors there or later it took
-    to be counted.
+    its new process looked for the others, and the number of the round that counted it, among those that began after the
+    anchors had arrived.
 
     sent: when each contribution was sent, by digest. A round begins with its first one, and is decided `DELAY` steps
     later: those that had begun before are over before the island has learned anything.

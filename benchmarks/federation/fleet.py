@@ -23,7 +23,7 @@ SECONDS = 1.0
 EVERY, FRAGMENTS, DELAY = 16, 2, 6
 ISLAND_BATCH, SEQUENCE = 4, 128
 EVALUATED_ROWS = 32
-"""Of the validation split, in both runs the same."""
+"""Number of rows of the validation split that an evaluation reads, the same rows in both runs."""
 NOTICE = 60.0
 """Seconds after SIGTERM, before a host is killed."""
 

@@ -130,7 +130,7 @@ class Engine:
         named = getattr(loss, "__qualname__", type(loss).__name__)
         check_alike(model, plan, seed=seed, labels=labels, clip=clip, loss=named, balance=balance)
         self.place = plan.mesh.place(world_rank())
-        self.device = _with_index(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
+        self.device = _device_of(device)
         share_cores(world_size())
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -454,6 +454,7 @@ class Engine:
         CheckpointError if the checkpoint is missing or of another model. After a DamageError an older checkpoint can be
         loaded; until one is, the engine refuses every step.
         """
+        self.stream.check()
         self._settle()
         self._answered = None
         return self._load(Path(folder), check=check)
@@ -487,13 +488,13 @@ def _scale(end: StepEnd, moment: Moment, tokens: int) -> float:
 
 
 def _close(engine: weakref.ref[Engine]) -> None:
-    living = engine()
-    if living is not None:
+    if (living := engine()) is not None:
         living.close()
 
 
-def _with_index(device: torch.device) -> torch.device:
-    """Return "cuda" as this thread's current device: in another thread it would be the first one."""
+def _device_of(given: torch.device | str | None) -> torch.device:
+    """Return "cuda", the default if there is one, as this thread's current device: another thread's is the first one."""
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if given is None else given)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

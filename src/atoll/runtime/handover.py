@@ -41,7 +41,8 @@ class StreamedTensor(NamedTuple):
 
 
 class WeightGroup(Protocol):
-    """What carries weights: a torch.distributed.ProcessGroup, or what `weight_group` makes."""
+    """Interface of a process group that weights are sent over: a `torch.distributed.ProcessGroup`, or the result of
+    `weight_group`."""
 
     def rank(self) -> int:
         """Return the number of this process in the group."""

@@ -32,7 +32,8 @@ def kernel(function: Function) -> Function:
     plain: Any = numba.types.unliteral
 
     def for_any_number(args: Sequence[Any], kws: Mapping[str, Any]) -> Any:
-        """Numba would compile a kernel anew for every constant that another one calls it with."""
+        """Resolve a call from another kernel by the types of its arguments alone. Numba also takes the values of
+        constants into account, and would compile the kernel once for each of them."""
         return resolve(tuple(map(plain, args)), {name: plain(each) for name, each in kws.items()})
 
     compiled.get_call_template = for_any_number

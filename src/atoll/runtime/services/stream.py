@@ -14,13 +14,14 @@ headers, and every rank knows where the bytes of each tensor lie, those of other
 
 [Note: what is held] A rank holds one unit's gathered segment, the bucket that is filled or shown, and those that a
 slower neighbour has not received yet. What a rank gathers and hands to no neighbour needs no bucket: its tensors are
-views of the segment's buffer. Either is new memory each time, so what is kept of it stays as it is.
+views of the segment's buffer. Buckets and segment buffers are newly allocated and never written again, so callers may
+keep the tensors.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Channel, Tag
 
 BUCKET = 256 * 2**20
+"""Default size of a bucket, in bytes."""
 _ALIGNED = 16
 """Bytes to which tensors are aligned in a bucket: the largest item of any dtype."""
 
@@ -72,7 +74,7 @@ class _Bucket:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Parameters and buffers that are saved together, and what is asked for of what they are saved as.
+    """Parameters and buffers that are saved together, and which of the saved tensors are requested.
 
     position: the first pipeline position that has them; None if every one has.  dtypes: of `names`, None for buffers.
     """
@@ -101,7 +103,7 @@ class WeightStream:
     def check(self) -> None:
         """Raise RunError while a stream has not been read to its end."""
         if self._is_open:
-            raise RunError("weights are being streamed: read engine.stream to its end, on every rank, before a step")
+            raise RunError("weights are being streamed: read engine.stream to its end, on every rank, first")
 
     def __call__(
         self,
@@ -260,7 +262,7 @@ class WeightStream:
             flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._transport.device)
         if bucket.position in (None, self._place.pp):
             for part in bucket.parts:
-                name, tensor = next(own)  # all ranks of the position gather, though one of them may be asked
+                name, tensor = next(own)  # all ranks of the position take part in a gather, whoever gets the result
                 assert name == part.name, f"{name} is streamed in the place of {part.name}"
                 if flat is not None:
                     part.of(flat).copy_(tensor)
@@ -289,21 +291,19 @@ class WeightStream:
     def _own(self, groups: Sequence[_Group]) -> Iterator[tuple[str, Tensor]]:
         """Yield what this rank's position has of the groups, as it is saved. Every rank of the position takes part."""
         mine = [group for group in groups if group.position in (None, self._place.pp)]
+        dtypes = {name: dtype for group in mine for name, dtype in zip(group.names, group.dtypes, strict=True)}
         units = {name: unit for unit in self._rank.sharded.units for name in unit.spec.names}
+        buffers = self._buffers.own()
         read: dict[str, Tensor] = {}
         for group in mine:
-            missing = [(name, dtype) for name, dtype in zip(group.names, group.dtypes, strict=True) if name not in read]
-            for name, dtype in missing:
-                if dtype is None:
-                    read[name] = self._buffers.own()[name].clone()
-                elif name not in read:
-                    read |= self._read(units[name], mine)
+            for name in group.names:
+                if name not in read:
+                    read |= self._read(units[name], dtypes) if name in units else {name: buffers[name].clone()}
             made = self._saved({name: read.pop(name) for name in group.names})
             yield from ((name, made[name]) for name, _, _ in group.saved)
 
-    def _read(self, unit: Unit, groups: Sequence[_Group]) -> dict[str, Tensor]:
-        """Return the parameters of a unit that are asked for, whole."""
-        dtypes = {name: dtype for group in groups for name, dtype in zip(group.names, group.dtypes, strict=True)}
+    def _read(self, unit: Unit, dtypes: Mapping[str, torch.dtype | None]) -> dict[str, Tensor]:
+        """Return the parameters of a unit that are requested, whole. dtypes: of everything that is requested."""
         found: dict[str, Tensor] = {}
         for segment in unit.segments:
             asked: dict[str, Any] = {name: dtypes[name] for name in segment.flat.parameters if name in dtypes}

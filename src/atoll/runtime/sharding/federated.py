@@ -72,7 +72,7 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
     islands have in common.
 
     used: samples that the island has read since it became a member; callers that read `lots` set it before each step.
-    last_step: no later step is gone to for the time that others were ahead; callers set it.
+    last_step: of the run; an island that is behind does not skip past it. Callers set it.
     events: what was done since the caller cleared them.
     """
 
