@@ -10,8 +10,8 @@ and a loss of one's own on what comes back. Rewards are compared within the samp
 The policy is a tiny Llama with random weights, and it is rewarded for tokens below 8 of 32. It needs
 `pip install "atoll[hf]"`, and prints
 
-    step   1  reward 0.254
-    step  20  reward 0.583
+    step   1  reward 0.245
+    step  20  reward 0.638
     ...
 """
 

@@ -168,7 +168,7 @@ def wrong(case: Case) -> list[str]:
 
 def test_what_cannot_be_streamed_is_refused_on_every_rank() -> None:
     for said in run_ranks(wrong, 2, Case("GGG", intra=2, model=MODEL)):
-        words = ("no weight is called 'nothing'", "bucket = 0", "to = 2: the mesh has ranks 0 to 1", "torch.int8",
+        words = ("no parameter is called 'nothing'", "bucket = 0", "to = 2: the mesh has ranks 0 to 1", "torch.int8",
                  "ask for different streams", *["to its end"] * 3)  # fmt: skip
         assert len(said) == len(words)
         assert all(word in each for word, each in zip(words, said, strict=True))

@@ -493,7 +493,7 @@ def _close(engine: weakref.ref[Engine]) -> None:
 
 
 def _device_of(given: torch.device | str | None) -> torch.device:
-    """Return "cuda", the default if there is one, as this thread's current device: another thread's is the first one."""
+    """Return "cuda", the default if there is one, as this thread's current device: in others it is the first one."""
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if given is None else given)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())

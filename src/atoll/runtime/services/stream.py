@@ -23,8 +23,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from atoll.runtime.handover import StreamedTensor
 from atoll.runtime.models.buffers import buffers_of, buffers_outside, first_names, kept_in_fp32
 from atoll.runtime.models.conversion import saved, saved_together
 from atoll.runtime.services.buffers import Buffers
+from atoll.runtime.sharding.access import matching_names
 from atoll.runtime.sharding.tensors import dtype_of
 from atoll.runtime.sharding.unit import Unit
 from atoll.runtime.transport import Channel, Tag
@@ -76,12 +77,12 @@ class _Bucket:
 class _Group:
     """Parameters and buffers that are saved together, and which of the saved tensors are requested.
 
-    position: the first pipeline position that has them; None if every one has.  dtypes: of `names`, None for buffers.
+    position: the first pipeline position that has them; None if every one has.  dtypes: of `names`.
     """
 
     position: int | None
     names: tuple[str, ...]
-    dtypes: tuple[torch.dtype | None, ...]
+    dtypes: tuple[torch.dtype, ...]
     saved: tuple[tuple[str, torch.dtype, torch.Size], ...]
 
 
@@ -163,13 +164,7 @@ class WeightStream:
         if hasattr(self._model, "peft_config"):
             raise PlanError("a model with adapters of peft cannot be streamed yet; use `atoll export` on a checkpoint")
         every = self._groups(dtype_of(self._rank.plan.precision.compute) if dtype is None else dtype)
-        known = [name for group in every for name, _, _ in group.saved]
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in known):
-                raise PlanError(
-                    f"no weight is called {pattern!r}; there are {', '.join(known[:4])}, ... ({len(known)})"
-                )
-        asked = {name for name in known if any(fnmatchcase(name, pattern) for pattern in patterns)}
+        asked = set(matching_names([name for group in every for name, _, _ in group.saved], patterns))
         chosen = [replace(group, saved=tuple(each for each in group.saved if each[0] in asked)) for group in every]
         return [group for group in chosen if group.saved]
 
@@ -177,22 +172,16 @@ class WeightStream:
         """Return everything that is saved of the model, in the order in which it is streamed."""
         shape, shapes = self._rank.sharded.shape, self._rank.shapes
         is_precise = kept_in_fp32(self._model, dtype)
-        positions: dict[str, int | None] = {}
-        metas: dict[str, Tensor] = {}
-        dtypes: dict[str, torch.dtype | None] = {}
-        buffers = self._known_buffers()
+        entries = list(self._known_buffers())
         for spec in self._rank.sharded.specs:
+            position = shape.owners(spec.index)[0] if spec.blocks else None
             for name in spec.names:
-                positions[name] = shape.owners(spec.index)[0] if spec.blocks else None
-                dtypes[name] = torch.float32 if is_precise(name) and dtype.itemsize < 4 else dtype
-                metas[name] = torch.empty(shapes[name], dtype=dtypes[name], device="meta")
-            last = spec.blocks[-1] if spec.blocks else -1
-            for name in [name for name, (block, _) in buffers.items() if block is not None and block <= last]:
-                block, buffer = buffers.pop(name)
-                positions[name], metas[name], dtypes[name] = self._position_of(block), buffer, None
-        for name, (block, buffer) in buffers.items():
-            positions[name] = None if block is None else self._position_of(block)
-            metas[name], dtypes[name] = buffer, None
+                own = torch.float32 if is_precise(name) and dtype.itemsize < 4 else dtype
+                meta = torch.empty(shapes[name], dtype=own, device="meta")
+                entries.append((spec.blocks[0] if spec.blocks else -1, name, position, meta))
+        entries.sort(key=itemgetter(0))
+        metas = {name: meta for _, name, _, meta in entries}
+        positions = {name: position for _, name, position, _ in entries}
         groups = saved_together(self._model, metas) if self._has_rules else [[name] for name in metas]
         found = []
         for names in groups:
@@ -203,7 +192,7 @@ class WeightStream:
                 _Group(
                     where.pop(),
                     tuple(names),
-                    dtypes=tuple(dtypes[name] for name in names),
+                    dtypes=tuple(metas[name].dtype for name in names),
                     saved=tuple((name, tensor.dtype, tensor.shape) for name, tensor in made.items()),
                 )
             )
@@ -217,20 +206,18 @@ class WeightStream:
     def _saved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return saved(self._model, tensors) if self._has_rules else tensors
 
-    def _known_buffers(self) -> dict[str, tuple[int | None, Tensor]]:
-        """Return the persistent buffers of the whole model on `meta`, each with its block, or None if it is in none."""
-        adapter = self._rank.adapter
-        later, found = first_names(adapter), dict[str, tuple[int | None, Tensor]]()
-        for at, block in enumerate(adapter.blocks()):
-            for name, buffer in buffers_of(block).items():
-                if name not in later:
-                    found[name] = at, buffer.to("meta")
-        return found | {name: (None, buffer.to("meta")) for name, buffer in buffers_outside(adapter).items()}
-
-    def _position_of(self, block: int | None) -> int:
-        shape = self._rank.sharded.shape
-        (stage,) = (stage for stage, run in enumerate(shape.runs) if block in run)
-        return shape.plan.schedule.placement.rank_of(stage)
+    def _known_buffers(self) -> Iterator[tuple[int, str, int | None, Tensor]]:
+        """Yield the persistent buffers of the whole model: block, name, pipeline position and the buffer on `meta`.
+        Those outside of all blocks come last, and every position has them."""
+        adapter, shape = self._rank.adapter, self._rank.sharded.shape
+        blocks, later = adapter.blocks(), first_names(adapter)
+        for stage, run in enumerate(shape.runs):
+            for at in run:
+                for name, buffer in buffers_of(blocks[at]).items():
+                    if name not in later:
+                        yield at, name, shape.plan.schedule.placement.rank_of(stage), buffer.to("meta")
+        for name, buffer in buffers_outside(adapter).items():
+            yield len(blocks), name, None, buffer.to("meta")
 
     # ---- streaming
 
@@ -302,11 +289,11 @@ class WeightStream:
             made = self._saved({name: read.pop(name) for name in group.names})
             yield from ((name, made[name]) for name, _, _ in group.saved)
 
-    def _read(self, unit: Unit, dtypes: Mapping[str, torch.dtype | None]) -> dict[str, Tensor]:
+    def _read(self, unit: Unit, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
         """Return the parameters of a unit that are requested, whole. dtypes: of everything that is requested."""
         found: dict[str, Tensor] = {}
         for segment in unit.segments:
-            asked: dict[str, Any] = {name: dtypes[name] for name in segment.flat.parameters if name in dtypes}
+            asked = {name: dtypes[name] for name in segment.flat.parameters if name in dtypes}
             if asked:
                 # In the widest dtype that is asked for: casting before the gather gives the same bits as after it.
                 widest = max(asked.values(), key=lambda dtype: dtype.itemsize)

@@ -26,8 +26,12 @@ def chosen_names(specs: Sequence[UnitSpec], patterns: str | Sequence[str]) -> tu
 
     Raises PlanError for a pattern that matches nothing.
     """
+    return matching_names([name for spec in specs for name in spec.names], patterns)
+
+
+def matching_names(known: Sequence[str], patterns: str | Sequence[str]) -> tuple[str, ...]:
+    """Names among `known` that match any of `patterns`, in their order. Raises PlanError as `chosen_names` does."""
     wanted = (patterns,) if isinstance(patterns, str) else tuple(patterns)
-    known = [name for spec in specs for name in spec.names]
     for pattern in wanted:
         if not any(fnmatchcase(name, pattern) for name in known):
             raise PlanError(f"no parameter is called {pattern!r}; there are {', '.join(known[:4])}, ... ({len(known)})")
