@@ -120,7 +120,8 @@ class Segment:
         if own is None:
             assert self.shards.hosted is not None, "asked only between a step's gradients and its update"
             own = self.shards.hosted.arrived() * self.gradients.factor
-        return self._read(own, self.flat.layout.optimizer)
+        # A copy: ranks that are still reading must not see the gradients that this one clips in place.
+        return self._read(own.clone(), self.flat.layout.optimizer)
 
     def read_views(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole values by name in a dtype, views of one new buffer, or new tensors of a tensor-parallel group."""
