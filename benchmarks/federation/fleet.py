@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from atoll.runtime.launch import PROCESS
 from benchmarks.federation.star import Star
 
 NAMES = "abcd"
@@ -127,13 +128,13 @@ class Fleet:
             except psutil.NoSuchProcess:
                 continue
 
-    def crash(self, at: int) -> None:
-        """Kill a host's ranks, and leave the processes that wait for them."""
+    def crash(self, at: int) -> bool:
+        """Kill a host's ranks, and leave the processes that start them. Return whether there were any."""
         below = psutil.Process(self.processes[at].pid).children(recursive=True)
-        parents = {each.ppid() for each in below if each.is_running()}
-        for each in below:
-            if each.pid not in parents and each.is_running():
-                each.kill()
+        ranks = [each for each in below if each.is_running() and each.name().startswith(PROCESS)]
+        for each in ranks:
+            each.kill()
+        return bool(ranks)
 
     def is_over(self) -> bool:
         """Return True if all hosts have ended by themselves."""
@@ -165,7 +166,7 @@ def disturb(fleet: Fleet, each: Away) -> None:
 
 
 def _crash(fleet: Fleet, at: int, seconds: float) -> None:
-    fleet.crash(at)
+    wait(lambda: fleet.crash(at), NOTICE)
 
 
 def _kill(fleet: Fleet, at: int, seconds: float) -> None:

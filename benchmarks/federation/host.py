@@ -19,9 +19,8 @@ import torch
 
 import atoll.training.run.session  # noqa: F401
 from atoll.base._torch import import_ahead
-from atoll.runtime.engine import Engine
 from atoll.training.process import Request, train
-from benchmarks.federation.island import noted, submit
+from benchmarks.federation.sleeping import emulate
 
 AGAIN_SECONDS = 2.0
 """From the end of a rank to the next one: rank 0, with the store, stays for 1.5 s after a failure, so that all hear of
@@ -70,7 +69,7 @@ def _train() -> int:
     _, config, _, steps, rank, world, address, port, *sets = sys.argv
     os.environ |= {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": address, "MASTER_PORT": port}
 
-    Engine.submit = noted(Path(steps)) if rank == "0" else submit  # type: ignore[method-assign]
+    emulate(float(sys.argv[2]), Path(steps) if rank == "0" else None)
     return train(Request(Path(config), tuple(sets)))
 
 

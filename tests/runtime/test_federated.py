@@ -300,6 +300,40 @@ def test_a_lost_island_is_not_missed_and_a_new_one_takes_its_place(tmp_path: Pat
     assert [event for event in islands.told["c"].events if event["what"] == "restarted"]
 
 
+def test_who_came_back_contributes_as_soon_as_others_begin_a_round(tmp_path: Path, ports: dict[str, int]) -> None:
+    """It is in the middle of an interval then, and is at its end afterwards."""
+    case = replace(CASE, outer=Outer(6, apart=APART))
+    islands = Islands(tmp_path, dict.fromkeys("abc", case), ports)
+    new = Islands(tmp_path / "other disk", {"c": case}, ports)
+    new.seat = islands.seat
+    islands.spare["new c"] = new.engine("c")
+
+    def is_back() -> bool:
+        return "new c" in islands.engines and islands.engines["c"].federation.steps.standing.is_member
+
+    for name in "ab":  # c returns in the middle of their second interval, and they wait for it from then on
+        islands.gates[name] = lambda engine: engine.step_number < 8 or is_back()
+        islands.start(name, rounds(4))
+    islands.start("c", after(5), leaves="be lost")
+    wait_until(lambda: not islands.threads["c"].is_alive())
+    wait_until(lambda: bool(islands.errors) or islands.silence("c") or ["a", "b"] in islands.counted)
+    islands.spare["c"] = islands.spare.pop("new c")
+    before = len(islands.told["c"].events)
+    islands.gates["c"] = lambda engine: (
+        engine.federation.steps.standing.rounds > 3 or engine.federation.steps.link.first.behind() > 0
+    )
+    islands.start("c", rounds(4))
+    wait_until(lambda: bool(islands.errors) or islands.engines["c"].federation.steps.is_open)
+    islands.engines["new c"] = islands.engines["c"]
+    islands.join()
+    islands.engines.pop("new c")
+    islands.check()
+    assert islands.counted[:2] == [["a", "b"], ["a", "b", "c"]]
+    did = [each for each in islands.told["c"].events[before:] if each["what"] in ("stepped", "sent")]
+    assert [each["what"] for each in did[:3]] == ["stepped", "sent", "stepped"]
+    assert (did[0]["step"], did[2]["step"]) == (6, 12)
+
+
 def test_islands_that_begin_from_other_values_do_not_hear_each_other(tmp_path: Path, ports: dict[str, int]) -> None:
     islands = Islands(tmp_path, dict.fromkeys("abc", CASE), ports)
     found = {name: islands.engine(name).federation.steps for name in "abc"}

@@ -124,6 +124,8 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
         self._tempo = Tempo()
         # The step at which others are at least, after a round that has just been followed.
         self._others_at = 0
+        # When the island came back, by the clock; None once it has heard the first contribution to a round come.
+        self._came_back: float | None = None
         # Records after the one that the masters follow.
         self._known: dict[int, RoundRecord] = {}
 
@@ -165,6 +167,8 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
         sums = [] if at is not None else _initial_sums(self._fragments, self.rules.fragments)
         self._link = IslandLink(self.seat, self.rules, self._holdings, run=self._run, sums=sums, rank=rank, at=at)
         self.standing = replace(self.standing, own=self._link.own)
+        if at is not None:
+            self._came_back = time.monotonic()
         self._note("joining", self.rounds_step)
 
     def close(self) -> None:
@@ -178,7 +182,7 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
 
     def is_due(self, step: int) -> bool:
         """Return True if there is outer work after `step`."""
-        return self._is_overdue or bool(self.outer.turns(step, self._count))
+        return self._is_overdue or self._came_back is not None or bool(self.outer.turns(step, self._count))
 
     @torch.no_grad()
     def act(self, step: int) -> int:
@@ -197,10 +201,26 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
                 first = self.link.first
                 behind = 0 if first is None else self._tempo.steps_since(first.behind())
                 self._others_at = max(self._others_at, step + self.link.met(behind, max))
+        turn = step if self._came_back is None else self._hurry(step)
         self._is_overdue = any(sent.step <= step - self.outer.delay for sent in self._sent.values())
         others_at, self._others_at = self._others_at, 0
-        least = max(step, self.rounds_step)
+        least = max(turn, self.rounds_step)
         return max(least, min(others_at, self.outer.next_leave(least, self._count) - 1, self.last_step))
+
+    def _hurry(self, step: int) -> int:
+        """Contribute to a round that others have begun, before its turn: an island that came back cannot know how far
+        they are until it hears a round begin. Return the step that it is then at."""
+        if not self._sent:
+            self.follow(step=step)
+        first, turn = self.link.first, self.outer.step_of(self.standing.averaged, self._count)
+        seconds = self.link.met(0.0 if first is None else first.behind(), max)
+        if self._sent or not seconds or not step < turn <= self.last_step:
+            return step
+        self.send_next(turn)
+        if not self._sent:
+            return step
+        self._others_at = max(self._others_at, turn + self._tempo.steps_since(seconds))
+        return turn
 
     @property
     def rounds_step(self) -> int:
@@ -336,8 +356,11 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
                 tempo = went_on(tempo, lag=lag, is_counted=is_counted)
         if not own and self.outer.next_leave(step - 1, self._count) == step:
             tempo = went_on(tempo, lag=0.0, is_counted=False)  # what the island would send now
-        behind = 0 if first is None else tempo.steps_since(first.since(averaged[-1]))
-        behind, left_out = self.link.met((behind, tempo.left_out), _most)
+        since = 0.0 if first is None else first.since(averaged[-1])
+        came_back = self._came_back
+        is_new = first is not None and came_back is not None and not 0 < since < time.monotonic() - came_back
+        behind, left_out, is_new = self.link.met((tempo.steps_since(since), tempo.left_out, is_new), _most)
+        self._came_back = came_back if is_new else None
         self._tempo, self._others_at = replace(tempo, left_out=left_out), self.rounds_step + behind
 
     def _restart(self, rounds: int, step: int) -> None:
@@ -355,6 +378,7 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
             if anchor.residual is not None:
                 anchor.residual.zero_()
         self.used = self.standing.lots.counted
+        self._came_back = time.monotonic()
         self._note("restarted", step, records=records, lost=lost)
         self._keep_time(records, {}, step)
 
@@ -415,7 +439,7 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
 
 
 def _most(said: Sequence[Sequence[int]]) -> list[int]:
-    """Return the largest first and the largest second number."""
+    """Return the largest first number, the largest second one, and so on."""
     return [max(each) for each in zip(*said, strict=True)]
 
 
