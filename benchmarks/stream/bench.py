@@ -271,7 +271,7 @@ _HEAD = """\
 
 _SET_UP = """\
 A decoder of {layers} layers with hidden {hidden}, {parameters:,} parameters in fp32, sharded over {ranks} ranks of \
-one thread: by Atoll with layout III, by torch with `fully_shard` on each block and on the whole. Both live in the same \
+one thread: by Atoll with layout III, by torch with `fully_shard` on each block and the whole. Both live in the same \
 processes and take {rounds} turns each. Below 1 Atoll is faster: the median over turns of the ratio inside a turn, of \
 the slower rank. Memory is the most that a rank has allocated meanwhile beyond what it had before, by the C library's \
 allocator: without shared memory, in which Atoll's shards are read."""
