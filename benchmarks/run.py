@@ -63,6 +63,7 @@ SLOW = (
     "slices",
     "federation",
     "chunked_loss",
+    "stream",
     *RACES,
 )
 """Those that run when they are named; the ones with a slow link need root."""

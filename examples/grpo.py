@@ -1,8 +1,9 @@
 """Train a policy by its rewards: a pipeline trains it, another process samples with transformers' `generate`.
 
-It shows weights that go from a pipeline to a process of no torch.distributed world, in the names that transformers has,
-and a loss of one's own on what comes back. Rewards are compared within the samples of a prompt, as GRPO does
-(arXiv 2402.03300); samples are used once, so nothing is clipped, and there is no reference policy.
+It shows weights that go from a pipeline to a process of no torch.distributed world, in the names that transformers has
+and only as far as they have changed, and a loss of one's own on what comes back. Rewards are compared within the
+samples of a prompt, as GRPO does (arXiv 2402.03300); samples are used once, so nothing is clipped, and there is no
+reference policy.
 
     torchrun --nproc-per-node 2 examples/grpo.py
     torchrun --nproc-per-node 2 examples/grpo.py --steps 60
@@ -27,7 +28,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import atoll
-from atoll.runtime.handover import give, take, weight_group
+from atoll.runtime.changes import HeldWeights
+from atoll.runtime.handover import copy_weights, give, take, weight_group
 
 VOCABULARY, REWARDED = 32, 8
 PROMPTS, GROUP, LENGTH, NEW = 4, 8, 4, 12
@@ -46,8 +48,9 @@ def sample(port: int, trainer: Connection) -> None:
     torch.manual_seed(0)
     model = policy().eval()
     group = weight_group(dist.TCPStore(HOST, port, is_master=False), rank=1, size=2)
+    held = HeldWeights()
     while (prompts := trainer.recv()) is not None:
-        model.load_state_dict({each.name: each.tensor for each in take(group, source=0)})
+        copy_weights(take(group, held=held), model)
         options = {"do_sample": True, "max_new_tokens": NEW, "min_new_tokens": NEW, "pad_token_id": 0}
         trainer.send(model.generate(prompts.repeat_interleave(GROUP, 0), **options))
 
@@ -78,7 +81,7 @@ def main() -> None:
         trainer, sampler = multiprocessing.Pipe()
         process = multiprocessing.get_context("spawn").Process(target=sample, args=(store.port, sampler), daemon=True)
         process.start()
-        group = weight_group(store, rank=0, size=2)
+        group, held = weight_group(store, rank=0, size=2), HeldWeights()
 
     draw = torch.Generator().manual_seed(1)
     for step in range(1, steps + 1):
@@ -87,7 +90,7 @@ def main() -> None:
         weights = engine.stream(to=0)
         if is_first:
             trainer.send(prompts)
-            give(weights, group)
+            give(weights, group, held=held)
             samples = trainer.recv()
         else:
             list(weights)

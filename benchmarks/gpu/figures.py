@@ -298,6 +298,28 @@ def _host(result: Result, device: str) -> Iterator[Figure]:
             yield Figure(size, f"{row['tokens_per_second']:,.0f} tokens/s{peak}")
 
 
+def _stream(result: Result, device: str) -> Iterator[Figure]:
+    streams, changes = result.get("streams", []), result.get("changes", [])
+    yield from _failed(streams)
+    yield from _failed([{"name": f"changes held on {row['held']}", **row} for row in changes])
+    there = [row for row in (*streams, *changes) if not row["problem"]]
+    if there:
+        right = sum(row["is_right"] for row in there)
+        yield Figure("streams, and digests of changes, as they have to be", f"{right} of {len(there)}", "all",
+                     right == len(there))  # fmt: skip
+    for row in streams:
+        if not row["problem"]:
+            more = row.get("peak_allocated", 0) - row["allocated_before"]
+            peak = f", {more / 2**20:,.0f} MiB more than before" if "peak_allocated" in row else ""
+            yield Figure(f"all weights in bf16, {row['name']}", f"{row['seconds']:.3f} s{peak}")
+    for row in changes:
+        if not row["problem"]:
+            share = row["bytes"] / row["whole_bytes"]
+            yield Figure(
+                f"changes of a step, held on {row['held']}", f"{row['seconds']:.3f} s, {share:.1%} of the bytes"
+            )
+
+
 _OF: Mapping[str, Callable[[Result, str], Iterator[Figure]]] = {
     "card": _card,
     "truth": _truth,
@@ -313,5 +335,6 @@ _OF: Mapping[str, Callable[[Result, str], Iterator[Figure]]] = {
     "experts": _experts,
     "sequences": _sequences,
     "host": _host,
+    "stream": _stream,
     "soak": _soak,
 }

@@ -112,6 +112,7 @@ STAGES = (
     Stage("experts", "experts", 60),
     Stage("sequences", "sequences", 30),
     Stage("host", "host", 170),
+    Stage("stream", "stream", 25),
     Stage("soak", "soak", 20, takes_rest=True),
 )
 

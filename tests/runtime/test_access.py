@@ -30,8 +30,7 @@ def read(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], 
     with engine.full_parameters() as values:
         found = {name: value.clone() for name, value in values.items()}
     whole = engine.state_dict()
-    pieces = engine.state_dict(whole=False)
-    held = sum(piece.tensor.numel() for parts in pieces.values() for piece in parts)
+    held = sum(shard.tensor.numel() for shard in engine.shards())
     gathered = whole_parameters(engine)
     engine.close()
     return found, whole, gathered, held

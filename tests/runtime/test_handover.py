@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from atoll.base.errors import RankError, RunError
-from atoll.runtime.handover import StreamedTensor, give, take, weight_group
+from atoll.runtime.handover import StreamedTensor, copy_weights, give, take, weight_group
 from atoll.runtime.rendezvous import LOOPBACK, host_store
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case
@@ -58,6 +61,48 @@ def test_another_world_receives_what_is_streamed(receivers: int) -> None:
     for each in found:
         assert each.keys() == every.keys()
         assert all(torch.equal(each[name], value) for name, value in every.items())
+
+
+def sample_in_parts(port: int, receivers: int) -> dict[str, Tensor]:
+    """A process of a tensor-parallel sampler: it copies its own parts of some layers, and others whole."""
+    store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=LIMIT)
+    group = weight_group(store, 1 + dist.get_rank(), 1 + receivers, timeout=LIMIT)
+    model = TinyConfig(layers=3).build()
+    styles = {
+        f"{at}.{name}": style() for at in (0, 2) for name, style in (("up", ColwiseParallel), ("down", RowwiseParallel))
+    }
+    model = parallelize_module(model, init_device_mesh("cpu", (receivers,)), styles)
+    copied = copy_weights(take(group), model)
+    found = model.state_dict()
+    assert sorted(copied) == sorted(found)
+    split = [value for value in found.values() if isinstance(value, DTensor)]
+    assert any(value.to_local().numel() < value.numel() for value in split)
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
+
+
+def test_a_tensor_parallel_world_copies_its_parts() -> None:
+    store = host_store(LOOPBACK, 0)
+    case = Case("GGG", pipeline=2, intra=2, model=TinyConfig(layers=3))
+    with RankPool() as pool, ThreadPoolExecutor(1) as thread:
+        sampled = thread.submit(pool.run, sample_in_parts, 2, store.port, 2, timeout=300)
+        own = run_ranks(train, 4, case, store.port, 2, timeout=300)
+        found = sampled.result()
+    every = {name: value for each in own for name, value in each.items()}
+    for each in found:
+        assert each.keys() == every.keys()
+        assert all(torch.equal(each[name], value) for name, value in every.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "said"),
+    [
+        ("weigth", torch.zeros(2, 3), r"weigth of shape \(2, 3\) has no place in Linear: it has none of this name"),
+        ("weight", torch.zeros(3, 2), r"weight of shape \(3, 2\) has no place in Linear: it has one of \(2, 3\)"),
+    ],
+)
+def test_what_a_model_has_no_place_for_is_refused(name: str, tensor: Tensor, said: str) -> None:
+    with pytest.raises(RunError, match=said):
+        copy_weights([of(name, tensor)], nn.Linear(3, 2))
 
 
 def of(name: str, tensor: Tensor) -> StreamedTensor:

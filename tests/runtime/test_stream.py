@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll.base.errors import PlanError, RankError, RunError
+from atoll.base.errors import PlanError, RunError
 from atoll.runtime.handover import StreamedTensor
+from atoll.runtime.models.saving import form_of
 from atoll.runtime.services.stream import BUCKET
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, unsplit
@@ -117,6 +118,46 @@ def test_names_and_forms_are_those_of_save_pretrained(name: str, axes: dict[str,
             assert torch.equal(each.tensor.double(), saved[each.name]), each.name
 
 
+def adapted(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Return what a rank is shown after a step, with adapters merged and apart, and what its stages store."""
+    engine = case.engine()
+    engine.step(case.share(engine, 0))
+    merged = {each.name: each.tensor.clone() for each in engine.stream(bucket=SMALL)}
+    apart = {each.name: each.tensor.clone() for each in engine.stream(adapters="apart")}
+    own = engine.state_dict()
+    engine.close()
+    return merged, apart, own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "saved", "axes"),
+    [
+        ("llama", (), {"pipeline": 2}),
+        ("llama", ("lm_head",), {"pipeline": 2, "tensor": 2}),
+        ("gpt2", ("ln_1", "mlp.c_proj"), {"intra": 2}),  # weights that peft transposes
+    ],
+)
+def test_adapters_are_merged_or_apart_as_peft_has_them(name: str, saved: tuple[str, ...], axes: dict[str, Any]) -> None:
+    peft = pytest.importorskip("peft")
+    case = Case("ING", microbatches=4, lr=0.1, model=Family(name, lora=True, saved=saved), **axes)
+    found = run_ranks(adapted, case.ranks, case)
+    model: Any = unsplit(case)
+    own = {key: value for _, _, each in found for key, value in each.items()}
+    model.load_state_dict({f"base_model.model.{key}": value for key, value in own.items()}, strict=False)
+    assert any("lora_B" in key and value.any() for key, value in own.items())
+    apart = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    whole = model.merge_and_unload()
+    merged = whole.state_dict()
+    tied = {"lm_head.weight"} if whole.config.tie_word_embeddings else set()
+    for shown, alone, _ in found:
+        assert shown.keys() == merged.keys() - tied
+        for key, value in shown.items():
+            torch.testing.assert_close(value, merged[key], rtol=1e-12, atol=1e-14)
+        assert alone.keys() == apart.keys()
+        assert all(torch.equal(alone[key], value) for key, value in apart.items())
+
+
 # ---- what is asked, and what is refused
 
 
@@ -174,11 +215,26 @@ def test_what_cannot_be_streamed_is_refused_on_every_rank() -> None:
         assert all(word in each for word, each in zip(words, said, strict=True))
 
 
-def adapted(case: Case) -> None:
-    case.engine().stream()
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"use_dora": True}, "lora_magnitude_vector.default.weight of Linear cannot be merged"),
+        ({"lora_bias": True}, "lora_B.default.bias of Linear cannot be merged"),
+        ({"target_modules": ["lm_head", "q_proj"]}, "its weight is also model.embed_tokens.weight"),
+    ],
+    ids=lambda value: next(iter(value), "") if isinstance(value, dict) else "",
+)
+def test_adapters_that_cannot_be_merged_are_refused_by_name(options: dict[str, Any], said: str) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        Family("gemma3_text").build(), peft.LoraConfig(r=2, **{"target_modules": ["q_proj"]} | options)
+    )
+    with pytest.raises(PlanError, match=said):
+        form_of(model, "merged")
+    assert form_of(model, "apart").together(["model.layers.0.self_attn.q_proj.lora_A.default.weight"])
 
 
-def test_adapters_are_refused_by_name() -> None:
-    pytest.importorskip("peft")
-    with pytest.raises(RankError, match="adapters of peft"):
-        run_ranks(adapted, 1, Case(microbatches=2, model=Family("llama", lora=True)))
+@pytest.mark.parametrize(("adapters", "said"), [("apart", "TinyModel|Sequential"), ("both", "adapters = 'both'")])
+def test_adapters_that_are_not_there_are_refused(adapters: Any, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        form_of(MODEL.build(), adapters)

@@ -28,7 +28,7 @@ from atoll.runtime.assemble.alike import check_alike
 from atoll.runtime.assemble.rank import EngineOptions, Rank, assemble, check_host, lower_programs
 from atoll.runtime.assemble.stored import stored_now
 from atoll.runtime.batches import BatchShare, Labels
-from atoll.runtime.checkpoint import Archive, Background, Piece, Told, is_complete
+from atoll.runtime.checkpoint import Archive, Background, Told, is_complete
 from atoll.runtime.federation.seat import IslandSeat
 from atoll.runtime.lanes import JobLane, LaneKind
 from atoll.runtime.launch import share_cores
@@ -43,7 +43,7 @@ from atoll.runtime.services.buffers import Buffers
 from atoll.runtime.services.checkpoints import Checkpoints
 from atoll.runtime.services.evaluation import Evaluation
 from atoll.runtime.services.membership import IslandMembership
-from atoll.runtime.services.parameters import Parameters
+from atoll.runtime.services.parameters import Parameters, StoredShard
 from atoll.runtime.services.stream import WeightStream
 from atoll.runtime.services.timing import StepTiming
 from atoll.runtime.sharding.coding import Moment
@@ -180,7 +180,7 @@ class Engine:
         self.saving = Checkpoints(
             rank, self._buffers, self._parameters, background=self._background, known=self.checkpoints
         )
-        self.bad_steps = BadSteps(policy, rank, self.saving, replay=self._play, load=self._load)
+        self.bad_steps = BadSteps(policy, rank, self.saving, replay=self._play, load=partial(_load, self))
 
     # ---- training
 
@@ -393,17 +393,16 @@ class Engine:
         with self._parameters.edit(names) as values:
             yield values
 
-    def state_dict(self, *, whole: bool = True) -> dict[str, torch.Tensor] | dict[str, list[Piece]]:
-        """Return parameters and persistent buffers of this rank's pipeline stages, by name; every rank must call it.
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return full parameters and persistent buffers of this rank's pipeline stages; every rank must call it."""
+        with self.full_parameters() as values:
+            return {**values, **{name: buffer.clone() for name, buffer in self._buffers.own().items()}}
 
-        With `whole`, full tensors, as in `full_parameters`; otherwise the shards that this rank stores, as ranges of
-        flattened tensors. Shards are views: do not write to them.
-        """
-        if whole:
-            with self.full_parameters() as values:
-                return {**values, **{name: buffer.clone() for name, buffer in self._buffers.own().items()}}
+    def shards(self) -> list[StoredShard]:
+        """Return what this rank stores of parameters, in the master's dtype, and of persistent buffers, as boxes of
+        whole tensors; every rank must call it. Their tensors are views: do not write to them."""
         self._settle()
-        return self._parameters.shards(self._buffers.own())
+        return list(self._parameters.shards(self._buffers.own()))
 
     def full_gradients(self, names: str | Sequence[str] = "*") -> dict[str, torch.Tensor]:
         """Return full gradients by name, summed over all ranks and not clipped; only within `before_update` of `step`.
@@ -457,11 +456,7 @@ class Engine:
         self.stream.check()
         self._settle()
         self._answered = None
-        return self._load(Path(folder), check=check)
-
-    def _load(self, folder: Path, *, check: Callable[[Archive], object] | None = None) -> dict[str, Any]:
-        self.step_number, caller = self.saving.load(folder, check=check)
-        return caller
+        return _load(self, Path(folder), check=check)
 
     def close(self) -> None:
         """Wait for a checkpoint in progress, and stop the engine's threads. Call it before the process group is
@@ -478,6 +473,11 @@ class Engine:
 
 def _go_on(engine: Engine, step: int) -> None:
     engine.step_number = max(engine.step_number, step)
+
+
+def _load(engine: Engine, folder: Path, *, check: Callable[[Archive], object] | None = None) -> dict[str, Any]:
+    engine.step_number, caller = engine.saving.load(folder, check=check)
+    return caller
 
 
 def _scale(end: StepEnd, moment: Moment, tokens: int) -> float:

@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
 
 import torch
 
 from atoll.base.errors import PlanError, ReplicaError
+from atoll.plans.layouts import Box, Level
+from atoll.plans.plan import Place
 from atoll.runtime.assemble.rank import Rank
-from atoll.runtime.checkpoint import Piece
 from atoll.runtime.sharding.access import Edit, chosen_names, differing, whole_gradients
 from atoll.runtime.sharding.replicas import differences, holdings, share
-from atoll.runtime.sharding.state import model_pieces
+from atoll.runtime.sharding.tensors import split_dim
 from atoll.runtime.verdict import SHOWN
+
+
+@dataclass(frozen=True, slots=True)
+class StoredShard:
+    """What a rank stores of one parameter or buffer: what moves tensors between two meshes needs to know.
+
+    box: of the whole tensor, whose shape it has.  tensor: its elements, of its sizes.
+    place: the rank, by its positions along the axes of the mesh.
+    level: how data-parallel ranks divide the parameter: N, each has all of it; I, those of a group; G, all of them.
+    dim: along which tensor-parallel ranks divide it; None if they do not.
+    """
+
+    name: str
+    box: Box
+    tensor: torch.Tensor
+    place: Place
+    level: Level
+    dim: int | None
 
 
 class Parameters:
@@ -54,12 +75,24 @@ class Parameters:
             if self._outer is not None:
                 self._outer.adopt(edit.edited().keys())
 
-    def shards(self, buffers: dict[str, torch.Tensor]) -> dict[str, list[Piece]]:
-        """Return the stored shards by name, and buffers as one shard each."""
-        found: dict[str, list[Piece]] = {}
-        for piece in model_pieces(self._units, buffers):
-            found.setdefault(".".join(piece.path[1:]), []).append(piece)
-        return found
+    def shards(self, buffers: Mapping[str, torch.Tensor]) -> Iterator[StoredShard]:
+        """Yield what is stored of parameters, and buffers; see `Engine.shards`."""
+        self.wait_for_syncs()
+        place = self._transport.place
+        for unit in self._units:
+            for segment in unit.segments:
+                stored, level = segment.shards.values
+                flat = segment.flat
+                for part in flat.map.slices(flat.range(level)):
+                    own, box = stored.detach().narrow(0, part.offset, part.stop - part.start), flat.boxes[part.name]
+                    dim = split_dim(flat.parameters[part.name])
+                    for offsets, sizes in box.boxes(part.start, part.stop):
+                        tensor, own = own[: prod(sizes)].view(sizes), own[prod(sizes) :]
+                        cut = Box(box.shape, offsets, sizes)
+                        yield StoredShard(part.name, cut, tensor=tensor, place=place, level=level, dim=dim)
+        for name, buffer in buffers.items():
+            box = Box.whole(buffer.shape)
+            yield StoredShard(name, box, tensor=buffer, place=place, level=Level.N, dim=None)
 
     def show_gradients(self, before_update: Callable[[], None]) -> None:
         """Call a step's `before_update`, which may read gradients. If it raises, the step's gradients are discarded."""

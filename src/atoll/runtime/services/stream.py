@@ -33,7 +33,7 @@ from atoll.base.errors import PlanError, RunError
 from atoll.runtime.assemble.rank import Rank
 from atoll.runtime.handover import StreamedTensor
 from atoll.runtime.models.buffers import buffers_of, buffers_outside, first_names, kept_in_fp32
-from atoll.runtime.models.conversion import saved, saved_together
+from atoll.runtime.models.saving import Adapters, SavedForm, form_of
 from atoll.runtime.services.buffers import Buffers
 from atoll.runtime.sharding.access import matching_names
 from atoll.runtime.sharding.tensors import dtype_of
@@ -77,7 +77,7 @@ class _Bucket:
 class _Group:
     """Parameters and buffers that are saved together, and which of the saved tensors are requested.
 
-    position: the first pipeline position that has them; None if every one has.  dtypes: of `names`.
+    position: the first pipeline position that has them; None if every one has.  dtypes: of `names`, as they are read.
     """
 
     position: int | None
@@ -113,6 +113,7 @@ class WeightStream:
         dtype: torch.dtype | None = None,
         bucket: int = BUCKET,
         to: int | None = None,
+        adapters: Adapters = "merged",
     ) -> Iterator[StreamedTensor]:
         """Stream the parameters and persistent buffers of the model, under any layout and pipeline.
 
@@ -126,6 +127,8 @@ class WeightStream:
         stays in it, and buffers keep theirs.
         bucket: most bytes that go to a neighbour at a time, unless a tensor is larger.
         to: the world rank that gets the tensors, while the others get none; by default every rank gets them.
+        adapters: those of `peft`. "merged": the base model, with adapters added to its weights; "apart": they alone,
+        with the modules that are trained whole beside them, in the names in which `peft` saves them.
 
         Tensors are on the engine's device, views of new memory, which nothing writes again. With outer steps they are
         of this rank's island; inside `engine.anchored()`, of the anchors.
@@ -137,23 +140,24 @@ class WeightStream:
         problem: PlanError | None = None
         found: list[_Group] = []
         try:
-            found = self._chosen(patterns, dtype, bucket=bucket, to=to)
+            form = form_of(self._model, adapters)
+            found = self._chosen(form, patterns, dtype, bucket=bucket, to=to)
         except PlanError as error:
             problem = error
         with self._agreement.guard("choosing what to stream"):
             for unit in self._rank.sharded.units:
                 unit.wait_for_parameters()
             self._agreement.agree(problem)
-            said = zlib.crc32(repr((patterns, str(dtype), bucket, to)).encode())
+            said = zlib.crc32(repr((patterns, str(dtype), bucket, to, adapters)).encode())
             differing = PlanError("the ranks ask for different streams; give every rank the same arguments")
             self._agreement.agree_on([said], differing)
         self._is_open = True
-        return self._stream(found, _buckets(found, bucket), to)
+        return self._stream(self._own(form, found), _buckets(found, bucket), to)
 
     # ---- what there is
 
     def _chosen(
-        self, patterns: Sequence[str], dtype: torch.dtype | None, *, bucket: int, to: int | None
+        self, form: SavedForm, patterns: Sequence[str], dtype: torch.dtype | None, *, bucket: int, to: int | None
     ) -> list[_Group]:
         if bucket < 1:
             raise PlanError(f"bucket = {bucket}: a stream needs at least one byte at a time")
@@ -161,14 +165,12 @@ class WeightStream:
             raise PlanError(f"to = {to}: the mesh has ranks 0 to {self._place.mesh.world - 1}")
         if dtype is not None and not dtype.is_floating_point:
             raise PlanError(f"dtype = {dtype}: weights are streamed in a floating-point dtype")
-        if hasattr(self._model, "peft_config"):
-            raise PlanError("a model with adapters of peft cannot be streamed yet; use `atoll export` on a checkpoint")
-        every = self._groups(dtype_of(self._rank.plan.precision.compute) if dtype is None else dtype)
+        every = self._groups(form, dtype_of(self._rank.plan.precision.compute) if dtype is None else dtype)
         asked = set(matching_names([name for group in every for name, _, _ in group.saved], patterns))
         chosen = [replace(group, saved=tuple(each for each in group.saved if each[0] in asked)) for group in every]
         return [group for group in chosen if group.saved]
 
-    def _groups(self, dtype: torch.dtype) -> list[_Group]:
+    def _groups(self, form: SavedForm, dtype: torch.dtype) -> list[_Group]:
         """Return everything that is saved of the model, in the order in which it is streamed."""
         shape, shapes = self._rank.sharded.shape, self._rank.shapes
         is_precise = kept_in_fp32(self._model, dtype)
@@ -182,29 +184,20 @@ class WeightStream:
         entries.sort(key=itemgetter(0))
         metas = {name: meta for _, name, _, meta in entries}
         positions = {name: position for _, name, position, _ in entries}
-        groups = saved_together(self._model, metas) if self._has_rules else [[name] for name in metas]
         found = []
-        for names in groups:
-            made = self._saved({name: metas[name] for name in names})
+        for names in form.together(metas):
+            made = form.saved({name: metas[name] for name in names})
             where = {positions[name] for name in names}
             assert len(where) == 1, f"{names} are of one block"
             found.append(
                 _Group(
                     where.pop(),
                     tuple(names),
-                    dtypes=tuple(metas[name].dtype for name in names),
+                    dtypes=tuple(form.needed(name, metas[name].dtype) for name in names),
                     saved=tuple((name, tensor.dtype, tensor.shape) for name, tensor in made.items()),
                 )
             )
         return found
-
-    @property
-    def _has_rules(self) -> bool:
-        """True for models of `transformers`, which may be saved in other names and forms than they have."""
-        return hasattr(self._model, "base_model_prefix")
-
-    def _saved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return saved(self._model, tensors) if self._has_rules else tensors
 
     def _known_buffers(self) -> Iterator[tuple[int, str, int | None, Tensor]]:
         """Yield the persistent buffers of the whole model: block, name, pipeline position and the buffer on `meta`.
@@ -221,8 +214,10 @@ class WeightStream:
 
     # ---- streaming
 
-    def _stream(self, groups: Sequence[_Group], buckets: Sequence[_Bucket], to: int | None) -> Iterator[StreamedTensor]:
-        own, rest = self._own(groups), iter(buckets)
+    def _stream(
+        self, own: Iterator[tuple[str, Tensor]], buckets: Sequence[_Bucket], to: int | None
+    ) -> Iterator[StreamedTensor]:
+        rest = iter(buckets)
         try:
             for bucket in rest:
                 with self._agreement.guard("streaming weights"):
@@ -275,7 +270,7 @@ class WeightStream:
         others = (at for at in (place.pp - 1, place.pp + 1) if low <= at <= high)
         return neighbour, tuple(at for at in others if at != neighbour)
 
-    def _own(self, groups: Sequence[_Group]) -> Iterator[tuple[str, Tensor]]:
+    def _own(self, form: SavedForm, groups: Sequence[_Group]) -> Iterator[tuple[str, Tensor]]:
         """Yield what this rank's position has of the groups, as it is saved. Every rank of the position takes part."""
         mine = [group for group in groups if group.position in (None, self._place.pp)]
         dtypes = {name: dtype for group in mine for name, dtype in zip(group.names, group.dtypes, strict=True)}
@@ -286,8 +281,8 @@ class WeightStream:
             for name in group.names:
                 if name not in read:
                     read |= self._read(units[name], dtypes) if name in units else {name: buffers[name].clone()}
-            made = self._saved({name: read.pop(name) for name in group.names})
-            yield from ((name, made[name]) for name, _, _ in group.saved)
+            made = form.saved({name: read.pop(name) for name in group.names})
+            yield from ((name, made[name].to(dtype)) for name, dtype, _ in group.saved)
 
     def _read(self, unit: Unit, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
         """Return the parameters of a unit that are requested, whole. dtypes: of everything that is requested."""

@@ -34,18 +34,17 @@ from atoll.runtime.models import adapter_for, initial_values, shared_parameters
 from atoll.runtime.models.buffers import kept_in_fp32, persistent_buffers
 from atoll.runtime.models.conversion import plain_name, saved, saved_together
 from atoll.runtime.models.safetensors_folder import INDEX, SINGLE, has_weights
+from atoll.runtime.models.saving import PREFIX, saved_names
 from atoll.runtime.models.tied import tied_names, untie_parameter
 from atoll.runtime.models.weights import weights_for
 from atoll.training.config import Config, from_dict
 from atoll.training.data.tokenizer import FileTokenizer
 from atoll.training.models.pretrained import (
     ADAPTERS,
-    PREFIX,
     adapted_config,
     check_adapters,
     hugging_face_config,
     hugging_face_model,
-    saved_names,
 )
 from atoll.training.models.sources import FAMILY
 from atoll.training.output.folder import RunFolder

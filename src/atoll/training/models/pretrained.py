@@ -15,14 +15,13 @@ from torch import nn
 from atoll.base.documents import read_json
 from atoll.base.errors import ConfigError
 from atoll.runtime.models.safetensors_folder import has_weights
+from atoll.runtime.models.saving import PREFIX, saved_names
 from atoll.runtime.models.text_part import parts_besides, text_part_of
 from atoll.training.config import Config
 from atoll.training.models.sources import FAMILY, check_folder, package
 
 MOST_MODULES = 1000
 """Maximum number of layers, or experts of a layer, the same as for the built-in decoder."""
-PREFIX = "base_model.model."
-"""Prefix that `peft` adds to the names of the base model."""
 ADAPTERS = "adapter_config.json"
 _ANY = frozenset(
     {
@@ -206,15 +205,6 @@ def _check_saved(adapted: nn.Module, suffixes: Sequence[str]) -> None:
                 f"lora.modules_to_save: no module's name ends in {suffix!r}"
                 f"{f'; did you mean {near[0]!r}?' if near else ''}"
             )
-
-
-def saved_names(adapted: Any) -> dict[str, str]:
-    """Return the names with which `peft` saves an adapted model, each with that in a checkpoint of Atoll."""
-    own = {name: name.removeprefix(PREFIX) for name in adapted.state_dict()}
-    found: dict[str, str] = package("peft").get_peft_model_state_dict(
-        adapted, state_dict=own, save_embedding_layers=False
-    )
-    return found
 
 
 def check_exported(adapted: nn.Module) -> None:
