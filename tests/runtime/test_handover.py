@@ -69,7 +69,7 @@ def sample_in_parts(port: int, receivers: int) -> dict[str, Tensor]:
     group = weight_group(store, 1 + dist.get_rank(), 1 + receivers, timeout=LIMIT)
     model = TinyConfig(layers=3).build()
     styles = {
-        f"{at}.{name}": style() for at in (0, 2) for name, style in (("up", ColwiseParallel), ("down", RowwiseParallel))
+        f"{at}.{name}": style() for at in (1, 3) for name, style in (("up", ColwiseParallel), ("down", RowwiseParallel))
     }
     model = parallelize_module(model, init_device_mesh("cpu", (receivers,)), styles)
     copied = copy_weights(take(group), model)

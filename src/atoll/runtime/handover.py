@@ -20,7 +20,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from enum import StrEnum
-from itertools import groupby
+from itertools import chain, groupby, islice
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -159,11 +159,13 @@ def give(weights: Iterable[StreamedTensor], group: WeightGroup, *, held: HeldWei
     what they hold. Raises RunError on all processes where these are of different versions, once `weights` is read to
     its end: clear what is held on all of them, and everything travels again.
     """
-    total, device = 0, torch.device("cpu")
+    total, stream = 0, iter(weights)
+    begun = list(islice(stream, 1))  # it says where messages lie
+    device = begun[0].tensor.device if begun else torch.device("cpu")
     if held is not None:
-        _agree(group, group.rank(), held, unread=weights)
-    for parts, memory in map(message_of, sharing_memory(weights)) if held is None else held.messages(weights):
-        device = memory.device
+        _agree(group, group.rank(), held, device=device, unread=stream)
+    given = chain(begun, stream)
+    for parts, memory in map(message_of, sharing_memory(given)) if held is None else held.messages(given):
         text = json.dumps([part.to_json() for part in parts]).encode()
         header = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
         sizes = torch.tensor([header.numel(), memory.numel()], device=device)
@@ -256,19 +258,18 @@ def _agree(
     source: int,
     held: HeldWeights,
     *,
-    device: torch.device | str | None = None,
+    device: torch.device | str,
     unread: Iterable[StreamedTensor] = (),
 ) -> None:
     """Raise RunError on every process of the group unless all hold the same version.
 
     unread: read before that, since other ranks of an engine take part in its stream.
     """
-    where = device or ("cuda" if isinstance(group, dist.ProcessGroupNCCL) else "cpu")
     own = held.digest
-    given = torch.frombuffer(bytearray(bytes.fromhex(own)), dtype=torch.uint8).to(where)
+    given = torch.frombuffer(bytearray(bytes.fromhex(own)), dtype=torch.uint8).to(device)
     _broadcast(given, group, source)
     version = bytes(given.cpu().numpy()).hex()
-    equal = torch.tensor([int(version == own)], device=where)
+    equal = torch.tensor([int(version == own)], device=device)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
     group.allreduce([equal], options).wait()
