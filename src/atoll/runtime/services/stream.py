@@ -12,10 +12,11 @@ Weights travel in buckets, flat buffers of bounded bytes that every rank fills, 
 shapes in which `transformers` saves them, found by its own conversion on `meta`, and the dtypes. So buckets have no
 headers, and every rank knows where the bytes of each tensor lie, those of other stages too.
 
-[Note: what is held] A rank holds one unit's gathered segment, the bucket that is filled or shown, and those that a
-slower neighbour has not received yet. What a rank gathers and hands to no neighbour needs no bucket: its tensors are
-views of the segment's buffer. Buckets and segment buffers are newly allocated and never written again, so callers may
-keep the tensors.
+[Note: what is held] A rank holds one unit's gathered segment and one bucket: before it fills or receives the next one
+it waits until its neighbours have received the last one. The last of all leaves while the rank goes on. All ranks pass
+buckets in one order, so whoever waits, waits for a rank that is behind it. What a rank gathers and hands to no
+neighbour needs no bucket: its tensors are views of the segment's buffer. Buckets and segment buffers are newly
+allocated and never written again, so callers may keep the tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from atoll.runtime.services.buffers import Buffers
 from atoll.runtime.sharding.access import matching_names
 from atoll.runtime.sharding.tensors import dtype_of
 from atoll.runtime.sharding.unit import Unit
-from atoll.runtime.transport import Channel, Tag
+from atoll.runtime.transport import Channel, Message, Tag
 
 BUCKET = 256 * 2**20
 """Default size of a bucket, in bytes."""
@@ -100,6 +101,7 @@ class WeightStream:
         self._transport, self._agreement = rank.transport, rank.agreement
         self._place = rank.transport.place
         self._is_open = False
+        self._leaving: list[tuple[Message, Tensor]] = []
 
     def check(self) -> None:
         """Raise RunError while a stream has not been read to its end."""
@@ -218,29 +220,38 @@ class WeightStream:
         self, own: Iterator[tuple[str, Tensor]], buckets: Sequence[_Bucket], to: int | None
     ) -> Iterator[StreamedTensor]:
         rest = iter(buckets)
+        last = max((bucket.number for bucket in buckets if self._route(bucket, to)[1]), default=-1)
         try:
             for bucket in rest:
                 with self._agreement.guard("streaming weights"):
-                    shown = self._pass(bucket, own, to)
+                    shown = self._pass(bucket, own, to, is_last=bucket.number == last)
                 for part in bucket.parts if shown else ():
                     yield StreamedTensor(part.name, part.dtype, part.shape, tensor=shown.pop(0))
         except GeneratorExit:  # whoever stops early still hands on what others wait for
             with self._agreement.guard("streaming weights"):
                 for bucket in rest:
-                    self._pass(bucket, own, to)
+                    self._pass(bucket, own, to, is_last=bucket.number == last)
             raise
         finally:
             self._is_open = False
 
     @torch.no_grad()
-    def _pass(self, bucket: _Bucket, own: Iterator[tuple[str, Tensor]], to: int | None) -> list[Tensor]:
-        """Fill a bucket, or receive it, and hand it on. Return its tensors if they are shown here."""
+    def _pass(
+        self, bucket: _Bucket, own: Iterator[tuple[str, Tensor]], to: int | None, *, is_last: bool
+    ) -> list[Tensor]:
+        """Fill a bucket, or receive it, and hand it on. Return its tensors if they are shown here.
+
+        is_last: the rank hands on no other after it.
+        """
         line, tag = self._place.peers("pp"), Tag(Channel.HAND_ON, bucket.number % Tag.LIMIT)
         is_shown = to in (None, self._place.rank)
         neighbour, following = self._route(bucket, to)
         flat: Tensor | None = None
         shown: list[Tensor] = []
         if following or neighbour is not None:
+            for message, _ in self._leaving:
+                message.wait()
+            self._leaving.clear()
             flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._transport.device)
         if bucket.position in (None, self._place.pp):
             for part in bucket.parts:
@@ -254,7 +265,11 @@ class WeightStream:
             self._transport.receive(flat, line[neighbour], tag).wait()
         for position in following:
             assert flat is not None, "it is held where it is handed on"
-            self._transport.post(flat, line[position], tag)
+            if is_last:
+                self._transport.post(flat, line[position], tag)
+            else:
+                self._leaving.append((self._transport.send(flat, line[position], tag), flat))
+                self._transport.count("pp", flat.nbytes)
         return [part.of(flat) for part in bucket.parts] if flat is not None and is_shown else shown
 
     def _route(self, bucket: _Bucket, to: int | None) -> tuple[int | None, tuple[int, ...]]:
