@@ -178,7 +178,11 @@ def _streamed(rank: Rank, **options: Any) -> int:
 
 
 def _walked(rank: Rank) -> int:
-    return sum(each.tensor.nbytes for each in rank.contenders["atoll"].stream(to=0, bucket=BUCKET))
+    total = 0
+    for each in rank.contenders["atoll"].stream(to=0, bucket=BUCKET):
+        total += each.tensor.nbytes
+        del each  # a loop would hold its tensor, and so its bucket, until the next one is there
+    return total
 
 
 def _gathered(rank: Rank, **options: Any) -> int:
