@@ -60,6 +60,10 @@ class _Part(NamedTuple):
         """Return the tensor, a view of a bucket."""
         return bucket[self.begin : self.end].view(self.dtype).view(self.shape)
 
+    def shown(self, tensor: Tensor) -> StreamedTensor:
+        """Return what the caller of a stream gets."""
+        return StreamedTensor(self.name, self.dtype, self.shape, tensor=tensor)
+
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
@@ -219,58 +223,72 @@ class WeightStream:
     def _stream(
         self, own: Iterator[tuple[str, Tensor]], buckets: Sequence[_Bucket], to: int | None
     ) -> Iterator[StreamedTensor]:
-        rest = iter(buckets)
-        last = max((bucket.number for bucket in buckets if self._route(bucket, to)[1]), default=-1)
+        walk = self._walk(own, buckets, to)
         try:
-            for bucket in rest:
-                with self._agreement.guard("streaming weights"):
-                    shown = self._pass(bucket, own, to, is_last=bucket.number == last)
-                for part in bucket.parts if shown else ():
-                    yield StreamedTensor(part.name, part.dtype, part.shape, tensor=shown.pop(0))
-        except GeneratorExit:  # whoever stops early still hands on what others wait for
-            with self._agreement.guard("streaming weights"):
-                for bucket in rest:
-                    self._pass(bucket, own, to, is_last=bucket.number == last)
+            for each in walk:
+                if each is not None:
+                    yield each
+                del each
+        except GeneratorExit:
+            for _ in walk:  # whoever stops early still hands on what others wait for
+                pass
             raise
         finally:
             self._is_open = False
 
-    @torch.no_grad()
+    def _walk(
+        self, own: Iterator[tuple[str, Tensor]], buckets: Sequence[_Bucket], to: int | None
+    ) -> Iterator[StreamedTensor | None]:
+        """Yield each tensor, or None in the place of one that is not shown here. Nothing is held of those before it."""
+        routes = [self._route(bucket, to) for bucket in buckets]
+        last = max((at for at, (_, following) in enumerate(routes) if following), default=-1)
+        for at, (bucket, (neighbour, following)) in enumerate(zip(buckets, routes, strict=True)):
+            flat: Tensor | None = None
+            if neighbour is not None or following:
+                with self._agreement.guard("streaming weights"):
+                    flat = self._pass(bucket, own, neighbour, following=following, is_last=at == last)
+            for part in bucket.parts:
+                tensor: Tensor | None = None
+                if flat is not None:
+                    tensor = part.of(flat)
+                elif bucket.position in (None, self._place.pp):  # what nobody else receives needs no bucket
+                    with self._agreement.guard("streaming weights"):
+                        tensor = _next(own, part)
+                is_hidden = to not in (None, self._place.rank)
+                yield None if tensor is None or is_hidden else part.shown(tensor)
+                del tensor
+            del flat
+
     def _pass(
-        self, bucket: _Bucket, own: Iterator[tuple[str, Tensor]], to: int | None, *, is_last: bool
-    ) -> list[Tensor]:
-        """Fill a bucket, or receive it, and hand it on. Return its tensors if they are shown here.
+        self,
+        bucket: _Bucket,
+        own: Iterator[tuple[str, Tensor]],
+        neighbour: int | None,
+        *,
+        following: Sequence[int],
+        is_last: bool,
+    ) -> Tensor:
+        """Fill a bucket, or receive it, and hand it on.
 
         is_last: the rank hands on no other after it.
         """
         line, tag = self._place.peers("pp"), Tag(Channel.HAND_ON, bucket.number % Tag.LIMIT)
-        is_shown = to in (None, self._place.rank)
-        neighbour, following = self._route(bucket, to)
-        flat: Tensor | None = None
-        shown: list[Tensor] = []
-        if following or neighbour is not None:
-            for message, _ in self._leaving:
-                message.wait()
-            self._leaving.clear()
-            flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._transport.device)
-        if bucket.position in (None, self._place.pp):
+        for message, _ in self._leaving:
+            message.wait()
+        self._leaving.clear()
+        flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._transport.device)
+        if neighbour is None:
             for part in bucket.parts:
-                name, tensor = next(own)  # all ranks of the position take part in a gather, whoever gets the result
-                assert name == part.name, f"{name} is streamed in the place of {part.name}"
-                if flat is not None:
-                    part.of(flat).copy_(tensor)
-                elif is_shown:  # what nobody else receives needs no bucket
-                    shown.append(tensor)
-        if flat is not None and neighbour is not None:
+                part.of(flat).copy_(_next(own, part))
+        else:
             self._transport.receive(flat, line[neighbour], tag).wait()
         for position in following:
-            assert flat is not None, "it is held where it is handed on"
             if is_last:
                 self._transport.post(flat, line[position], tag)
             else:
                 self._leaving.append((self._transport.send(flat, line[position], tag), flat))
                 self._transport.count("pp", flat.nbytes)
-        return [part.of(flat) for part in bucket.parts] if flat is not None and is_shown else shown
+        return flat
 
     def _route(self, bucket: _Bucket, to: int | None) -> tuple[int | None, tuple[int, ...]]:
         """Return the neighbour from which this position receives a bucket, or None, and those that get it from here."""
@@ -297,7 +315,9 @@ class WeightStream:
                 if name not in read:
                     read |= self._read(units[name], dtypes) if name in units else {name: buffers[name].clone()}
             made = form.saved({name: read.pop(name) for name in group.names})
-            yield from ((name, made[name].to(dtype)) for name, dtype, _ in group.saved)
+            for name, dtype, _ in group.saved:
+                yield name, made.pop(name).to(dtype)
+            made.clear()
 
     def _read(self, unit: Unit, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
         """Return the parameters of a unit that are requested, whole. dtypes: of everything that is requested."""
@@ -309,6 +329,14 @@ class WeightStream:
                 widest = max(asked.values(), key=lambda dtype: dtype.itemsize)
                 found |= {name: whole.to(asked[name]) for name, whole in segment.read_views(widest) if name in asked}
         return found
+
+
+@torch.no_grad()
+def _next(own: Iterator[tuple[str, Tensor]], part: _Part) -> Tensor:
+    """Return the next tensor of this position. All of its ranks take part in the gather, whoever gets the result."""
+    name, tensor = next(own)
+    assert name == part.name, f"{name} is streamed in the place of {part.name}"
+    return tensor
 
 
 def _buckets(groups: Sequence[_Group], most: int) -> list[_Bucket]:
