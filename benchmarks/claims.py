@@ -250,6 +250,23 @@ def chunked_loss(raw: Raw) -> Figures:
     }
 
 
+def stream(raw: Raw) -> Figures:
+    rows = {row["name"]: row for row in raw["rows"]}
+
+    def over(name: str, other: str) -> float:
+        return median(a / b for a, b in zip(rows[name]["seconds"], rows[other]["seconds"], strict=True))
+
+    bytes_of = {key: sum(each[key]["bytes"] for each in raw["changes"]) for key in ("everything", "changed")}
+    return {
+        "parameters": raw["work"]["parameters"],
+        "lr": raw["work"]["lr"],
+        "every": over("atoll-all", "fsdp2-all"),
+        "one": over("atoll-one", "fsdp2-one"),
+        "walk": rows["atoll-walk"]["peak_bytes"] / rows["fsdp2-one"]["peak_bytes"],
+        "changed": bytes_of["changed"] / bytes_of["everything"],
+    }
+
+
 def host(raw: Raw) -> Figures:
     return {
         "cases": len(raw["rows"]),
@@ -910,6 +927,14 @@ ALL_CLAIMS = (
         "the peak",
         raw="chunked_loss",
         figures=chunked_loss,
+    ),
+    Claim(
+        what="all weights from a sharded model, beside FSDP2's `full_state_dict`",
+        how="{parameters:,} parameters on two ranks, CPUs: [page](benchmarks/stream/README.md)",
+        result="{every:.2f} of the seconds on all ranks, {one:.2f} to one, in {walk:.2f} of its memory if tensors are "
+        "dropped; after a step with a learning rate of {lr:g} what has changed in bf16 takes {changed:.2f} of the bytes",
+        raw="stream",
+        figures=stream,
     ),
     Claim(
         what="codecs between two islands (**emulated network**)",

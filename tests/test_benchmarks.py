@@ -58,6 +58,7 @@ from benchmarks.sharded_pipeline.settings import MICROBATCHES, Ours, Setting, Th
 from benchmarks.sharded_pipeline.work import DATA, PIPELINE
 from benchmarks.sharded_pipeline.work import Work as Sleeping
 from benchmarks.slow_hop import bench as slow_hop
+from benchmarks.stream import bench as stream
 from benchmarks.uneven import bench as uneven
 from benchmarks.vocabulary import bench as vocabulary
 from benchmarks.who_gets_it_right import bench, contenders, verdict
@@ -532,6 +533,24 @@ def test_the_page_of_low_rank_adapters() -> None:
     races = [{"bits_a_second": 4e8, "rows": rows, "ratios": {"atoll-b / atoll-ING": 2.5}}]
     result = {"work": {"parameters": 90, "microbatches": 8}, "trained": 10, "races": races}
     assert "| b | 2.000 | 2.50 | 3.00 |" in low_rank.report(result).splitlines()
+
+
+def test_the_page_of_streams() -> None:
+    def row(name: str, seconds: float, peak: float | None) -> dict[str, object]:
+        return {"name": name, "seconds": [seconds, 2 * seconds], "peak_bytes": peak, "nbytes": 8}
+
+    names = zip(stream.WAYS, (1.0, 4.0, 1.0, 5.0, 2.0), strict=True)
+    changes = [{"everything": {"bytes": 8e6, "seconds": 1.0}, "changed": {"bytes": 2e6, "seconds": 0.5}}]
+    result = {
+        "work": stream.SMALL.to_json(),
+        "rows": [row(name, seconds, 3e6) for name, seconds in names],
+        "changes": changes,
+        "pipeline": {**row("atoll-walk", 1.0, None), "bucket_bytes": 8e6, "unit_bytes": 9e6},
+    }
+    lines = stream.report(result).splitlines()
+    assert "| `engine.stream()`: every rank keeps all tensors | 1.500 | 0.25 | 3 |" in lines
+    assert "| what has changed | 2.0 | 0.500 |" in lines
+    assert claims.stream(result)["changed"] == 0.25
 
 
 def test_the_page_of_a_slow_hop() -> None:

@@ -283,7 +283,7 @@ allocator: without shared memory, in which Atoll's shards are read."""
 _PIPELINE = """\
 The same decoder in a pipeline of {ranks} stages, of which FSDP2 has none, streamed to the first rank with buckets of \
 {bucket:.0f} MB, each tensor dropped before the next one: {seconds:.3f} s, and at most {peak} MB more than before on \
-any rank. The largest unit has {unit:.0f} MB."""
+any rank. The largest unit has {unit:.0f} MB; it is one tensor, and so a bucket of its own."""
 
 _CHANGES = """\
 ## What has changed
