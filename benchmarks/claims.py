@@ -932,7 +932,7 @@ ALL_CLAIMS = (
         what="all weights from a sharded model, beside FSDP2's `full_state_dict`",
         how="{parameters:,} parameters on two ranks, CPUs: [page](benchmarks/stream/README.md)",
         result="{every:.2f} of the seconds on all ranks, {one:.2f} to one, in {walk:.2f} of its memory if tensors are "
-        "dropped; after a step with a learning rate of {lr:g} what has changed in bf16 takes {changed:.2f} of the bytes",
+        "dropped; what a step with a learning rate of {lr:g} has changed in bf16 takes {changed:.2f} of the bytes",
         raw="stream",
         figures=stream,
     ),

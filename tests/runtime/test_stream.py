@@ -12,7 +12,7 @@ from torch import Tensor
 
 from atoll.base.errors import PlanError, RunError
 from atoll.runtime.handover import StreamedTensor
-from atoll.runtime.models.saving import form_of
+from atoll.runtime.models.saving import saving_form
 from atoll.runtime.services.stream import BUCKET
 from atoll.testing import run_ranks
 from atoll.testing.parity import Case, unsplit
@@ -230,11 +230,11 @@ def test_adapters_that_cannot_be_merged_are_refused_by_name(options: dict[str, A
         lora = peft.LoraConfig(r=2, **{"target_modules": ["q_proj"]} | options)
         model = peft.get_peft_model(Family("gemma3_text").build(), lora)
     with pytest.raises(PlanError, match=said):
-        form_of(model, "merged")
-    assert form_of(model, "apart").together(["model.layers.0.self_attn.q_proj.lora_A.default.weight"])
+        saving_form(model, "merged")
+    assert saving_form(model, "apart").together(["model.layers.0.self_attn.q_proj.lora_A.default.weight"])
 
 
 @pytest.mark.parametrize(("adapters", "said"), [("apart", "_Tiny has no adapters"), ("both", "adapters = 'both'")])
 def test_adapters_that_are_not_there_are_refused(adapters: Any, said: str) -> None:
     with pytest.raises(PlanError, match=said):
-        form_of(MODEL.build(), adapters)
+        saving_form(MODEL.build(), adapters)

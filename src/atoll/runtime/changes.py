@@ -50,9 +50,9 @@ class _Change(NamedTuple):
     """How a tensor has changed. where: bits or numbers, uint8; nothing of a whole one.  values: integers."""
 
     form: WeightForm
-    changed: int
-    where: Tensor
     values: Tensor
+    changed: int = 0
+    where: Tensor = _NOTHING
 
 
 class HeldWeights:
@@ -105,7 +105,7 @@ class HeldWeights:
         new = each.tensor.to(self.device)
         if held is None or (held.dtype, held.shape) != (new.dtype, new.shape):
             self._hold(each.name, new)
-            return _Change(WeightForm.WHOLE, 0, _NOTHING, _integers(new))
+            return _Change(WeightForm.WHOLE, values=_integers(new))
         differs = _integers(held) != _integers(new)
         numbers = _places(differs)
         count, numel, item = numbers.numel(), new.numel(), new.itemsize
@@ -120,10 +120,10 @@ class HeldWeights:
         }
         form = min(sizes, key=sizes.__getitem__)
         if form == WeightForm.WHOLE:
-            return _Change(form, 0, _NOTHING, _integers(new))
+            return _Change(form, values=_integers(new))
         is_bits = form == WeightForm.BITS
         where = _bits(differs) if is_bits else numbers.to(number_dtype(numel)).view(torch.uint8)
-        return _Change(form, count, where, values)
+        return _Change(form, values=values, changed=count, where=where)
 
     # ---- on the side that takes
 
@@ -187,7 +187,9 @@ def _packed(changes: Sequence[tuple[StreamedTensor, _Change]]) -> WeightMessage:
     parts: list[WeightPart] = []
     for each, change in changes:
         begin = parts[-1].following if parts else 0
-        parts.append(WeightPart(each.name, each.dtype, each.shape, begin, form=change.form, changed=change.changed))
+        parts.append(
+            WeightPart(each.name, each.dtype, each.shape, begin=begin, form=change.form, changed=change.changed)
+        )
     device = changes[0][0].tensor.device
     memory = torch.zeros(parts[-1].begin + parts[-1].nbytes, dtype=torch.uint8, device=device)
     for part, (_, change) in zip(parts, changes, strict=True):

@@ -113,7 +113,7 @@ class WeightPart(NamedTuple):
             raise ValueError(name)
         if not all(type(number) is int and number >= 0 for number in numbers):
             raise ValueError(name)
-        part = cls(name, dtype, torch.Size(shape), begin, form=WeightForm(form), changed=changed)
+        part = cls(name, dtype, torch.Size(shape), begin=begin, form=WeightForm(form), changed=changed)
         aligned = dtype.itemsize if form == WeightForm.WHOLE else _ALIGNED
         if begin % aligned or begin + part.nbytes > nbytes or changed > part.numel:
             raise ValueError(name)
@@ -242,7 +242,8 @@ def message_of(found: Sequence[StreamedTensor]) -> WeightMessage:
     begins = [each.begin for each in found]
     first, last = min(begins), max(begin + each.tensor.nbytes for begin, each in zip(begins, found, strict=True))
     parts = [
-        WeightPart(each.name, each.dtype, each.shape, begin - first) for begin, each in zip(begins, found, strict=True)
+        WeightPart(each.name, each.dtype, each.shape, begin=begin - first)
+        for begin, each in zip(begins, found, strict=True)
     ]
     memory = torch.empty(0, dtype=torch.uint8, device=found[0].tensor.device)
     return parts, memory.set_(found[0].tensor.untyped_storage())[first:last]

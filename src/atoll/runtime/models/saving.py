@@ -116,7 +116,7 @@ class MergedForm(SavedForm):
         return super().saved(plain)
 
 
-def form_of(model: nn.Module, adapters: Adapters) -> SavedForm:
+def saving_form(model: nn.Module, adapters: Adapters) -> SavedForm:
     """Return the form in which a model's tensors leave it. Raises PlanError for adapters that it does not have, or that
     cannot be merged."""
     if adapters not in ("merged", "apart"):

@@ -34,7 +34,7 @@ from atoll.base.errors import PlanError, RunError
 from atoll.runtime.assemble.rank import Rank
 from atoll.runtime.handover import StreamedTensor
 from atoll.runtime.models.buffers import buffers_of, buffers_outside, first_names, kept_in_fp32
-from atoll.runtime.models.saving import Adapters, SavedForm, form_of
+from atoll.runtime.models.saving import Adapters, SavedForm, saving_form
 from atoll.runtime.services.buffers import Buffers
 from atoll.runtime.sharding.access import matching_names
 from atoll.runtime.sharding.tensors import dtype_of
@@ -146,7 +146,7 @@ class WeightStream:
         problem: PlanError | None = None
         found: list[_Group] = []
         try:
-            form = form_of(self._model, adapters)
+            form = saving_form(self._model, adapters)
             found = self._chosen(form, patterns, dtype, bucket=bucket, to=to)
         except PlanError as error:
             problem = error

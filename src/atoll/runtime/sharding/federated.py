@@ -201,26 +201,11 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
                 first = self.link.first
                 behind = 0 if first is None else self._tempo.steps_since(first.behind())
                 self._others_at = max(self._others_at, step + self.link.met(behind, max))
-        turn = step if self._came_back is None else self._hurry(step)
+        turn = step if self._came_back is None else _hurry(self, step)
         self._is_overdue = any(sent.step <= step - self.outer.delay for sent in self._sent.values())
         others_at, self._others_at = self._others_at, 0
         least = max(turn, self.rounds_step)
         return max(least, min(others_at, self.outer.next_leave(least, self._count) - 1, self.last_step))
-
-    def _hurry(self, step: int) -> int:
-        """Contribute to a round that others have begun, before its turn: an island that came back cannot know how far
-        they are until it hears a round begin. Return the step that it is then at."""
-        if not self._sent:
-            self.follow(step=step)
-        first, turn = self.link.first, self.outer.step_of(self.standing.averaged, self._count)
-        seconds = self.link.met(0.0 if first is None else first.behind(), max)
-        if self._sent or not seconds or not step < turn <= self.last_step:
-            return step
-        self.send_next(turn)
-        if not self._sent:
-            return step
-        self._others_at = max(self._others_at, turn + self._tempo.steps_since(seconds))
-        return turn
 
     @property
     def rounds_step(self) -> int:
@@ -436,6 +421,22 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
         self._tokens = [0] * self.rules.fragments if own is None else list(own["tokens"])
         self.used = self.standing.lots.counted if own is None else own["used"]
         self._holdings = AnchorHoldings(self._by_fragment, self.outer, item=self._item, bases=self.standing.bases)
+
+
+def _hurry(steps: FederatedSteps, step: int) -> int:
+    """Contribute to a round that others have begun, before its turn: an island that came back cannot know how far
+    they are until it hears a round begin. Return the step that it is then at."""
+    if not steps._sent:
+        steps.follow(step=step)
+    first, turn = steps.link.first, steps.outer.step_of(steps.standing.averaged, steps._count)
+    seconds = steps.link.met(0.0 if first is None else first.behind(), max)
+    if steps._sent or not seconds or not step < turn <= steps.last_step:
+        return step
+    steps.send_next(turn)
+    if not steps._sent:
+        return step
+    steps._others_at = max(steps._others_at, turn + steps._tempo.steps_since(seconds))
+    return turn
 
 
 def _most(said: Sequence[Sequence[int]]) -> list[int]:
