@@ -302,11 +302,10 @@ def _stream(result: Result, device: str) -> Iterator[Figure]:
     streams, changes = result.get("streams", []), result.get("changes", [])
     yield from _failed(streams)
     yield from _failed([{"name": f"changes held on {row['held']}", **row} for row in changes])
-    there = [row for row in (*streams, *changes) if not row["problem"]]
-    if there:
-        right = sum(row["is_right"] for row in there)
-        yield Figure("streams, and digests of changes, as they have to be", f"{right} of {len(there)}", "all",
-                     right == len(there))  # fmt: skip
+    right = [row["is_right"] for row in (*streams, *changes) if "is_right" in row]
+    if right:
+        yield Figure("kept weights, and digests of changes, as they have to be", f"{sum(right)} of {len(right)}", "all",
+                     all(right))  # fmt: skip
     for row in streams:
         if not row["problem"]:
             more = row.get("peak_allocated", 0) - row["allocated_before"]

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import timedelta
 from statistics import median
 from typing import Any
@@ -213,8 +213,7 @@ def pass_on(rank: Rank, changed: bool) -> int:
     """Give all weights in bf16, or what has changed of them. Return the bytes that were given."""
     stream = rank.contenders["atoll"].stream(to=0, dtype=torch.bfloat16)
     if rank.number:
-        with suppress(StopIteration):
-            next(stream)
+        deque(stream, maxlen=0)
         return 0
     return give(stream, rank.contenders["group"], held=rank.contenders["held"] if changed else None)
 

@@ -84,7 +84,7 @@ def test_both_sides_hold_what_was_streamed(data: st.DataObject) -> None:
     ("changed", "form"), [(1, WeightForm.NUMBERS), (30, WeightForm.NUMBERS), (40, WeightForm.BITS), (995, None)]
 )
 def test_the_form_of_the_fewest_bytes_travels(changed: int, form: WeightForm | None) -> None:
-    """Of 1000 elements of two bytes: a number takes four, a bit for each of them 125 in all."""
+    """With 1000 elements of two bytes an index takes four bytes, and a bit for each element 125."""
     old = torch.randn(1000, generator=torch.Generator().manual_seed(1)).bfloat16()
     new = old.clone()
     new[torch.randperm(1000, generator=torch.Generator().manual_seed(2))[:changed]] += 1.0
@@ -175,16 +175,13 @@ def train(port: int, size: int) -> tuple[list[int], dict[str, Tensor]]:
         else:
             given.append(give(stream, group, held=held))
         engine.step(CASE.share(engine, step))
-    if group is not None:  # the other side holds something else now
-        held.weights["another"] = torch.zeros(1)
-        held._sums["another"] = 0, 0
+    held.clear()  # the other side still holds something
     stream = engine.stream(to=0, dtype=torch.bfloat16)
     if group is None:
         list(stream)
     else:
         with pytest.raises(RunError, match="different versions"):
             give(stream, group, held=held)
-        held.clear()
     stream = engine.stream(to=0, dtype=torch.bfloat16)
     if group is None:
         list(stream)
@@ -225,7 +222,9 @@ def test_a_sampler_takes_changes_and_refuses_those_of_another_version() -> None:
         assert all(torch.equal(weights[name], value) for name, value in every.items())
 
 
-def without(group: Any) -> None:
+def without() -> None:
+    """Rank 0 gives a change, as if all held what it is of, and rank 1 takes it without holding anything."""
+    group: Any = dist.group.WORLD
     if group.rank() == 0:
         held = HeldWeights()
         list(held.messages([of("a", torch.zeros(100))]))
@@ -242,20 +241,16 @@ def _all_agree(tensors: list[Tensor], options: Any) -> Any:
     return SimpleNamespace(wait=lambda: None)
 
 
-def run_without() -> None:
-    without(dist.group.WORLD)
-
-
 def test_changes_need_what_is_held() -> None:
     with pytest.raises(RankError, match="gives changes: take them with what is `held`"):
-        run_ranks(run_without, 2)
+        run_ranks(without, 2)
 
 
 # ---- in a worker of vLLM
 
 
 class Worker:
-    """What `vllm.v1.worker.gpu_worker.Worker` has of what the extension uses."""
+    """An imitation of `vllm.v1.worker.gpu_worker.Worker`, with the attributes that the extension uses."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.device = rank, torch.device("cpu")

@@ -58,6 +58,7 @@ class Islands:
         self.losing: Callable[[], bool] = lambda: True
         # What an island waits for before a step.
         self.gates: dict[str, Callable[[Engine], bool]] = {}
+        self.is_new_c_open = False
 
     def start(
         self, name: str, end: Callable[[Engine], bool], *, leaves: str = "finish", load: Path | None = None
@@ -86,6 +87,24 @@ class Islands:
                 link.first._new.pop(name, None)
                 view, before = link.first._view, link.first._clock() - 1.5 * link.first.rules.silent
                 link.first._view = replace(view, heard={**view.heard, name: before})
+
+    def lose_c(self) -> None:
+        """Lose c after five steps, until the others have had a round without it."""
+        self.start("c", after(5), leaves="be lost")
+        wait_until(lambda: not self.threads["c"].is_alive())
+        wait_until(lambda: bool(self.errors) or self.silence("c") or ["a", "b"] in self.counted)
+
+    def bring_back_c(self, end: Callable[[Engine], bool]) -> None:
+        """Start c again, and wait for the end of all islands."""
+        self.start("c", end)
+        wait_until(lambda: bool(self.errors) or self.engines["c"].federation.steps.is_open)
+        self.is_new_c_open = True
+        self.join()
+
+    @property
+    def has_c_again(self) -> bool:
+        """True once the new c is a member."""
+        return self.is_new_c_open and self.engines["c"].federation.steps.standing.is_member
 
     def join(self) -> None:
         for thread in self.threads.values():
@@ -280,20 +299,11 @@ def test_a_lost_island_is_not_missed_and_a_new_one_takes_its_place(tmp_path: Pat
     other.seat = islands.seat
     new = other.engine("c")
     for name in "ab":
-        islands.gates[name] = lambda engine: (
-            engine.federation.steps.standing.rounds < 8
-            or ("new c" in islands.engines and islands.engines["c"].federation.steps.standing.is_member)
-        )
+        islands.gates[name] = lambda engine: engine.federation.steps.standing.rounds < 8 or islands.has_c_again
         islands.start(name, rounds(12))
-    islands.start("c", after(5), leaves="be lost")
-    wait_until(lambda: not islands.threads["c"].is_alive())
-    wait_until(lambda: bool(islands.errors) or islands.silence("c") or ["a", "b"] in islands.counted)
+    islands.lose_c()
     islands.cases["c"], islands.spare["c"] = other.cases["c"], new
-    islands.start("c", rounds(12))
-    wait_until(lambda: bool(islands.errors) or islands.engines["c"].federation.steps.is_open)
-    islands.engines["new c"] = islands.engines["c"]
-    islands.join()
-    islands.engines.pop("new c")
+    islands.bring_back_c(rounds(12))
     islands.check()
     assert ["a", "b"] in islands.counted
     assert ["a", "b", "c"] in islands.counted[2:]
@@ -308,25 +318,16 @@ def test_who_came_back_contributes_as_soon_as_others_begin_a_round(tmp_path: Pat
     new.seat = islands.seat
     islands.spare["new c"] = new.engine("c")
 
-    def is_back() -> bool:
-        return "new c" in islands.engines and islands.engines["c"].federation.steps.standing.is_member
-
     for name in "ab":  # c returns in the middle of their second interval, and they wait for it from then on
-        islands.gates[name] = lambda engine: engine.step_number < 8 or is_back()
+        islands.gates[name] = lambda engine: engine.step_number < 8 or islands.has_c_again
         islands.start(name, rounds(4))
-    islands.start("c", after(5), leaves="be lost")
-    wait_until(lambda: not islands.threads["c"].is_alive())
-    wait_until(lambda: bool(islands.errors) or islands.silence("c") or ["a", "b"] in islands.counted)
+    islands.lose_c()
     islands.spare["c"] = islands.spare.pop("new c")
     before = len(islands.told["c"].events)
     islands.gates["c"] = lambda engine: (
         engine.federation.steps.standing.rounds > 3 or engine.federation.steps.link.first.behind() > 0
     )
-    islands.start("c", rounds(4))
-    wait_until(lambda: bool(islands.errors) or islands.engines["c"].federation.steps.is_open)
-    islands.engines["new c"] = islands.engines["c"]
-    islands.join()
-    islands.engines.pop("new c")
+    islands.bring_back_c(rounds(4))
     islands.check()
     assert islands.counted[:2] == [["a", "b"], ["a", "b", "c"]]
     did = [each for each in islands.told["c"].events[before:] if each["what"] in ("stepped", "sent")]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
 
 from atoll.runtime.changes import HeldWeights
 from atoll.runtime.engine import Engine
-from atoll.runtime.handover import WeightPart
+from atoll.runtime.handover import StreamedTensor, WeightPart
 from benchmarks.gpu import jobs
 from benchmarks.gpu.stage import Run, attempt
 
@@ -29,7 +31,7 @@ def run(run: Run) -> None:
         try:
             engine.step(job.batch(0, run.device))
             rows = []
-            for name, collect in (("kept", list), ("dropped", _drop)):
+            for name, collect in (("kept", list), ("dropped", partial(deque, maxlen=0))):
                 rows.append({"name": name, **attempt(lambda collect=collect: _timed(run, engine, collect))})
                 run.keep("streams", rows)
             found = []
@@ -40,12 +42,7 @@ def run(run: Run) -> None:
             engine.close()
 
 
-def _drop(stream: Any) -> None:
-    for _ in stream:
-        pass
-
-
-def _timed(run: Run, engine: Engine, collect: Callable[[Any], Any]) -> dict[str, Any]:
+def _timed(run: Run, engine: Engine, collect: Callable[[Any], Collection[StreamedTensor]]) -> dict[str, Any]:
     collect(engine.stream(dtype=torch.bfloat16))  # what is loaded once
     run.synchronize()
     run.reset_peak()
@@ -53,11 +50,11 @@ def _timed(run: Run, engine: Engine, collect: Callable[[Any], Any]) -> dict[str,
     clock = run.clock()
     found = collect(engine.stream(dtype=torch.bfloat16))
     seconds, _ = clock.stop()
-    right = True
-    if found is not None:  # under NNG the engine's own parameters are there, in bf16
+    row: dict[str, Any] = {"seconds": seconds, "allocated_before": before, **run.memory()}
+    if found:
         own = {name: value.bfloat16() for name, value in engine.state_dict().items()}
-        right = all(torch.equal(each.tensor, own[each.name]) for each in found) and len(found) == len(own)
-    return {"seconds": seconds, "is_right": right, "allocated_before": before, **run.memory()}
+        row["is_right"] = len(found) == len(own) and all(torch.equal(each.tensor, own[each.name]) for each in found)
+    return row
 
 
 def _changed(run: Run, engine: Engine, job: jobs.Job, device: torch.device) -> dict[str, Any]:

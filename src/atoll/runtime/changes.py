@@ -1,18 +1,19 @@
-"""What has changed of weights since processes last held equal ones: `HeldWeights`, for `give` and `take`.
+"""Sending only the elements of weights that have changed: `HeldWeights`, for `give` and `take`.
 
     trainer, the rank that gets the stream                   each other process of the group
     held = HeldWeights()                                     held = HeldWeights()
     give(engine.stream(to=0), group, held=held)       ->     for ... in take(group, held=held): ...
 
-The first time everything travels, and afterwards only elements whose bits differ. Both sides hold the same bits then.
+The first time everything is sent, afterwards only elements whose bits differ. Both sides then hold the same bits.
 
 [Note: a version] A version is a digest of bits: of names, dtypes, shapes, and two sums over the elements of each tensor
 taken as integers modulo 2^64, one plain and one weighted by positions. Both follow changes in as many additions as
 there are changes, so neither side reads what has not changed. It tells versions apart, and proves nothing to an
 adversary.
 
-[Note: three forms] Of a tensor travels what needs the fewest bytes: all of its n elements of b bytes, a bit for each
-element and the c that changed, n / 8 + b c, or a number for each of these, (4 + b) c.
+[Note: three forms] A tensor is sent in the form of the fewest bytes. With n elements of b bytes, of which c have
+changed: all elements take n b, a bit for each element and the changed values n / 8 + c b, the indices of the changed
+elements and their values c (4 + b).
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class HeldWeights:
     weights: what is held at first, such as what was loaded from an export.  device: where weights are held; changes are
     found there. Host memory by default: holding takes as many bytes as the streamed weights.
 
-    What is held may be a tensor that was streamed or taken; changes are written into it.
+    Tensors that are already on that device are held as they are, without a copy, and changes are written into them.
     """
 
     def __init__(self, weights: Mapping[str, Tensor] | None = None, *, device: torch.device | str = "cpu") -> None:
@@ -69,7 +70,7 @@ class HeldWeights:
         self.weights: dict[str, Tensor] = {}
         self._sums: dict[str, tuple[int, int]] = {}
         for name, tensor in (weights or {}).items():
-            self._hold(name, tensor.contiguous())
+            self._hold(name, tensor.detach().to(self.device).contiguous())
 
     @property
     def digest(self) -> str:

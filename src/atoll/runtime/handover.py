@@ -9,9 +9,8 @@ receiver has views of a bucket as well.
 
 With `held` (`atoll.runtime.changes`) only what has changed since is sent.
 
-[Note: a message] Three broadcasts: the bytes of the next two, JSON that says name, dtype, shape and place of each
-tensor, and the memory itself. Two zeros end a stream. What arrives is checked before it is used, and nothing is
-unpickled.
+[Note: a message] Three broadcasts: the bytes of the next two, JSON with a row for each tensor (`WeightPart`), and the
+memory itself. Two zeros end a stream. What arrives is checked before it is used, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -57,7 +56,8 @@ class StreamedTensor(NamedTuple):
 
 
 class WeightForm(StrEnum):
-    """What of a tensor travels: all elements; a bit for each, and those that changed; numbers of those, and those."""
+    """How a tensor is sent: all its elements; a bit for each element and the changed values; or the indices of the
+    changed elements and their values."""
 
     WHOLE = "whole"
     BITS = "bits"
@@ -155,9 +155,9 @@ def weight_group(
 def give(weights: Iterable[StreamedTensor], group: WeightGroup, *, held: HeldWeights | None = None) -> int:
     """Send weights to all other processes of a group, which call `take`. Return the bytes of tensors and gaps.
 
-    held: what this process has given before: only what has changed since is sent, and held. The others call `take` with
-    what they hold. Raises RunError on all processes where these are of different versions, once `weights` is read to
-    its end: clear what is held on all of them, and everything travels again.
+    held: the weights that this process has sent before. Only what has changed since is sent; the others pass theirs to
+    `take`. If the versions differ, every process of the group raises RunError, this one after it has read `weights` to
+    the end: clear what is held on all of them, and everything is sent again.
     """
     total, stream = 0, iter(weights)
     begun = list(islice(stream, 1))  # it says where messages lie
@@ -181,8 +181,9 @@ def take(
 ) -> Iterator[StreamedTensor]:
     """Yield the weights that the process `source` of the group gives, on `device`. Read to the end.
 
-    Tensors are views of the memory that came with them, which nothing writes again. held: what this process has taken
-    before, if changes are given: then yield only the tensors that have changed, whole, as they are held.
+    Tensors are views of the memory that came with them, which nothing writes again.
+    held: the weights that this process has received before, required if the source passes its own to `give`. Only
+    tensors that have changed are yielded then: whole, as they are held, and written again by later changes.
     Raises RunError for what is not a stream, and for changes of another version than the held one.
     """
     if held is not None:

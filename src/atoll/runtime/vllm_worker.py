@@ -23,7 +23,7 @@ from atoll.runtime.handover import WeightGroup, take, weight_group
 
 
 class WeightReceiver:
-    """What a worker of vLLM is extended by. `device`, `rank` and `model_runner` are the worker's own."""
+    """A worker extension for vLLM. `device`, `rank` and `model_runner` are attributes of the worker."""
 
     device: torch.device
     rank: int

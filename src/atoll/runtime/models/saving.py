@@ -76,8 +76,6 @@ class MergedForm(SavedForm):
         base = model.get_base_model()
         super().__init__(base)
         names = [name.removeprefix(PREFIX) for name in model.state_dict()]
-        # Of the copies that peft trains, the original is left out.
-        self._plain = {name: plain_name(name) for name in names if ".original_module." not in name}
         modules = dict(base.named_modules())
         self._products: dict[str, _Product] = {}
         self._layers: dict[str, str] = {}  # of each tensor of an adapter, the layer's name
@@ -86,20 +84,18 @@ class MergedForm(SavedForm):
             if found:
                 self._products[layer] = _product_of(layer, modules[layer], f"lora_{rest}")
                 self._layers[name] = layer
-                self._plain[name] = f"{layer}.weight"
         self._changed = {f"{layer}.weight" for layer in self._products}
         _check_shared(model.state_dict(keep_vars=True), self._products.keys())
 
     def together(self, names: Iterable[str]) -> list[list[str]]:
         found: dict[str, list[str]] = defaultdict(list)
         for name in names:
-            plain = self._plain.get(name, plain_name(name) if ".original_module." not in name else None)
-            if plain is not None:
-                found[plain].append(name)
+            if ".original_module." not in name:  # peft trains a copy in its place
+                found[self._plain(name)].append(name)
         return [[name for plain in group for name in found[plain]] for group in super().together(found)]
 
     def needed(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        return torch.promote_types(dtype, torch.float32) if self._plain.get(name) in self._changed else dtype
+        return torch.promote_types(dtype, torch.float32) if self._plain(name) in self._changed else dtype
 
     def saved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         factors: dict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -107,13 +103,18 @@ class MergedForm(SavedForm):
         for name, tensor in tensors.items():
             layer = self._layers.get(name)
             if layer is None:
-                plain[self._plain.get(name, name)] = tensor
+                plain[self._plain(name)] = tensor
             else:
                 factors[layer][name.removeprefix(f"{layer}.")] = tensor
         for layer, own in factors.items():
             name = f"{layer}.weight"
             plain[name] = plain[name] + self._products[layer].of(own)
         return super().saved(plain)
+
+    def _plain(self, name: str) -> str:
+        """Return the name in the base model of what a tensor becomes, or is added to."""
+        layer = self._layers.get(name)
+        return plain_name(name) if layer is None else f"{layer}.weight"
 
 
 def saving_form(model: nn.Module, adapters: Adapters) -> SavedForm:
@@ -129,7 +130,7 @@ def saving_form(model: nn.Module, adapters: Adapters) -> SavedForm:
 
 
 class _Product(nn.Module):
-    """What the adapter of a layer adds to its weight."""
+    """The product of an adapter's factors, which is added to the weight of its layer."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()

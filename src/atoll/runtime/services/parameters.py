@@ -22,7 +22,7 @@ from atoll.runtime.verdict import SHOWN
 
 @dataclass(frozen=True, slots=True)
 class StoredShard:
-    """What a rank stores of one parameter or buffer: what moves tensors between two meshes needs to know.
+    """A box of a parameter or buffer that a rank stores, as needed to move tensors between two meshes.
 
     box: of the whole tensor, whose shape it has.  tensor: its elements, of its sizes.
     place: the rank, by its positions along the axes of the mesh.

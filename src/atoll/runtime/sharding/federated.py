@@ -343,6 +343,7 @@ class FederatedSteps(AnchorSteps[HostAnchor]):
             tempo = went_on(tempo, lag=0.0, is_counted=False)  # what the island would send now
         since = 0.0 if first is None else first.since(averaged[-1])
         came_back = self._came_back
+        # What was sent before the island's return was heard late. What came since says how far the others are.
         is_new = first is not None and came_back is not None and not 0 < since < time.monotonic() - came_back
         behind, left_out, is_new = self.link.met((tempo.steps_since(since), tempo.left_out, is_new), _most)
         self._came_back = came_back if is_new else None
