@@ -319,6 +319,22 @@ def _stream(result: Result, device: str) -> Iterator[Figure]:
             )
 
 
+def _float8(result: Result, device: str) -> Iterator[Figure]:
+    rows, losses = result.get("rows", []), result.get("losses", [])
+    yield from _failed([*rows, *losses])
+    plain = {row["compiled"]: row for row in rows if row["precision"] == "bf16"}
+    for row in rows:
+        base = plain[row["compiled"]]
+        if row is not base and not row["problem"] and not base["problem"]:
+            ratio = row["tokens_per_second"] / base["tokens_per_second"]
+            yield Figure(f"FP8 {row['name']} / bf16, tokens/s", f"{ratio:.3f}")
+    base, *others = losses or [{"problem": "none"}]
+    for row in others:
+        if not row["problem"] and not base["problem"]:
+            ratio = fmean(row["losses"][-30:]) / fmean(base["losses"][-30:])
+            yield Figure(f"{row['name']} / bf16, last 30 of {len(row['losses'])} steps", f"{ratio - 1:+.2%}")
+
+
 _OF: Mapping[str, Callable[[Result, str], Iterator[Figure]]] = {
     "card": _card,
     "truth": _truth,
@@ -335,5 +351,6 @@ _OF: Mapping[str, Callable[[Result, str], Iterator[Figure]]] = {
     "sequences": _sequences,
     "host": _host,
     "stream": _stream,
+    "float8": _float8,
     "soak": _soak,
 }

@@ -30,6 +30,7 @@ from benchmarks.gpu.stage import Run, attempt
 
 Batch = Mapping[str, torch.Tensor]
 
+BF16 = Precision.preset("bf16")
 CLIP = 1.0
 PERIOD = 61
 """Tokens repeat after so many, so that there is a loss to lower."""
@@ -121,6 +122,7 @@ class Job:
         compiled: str = "none",
         residency: Residency | None = None,
         host: HostState | None = None,
+        precision: Precision = BF16,
     ) -> Plan:
         """Atoll's plan on one rank. residency: with `action` each block is gathered and freed, as on several ranks."""
         return Plan(
@@ -128,7 +130,7 @@ class Job:
             Layout(layout),
             schedules.build("1f1b", ranks=1, microbatches=self.microbatches),
             self.microbatch,
-            precision=Precision.preset("bf16"),
+            precision=precision,
             recompute=recompute,
             compile=compiled,
             residency=residency,
@@ -140,6 +142,8 @@ MODEL_A = Job(
     layers=24, hidden=2048, heads=16, ffn=5504, vocabulary=32_000, sequence=4096, microbatch=2, microbatches=4
 )
 """1.28 billion parameters besides the embedding, which has no product; 1.35 billion with it."""
+WIDE = Job(layers=4, hidden=4096, heads=32, ffn=14_336, vocabulary=32_000, sequence=4096, microbatch=1, microbatches=4)
+"""Four layers as wide as those of a model of 8 billion: all but keys and values are large enough for FP8."""
 SMALL = Job(layers=12, hidden=768, heads=12, ffn=1728, vocabulary=32_000, sequence=512, microbatch=2, microbatches=8)
 """125 million with little work for each kernel: the host has to keep up."""
 TINY = Job(layers=1, hidden=32, heads=2, ffn=64, vocabulary=64, sequence=16, microbatch=1, microbatches=2)
@@ -167,14 +171,16 @@ def atoll_engine(
     fused: bool = True,
     residency: Residency | None = None,
     host: HostState | None = None,
+    precision: Precision = BF16,
     name: str = "",
 ) -> Make:
     """Atoll with a layout on one rank."""
 
     def make(job: Job, device: torch.device) -> Contender:
+        choices = {"recompute": recompute, "compiled": compiled, "residency": residency, "host": host}
         engine = Engine(
             job.drawn(device),
-            job.plan(layout, recompute=recompute, compiled=compiled, residency=residency, host=host),
+            job.plan(layout, **choices, precision=precision),
             optimizer=lambda groups: job.optimizer(groups, fused=fused),
             clip=CLIP,
             device=device,

@@ -113,6 +113,7 @@ STAGES = (
     Stage("sequences", "sequences", 30),
     Stage("host", "host", 170),
     Stage("stream", "stream", 25),
+    Stage("float8", "float8", 120),
     Stage("soak", "soak", 20, takes_rest=True),
 )
 

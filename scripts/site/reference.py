@@ -61,6 +61,7 @@ PAGES = (
             "atoll": ["Layout", "Precision"],
             "atoll.plans.layouts": [
                 *("Level", "LAYOUT_ALIASES", "ALL_LAYOUTS", "EFFECTIVE", "PRESETS", "ITEM_BYTES"),
+                *("Float8", "FLOAT8_RECIPES"),
                 *("footprint", "Footprint", "kept_bytes", "saved_besides", "saved_bytes"),
                 *("traffic", "Traffic", "published_memory", "PublishedMemory", "AT_ONCE"),
                 *(

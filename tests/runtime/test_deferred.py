@@ -100,8 +100,8 @@ def measure(kind: str) -> dict[str, int]:
     freed, _ = net_bytes(lambda: output.backward(gradient))
     pending = [kept for _, _, kept in collector.found or ()]
     held["after I"] = held["after F"] + freed
-    held["wanted"] = sum(x.nbytes + g.nbytes for x, g in pending)
-    shared = {tensor.untyped_storage().data_ptr() for kept in pending for tensor in kept}
+    held["wanted"] = sum(each.hidden.nbytes + each.gradient.nbytes for each in pending)
+    shared = {tensor.untyped_storage().data_ptr() for kept in pending for tensor in kept[:2]}
     outside = {hidden.untyped_storage().data_ptr(), gradient.untyped_storage().data_ptr()}
     held["storages"] = len(shared - outside)
     held["layers"] = len(layers)

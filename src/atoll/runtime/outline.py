@@ -14,7 +14,7 @@ from atoll.plans.ir import Action, Op, Schedule, insert_vocabulary, lower
 from atoll.plans.ir.residency import SliceBytes, slices_freed
 from atoll.plans.layouts import ITEM_BYTES
 from atoll.plans.plan import Plan
-from atoll.plans.stages import split_blocks
+from atoll.plans.stages import layers_of, split_blocks
 from atoll.prediction.advice import StageSize
 from atoll.program import BACKWARD, Ending, Program, RankShape, lower_row
 from atoll.runtime.models import Adapter, Vocabulary, relative_score, weigh_blocks
@@ -26,7 +26,8 @@ from atoll.runtime.vocabulary.slice import splittable_vocabulary
 class Outline:
     """A model that is split according to a plan.
 
-    runs: the blocks of each stage.  parameters: those of each stage, except those of a split vocabulary.
+    runs: the blocks of each stage.  layers: the blocks that are layers.
+    parameters: those of each stage, except those of a split vocabulary.
     stacked: ids of those of experts, which the expert ranks divide.
     schedule: with its sharding actions and messages.  vocabulary: the ends that are split over the pipeline, if any.
     chunked: the ends of a model whose loss is computed in chunks, if it is.
@@ -36,6 +37,7 @@ class Outline:
     plan: Plan
     adapter: Adapter
     runs: tuple[range, ...]
+    layers: range
     parameters: tuple[tuple[nn.Parameter, ...], ...]
     stacked: frozenset[int]
     schedule: Schedule
@@ -77,6 +79,7 @@ class Outline:
             plan,
             adapter,
             runs,
+            layers_of(weights),
             parameters=own,
             stacked=divided,
             schedule=schedule,

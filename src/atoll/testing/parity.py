@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +19,7 @@ from atoll.base.errors import CostWarning
 from atoll.plans import schedules
 from atoll.plans.host import HostState
 from atoll.plans.ir.residency import Reduction, Residency
-from atoll.plans.layouts import NO_CODECS, Codec, Codecs, Layout, Precision
+from atoll.plans.layouts import NO_CODECS, Codec, Codecs, Float8, Layout, Precision
 from atoll.plans.outer import Outer
 from atoll.plans.plan import AXES, MeshShape, Plan
 from atoll.runtime.engine import Engine
@@ -36,6 +36,7 @@ from atoll.testing.reference import (
     History,
     Recipe,
     ReferenceMuon,
+    convert_layers,
     rows,
     rule_of,
     start,
@@ -115,6 +116,7 @@ class Case:
     host: HostState | None = None
     balance: Balance | None = None
     bad_steps: str = "stop"
+    float8: Float8 | None = None
     model: Recipe = field(default_factory=TinyConfig)
 
     @property
@@ -129,7 +131,7 @@ class Case:
         options: dict[str, Any] = {} if self.slices == 1 else {"slices": self.slices}
         count = self.microbatches // mesh.shares
         schedule = schedules.build(self.schedule, ranks=self.pipeline, microbatches=count, **options)
-        precision = Precision.preset(self.precision)
+        precision = replace(Precision.preset(self.precision), products=self.float8)
         return Plan(
             mesh,
             Layout(self.layout),
@@ -311,7 +313,11 @@ def references(case: Case, units: tuple[tuple[str, ...], ...] = (), codecs: Sett
     }
     if case.outer is None:
         balance = None if case.balance is None else asdict(case.balance)
-        return [train_alone(case.model, **common, codecs=codecs, balance=balance)]
+        convert = None
+        if case.float8 is not None:
+            options: dict[str, Any] = {"recipe": case.float8.recipe, "takes": case.float8.takes}
+            convert = partial(convert_layers, **options, tensor=case.tensor)
+        return [train_alone(case.model, **common, codecs=codecs, balance=balance, convert=convert)]
     outer, unit_of = case.outer, {name: at for at, names in enumerate(units) for name in names}
     return train_islands(
         case.model,
@@ -429,7 +435,7 @@ def _neutral(case: Case) -> Case:
         pipeline=1,
         inter=case.islands,
         intra=1,
-        tensor=1,
+        tensor=1 if case.float8 is None else case.tensor,  # which scales of factors follow
         sequence_parallel=False,
         vocabulary_parallel=False,
         schedule="1f1b",

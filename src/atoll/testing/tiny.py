@@ -19,7 +19,7 @@ class TinyConfig:
     tied: embedding and head share their weight.  frozen: a linear in each layer and one whole layer are frozen.
     odd: widths that no number of ranks divides.  small: parameters of one element.  unused: a parameter that no
     forward touches, and one that only some microbatches touch: those whose first hidden element is positive.
-    trained: the only blocks that are.
+    width: of the feed-forward.  trained: the only blocks that are.
     """
 
     layers: int = 4
@@ -32,6 +32,7 @@ class TinyConfig:
     unused: bool = False
     dropout: float = 0.0
     trained: tuple[int, ...] | None = None
+    width: int = 12
 
     @staticmethod
     def everything() -> TinyConfig:
@@ -61,7 +62,7 @@ class _Embed(nn.Module):
 class _Layer(nn.Module):
     def __init__(self, config: TinyConfig) -> None:
         super().__init__()
-        width = 13 if config.odd else 12
+        width = 13 if config.odd else config.width
         self.norm = nn.LayerNorm(config.hidden)
         self.up = nn.Linear(config.hidden, width)
         self.down = nn.Linear(width, config.hidden)

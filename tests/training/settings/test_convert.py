@@ -201,6 +201,8 @@ LINEAR: dict[str, Any] = {"scheduler.params.warmup_type": "linear"}
 FP16: dict[str, Any] = {"fp16.enabled": True}
 SCALED: dict[str, Any] = {"fp16.loss_scale_window": 2000, "fp16.hysteresis": 1}
 KEPT = {"parallel.layout": "NGG"}
+FLOAT8: dict[str, Any] = {"model.converters": ["quantize.linear.float8"]}
+ROWWISE: dict[str, Any] = {**FLOAT8, "quantize.linear.float8.recipe_name": "rowwise"}
 STAGES: dict[str, Any] = {"parallelism.pipeline_parallel_degree": 2}
 HYBRID: dict[str, Any] = {"parallelism.data_parallel_replicate_degree": 2, "parallelism.data_parallel_shard_degree": 8}
 
@@ -467,7 +469,22 @@ RULES: dict[str, dict[str, list[Row]]] = {
         ],
         "model.hf_assets_path": [("assets", {"data.tokenizer": "assets"})],
         "model.tokenizer_path": [("tokens.json", {"data.tokenizer": "tokens.json"})],
-        "model.converters": [(["float8"], LEFT), ([], NOTHING)],
+        "model.converters": [(["quantize.linear.mx"], LEFT), ([], NOTHING)],
+        "quantize.linear.float8.recipe_name": [
+            ("rowwise", {"train.precision": "fp8-rowwise"}, FLOAT8),
+            ("rowwise_with_gw_hp", {"train.precision": "fp8-rowwise_with_gw_hp"}, FLOAT8),
+            ("tensorwise", LEFT, FLOAT8),
+            ("rowwise", LEFT, FLOAT8 | {"training.mixed_precision_param": "float32"}),
+            ("rowwise", NOTHING),
+        ],
+        "quantize.linear.float8.filter_fqns": [
+            (["output", "auto_filter_small_kn"], NOTHING, ROWWISE),
+            (["attention.wk"], LEFT, ROWWISE),
+            (["attention.wk"], NOTHING),
+        ],
+        "quantize.linear.float8.enable_fsdp_float8_all_gather": [(True, LEFT), (False, NOTHING)],
+        "quantize.linear.float8.emulate": [(True, NOTHING)],
+        "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": [(True, NOTHING)],
         "model.print_after_conversion": [(True, NOTHING)],
         "optimizer.name": [("Adam", {"train.optimizer": "Adam"}), ("AdamW", NOTHING), ("SGD", LEFT)],
         "optimizer.lr": [(7e-4, {"train.lr": 7e-4})],

@@ -45,6 +45,7 @@ TORCHTITAN = {
     "expert_parallel_degree expert_tensor_parallel_degree context_parallel_degree",
     "activation_checkpoint": "mode selective_ac_option early_stop memory_budget preserve_rng_state",
     "compile": "enable components backend",
+    "quantize": "linear",
 }
 """Keys of torchtitan 0.2.2, torchtitan/config/job_config.py, by table."""
 

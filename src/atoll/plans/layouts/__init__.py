@@ -30,7 +30,7 @@ from atoll.plans.layouts.matrices import (
     matrix_pieces,
     swapped_along,
 )
-from atoll.plans.layouts.precision import ITEM_BYTES, PRESETS, Precision
+from atoll.plans.layouts.precision import FLOAT8_RECIPES, ITEM_BYTES, PRESETS, Float8, Precision
 from atoll.plans.layouts.published import PublishedMemory, Traffic, published_memory, traffic
 from atoll.plans.layouts.state import Footprint, footprint, kept_bytes, saved_besides, saved_bytes
 from atoll.plans.layouts.storage import SegmentShape, Sharding, StoredCopies
@@ -41,6 +41,7 @@ __all__ = [
     "BLOCK",
     "CODES",
     "EFFECTIVE",
+    "FLOAT8_RECIPES",
     "GATHER_INTER",
     "GATHER_INTRA",
     "GATHER_PARAMETER",
@@ -60,6 +61,7 @@ __all__ = [
     "Codecs",
     "FlatEntry",
     "FlatMap",
+    "Float8",
     "Footprint",
     "Holders",
     "Layout",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from atoll.base.errors import ConfigError
+from atoll.prediction.cost.float8 import multiplied
 from atoll.prediction.cost.kernels import Exchange, Kernel, Pass, Product
 from atoll.prediction.cost.work import Elements, Saved, Use, Weight
 
@@ -147,7 +148,12 @@ class MixtureWork:
     @property
     def products(self) -> tuple[Product, ...]:
         """Products of linear layers."""
-        return tuple(Product(self.use.tokens, *sizes) for sizes in self._shared.values())
+        found = []
+        for name, (inputs, outputs) in self._shared.items():
+            each = 2 if name == "shared up" and self.sizes.gated else 1
+            layers = [(outputs // each, inputs)] * each
+            found.append(multiplied(Product(self.use.tokens, inputs, outputs), layers, self.use.products))
+        return tuple(found)
 
     @property
     def _experts(self) -> tuple[Product, Product]:

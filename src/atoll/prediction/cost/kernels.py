@@ -27,6 +27,7 @@ class Product:
     """`count` products of matrices, [rows, inner] x [inner, columns] each.
 
     share: factor of the usual rate, if tensor cores cannot be used. A size may be a mean.
+    in_float8: share of its operations whose factors are cast to FP8.
     """
 
     rows: float
@@ -34,6 +35,7 @@ class Product:
     columns: float
     count: int = 1
     share: float = 1.0
+    in_float8: float = 0.0
 
     @property
     def flops(self) -> float:
@@ -41,9 +43,22 @@ class Product:
         return 2.0 * self.rows * self.inner * self.columns * self.count
 
     def moved(self, item: int) -> float:
-        """Return the bytes read and written with elements of `item` bytes."""
-        sizes = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
-        return float(item * sizes * self.count)
+        """Return the bytes read and written with elements of `item` bytes; factors in FP8 have one."""
+        factors = (1.0 - self.in_float8) * item + self.in_float8
+        return float((factors * self._factors + item * self.rows * self.columns) * self.count)
+
+    def cast(self, item: int) -> float:
+        """Return the bytes that the casts of its factors read and write: each is read for its scales and to be cast."""
+        return self.in_float8 * (2 * item + 1) * self._factors * self.count
+
+    @property
+    def cast_bytes(self) -> int:
+        """Bytes of factors in FP8, and of a copy of the right one in the order that the hardware reads."""
+        return math.ceil(self.in_float8 * (self.rows * self.inner + 2 * self.inner * self.columns) * self.count)
+
+    @property
+    def _factors(self) -> float:
+        return self.rows * self.inner + self.inner * self.columns
 
     @property
     def swapped(self) -> Product:
@@ -93,8 +108,14 @@ class Exchange:
 Kernel = Product | FusedAttention | Pass | Exchange
 
 
+_CASTS = 4
+"""Kernels that cast the factors of a product: two each, for scales and for elements."""
+
+
 def launches(kernel: Kernel) -> int:
     """Return how many kernels the host launches for it."""
+    if isinstance(kernel, Product) and kernel.in_float8:
+        return 1 + _CASTS
     return kernel.kernels if isinstance(kernel, Pass) else 1
 
 
@@ -125,6 +146,8 @@ class KernelClock:
         match kernel:
             case Product():
                 own = max(self._arithmetic(kernel), self._memory(kernel.moved(self.item)))
+                if kernel.in_float8:
+                    return max(own, efficiency.launch) + self._casts(kernel)
             case FusedAttention():
                 own = max(
                     kernel.flops / (self.device.rate(self.dtype) * efficiency.attention), self._memory(kernel.nbytes)
@@ -139,6 +162,12 @@ class KernelClock:
                 return collective(kernel.kind, kernel.nbytes, ranks=ranks, link=link)
         return max(own, efficiency.launch)
 
+    def _casts(self, product: Product) -> float:
+        """Return the seconds of the casts of a product's factors."""
+        efficiency = self.device.efficiency
+        reached = efficiency.half if self.item == 2 else 1.0
+        return max(self._memory(product.cast(self.item)) / reached, _CASTS * efficiency.launch)
+
     def _memory(self, nbytes: float) -> float:
         return nbytes / (self.device.bandwidth * self.device.efficiency.memory)
 
@@ -148,8 +177,14 @@ class KernelClock:
         tiles = math.ceil(product.rows / TILE[0]) * math.ceil(product.columns / TILE[1]) * product.count
         waves = tiles / self.device.units
         lost = efficiency.waves * (math.ceil(waves) / waves - 1.0)
-        rate = self.device.rate(self.dtype) * product.share
+        rate = self._rate(product) * product.share
         return product.flops * (1.0 + lost) / (rate * efficiency.products * deep)
+
+    def _rate(self, product: Product) -> float:
+        rate = self.device.rate(self.dtype)
+        if not product.in_float8:
+            return rate
+        return 1.0 / ((1.0 - product.in_float8) / rate + product.in_float8 / self.device.rate("float8"))
 
 
 def collective(kind: str, nbytes: float, *, ranks: int, link: Speed) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from atoll.plans.layouts import ITEM_BYTES
+from atoll.plans.layouts import ITEM_BYTES, Float8
 from atoll.prediction.cost.kernels import Kernel, Product
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class Use:
     "flash".
     loss: "eager" keeps the logits in compute and in fp32, "fused" once.
     chunks: number of parts in which the loss is computed, each with its own part of the logits.
+    products: FP8 products of the linear layers of blocks that are layers; None: they multiply in `compute`.
     """
 
     samples: int
@@ -47,6 +48,7 @@ class Use:
     attention: AttentionKind | None = None
     loss: LossKind = "eager"
     chunks: int = 1
+    products: Float8 | None = None
 
     @property
     def tokens(self) -> int:

@@ -42,6 +42,7 @@ def use_of(plan: Plan, use: Use) -> Use:
         compute=plan.precision.compute,
         recompute=plan.recompute,
         chunks=plan.loss_chunks if use.loss == "eager" else use.chunks,
+        products=plan.precision.products,
     )
 
 

@@ -475,7 +475,7 @@ _CHOICES = (
         "precision",
         "train.precision",
         now=lambda plan: plan.precision.name,
-        others=lambda plan: iter(("fp32", "bf16")),
+        others=lambda plan: iter(("fp32", "bf16", "fp8-rowwise")),
         make=_field("precision", Precision.preset),
         plain="fp32",
         is_exact=False,

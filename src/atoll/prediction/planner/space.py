@@ -119,6 +119,7 @@ class Frame(NamedTuple):
             compute=Precision.preset(self.precision).compute,
             recompute=self.recompute,
             chunks=self.loss_chunks,
+            products=Precision.preset(self.precision).products,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from atoll.runtime.models.buffers import buffers_of, buffers_outside, modules_ou
 from atoll.runtime.outline import Outline
 from atoll.runtime.pipeline.block import LocalBlock
 from atoll.runtime.pipeline.deferred import Collector, defer
+from atoll.runtime.pipeline.float8 import check_float8, multiplication
 from atoll.runtime.pipeline.selective import Selective
 from atoll.runtime.pipeline.stage import Stage
 from atoll.runtime.sequence.divide import DividedSequences
@@ -50,6 +52,7 @@ def build_rank(
     On `meta` no values are created.
     """
     model = _Model.of(outline, around.transport.place.pp, experts, sequences=sequences)
+    check_float8(outline, around.device)
     sliced: VocabularySlice | None = None
     if outline.vocabulary is not None:
         sliced = _slice_vocabulary(model, outline.vocabulary, around, seed=seed, tensor=tensor)
@@ -249,8 +252,11 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
         own_blocks.append(local)
         # Replace the layers' forwards first and then the block's: replaced modules are compiled with the block.
         replaced = False
-        if waits or (plan.compile == "none" and around.device.type != "meta"):
-            replaced = bool(defer(block.module, own, collector, waits=waits, every=keeps, apart=ends.head))
+        products = multiplication(plan.precision, around.device) if at in model.outline.layers else None
+        adds = plan.compile == "none" and around.device.type != "meta"
+        if waits or adds or products is not None:
+            options: dict[str, Any] = {"waits": waits, "every": keeps, "adds": adds, "products": products}
+            replaced = bool(defer(block.module, own, collector, apart=ends.head, **options))
         if around.device.type != "meta":
             replaced |= model.experts.install(at, own, collector, waits=waits)
         local.take_place("none" if has_end or is_table else plan.compile, has_waiting=waits and replaced)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from atoll.base._torch import local_part
 from atoll.base.errors import RunError
 from atoll.runtime.experts.adapters import LowRank
 from atoll.runtime.pipeline.deferred import Collector
+from atoll.runtime.sharding.gradient_buffer import GradientBuffer
 from atoll.runtime.sharding.unit import Unit
 
 _ROW = 16
@@ -76,7 +77,21 @@ class GroupedWeight:
             return
         if self._collector.found is None:
             raise RunError(f"the gradient of {name} was computed outside of a step; use engine.step")
-        self._collector.found.append((unit, name, (rows.detach(), gradient.detach(), counts, self.is_transposed)))
+        factors = GroupedFactors(rows.detach(), gradient.detach(), counts, self.is_transposed)
+        self._collector.found.append((unit, name, factors))
+
+
+class GroupedFactors(NamedTuple):
+    """The factors of the gradient of experts' weights, whose rows are sorted by expert. counts: rows of each."""
+
+    rows: Tensor
+    gradient: Tensor
+    counts: Sequence[int]
+    is_transposed: bool
+
+    def add_to(self, buffer: GradientBuffer) -> None:
+        """Add their products to the gradient in its buffer."""
+        buffer.add_product(self.rows, self.gradient, self.counts, is_transposed=self.is_transposed)
 
 
 class _Grouped(torch.autograd.Function):

@@ -33,6 +33,7 @@ from atoll.base._torch import parameter_replaced
 from atoll.base.errors import AtollError, ConfigError
 from atoll.prediction.cost import Use, Work, Workload
 from atoll.prediction.cost.ends import in_chunks
+from atoll.prediction.cost.float8 import with_float8
 from atoll.runtime.models.adapter import Block, adapter_for, sum_and_count
 from atoll.runtime.models.attention import divide_attention
 from atoll.runtime.models.fused import DeviceType
@@ -67,7 +68,8 @@ class CountedBlock:
 
     def work(self, use: Use) -> Work:
         """See `Work`."""
-        return self._counts.works(use)[self._at]
+        work = self._counts.works(replace(use, products=None))[self._at]
+        return work if use.products is None else with_float8(work, self._counts.linear_in(self._at), use.products)
 
 
 class _State(NamedTuple):
@@ -116,6 +118,13 @@ class _Counts:
             joined=joined,
             costs=costs,
         )
+
+    def linear_in(self, at: int) -> set[tuple[int, int]]:
+        """Return outputs and inputs of the linear layers of a block, if it is a layer."""
+        if at not in self._layers:
+            return set()
+        every = (module for module in self._blocks[at].module.modules() if type(module) is nn.Linear)
+        return {(module.out_features, module.in_features) for module in every}
 
     def _shared(self) -> list[nn.Parameter]:
         """Return the parameters that the first block and the last share; all others must be in one block."""

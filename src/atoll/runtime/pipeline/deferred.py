@@ -40,11 +40,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -56,7 +56,26 @@ from atoll.base._torch import local_part
 from atoll.base.errors import RunError
 from atoll.runtime.models.operations import is_deferrable
 from atoll.runtime.pipeline.selective import Multiplier
+from atoll.runtime.sharding.gradient_buffer import GradientBuffer
 from atoll.runtime.sharding.unit import Unit
+
+
+class OwedProduct(Protocol):
+    """The factors of a weight's gradient, which W multiplies."""
+
+    def add_to(self, buffer: GradientBuffer) -> None:
+        """Add their product to the gradient in its buffer."""
+
+
+class Factors(NamedTuple):
+    """The factors of a linear layer, [..., in] and [..., out], and what multiplies them."""
+
+    hidden: Tensor
+    gradient: Tensor
+    products: Products
+
+    def add_to(self, buffer: GradientBuffer) -> None:
+        self.products.add_weight_gradient(buffer, self.hidden, self.gradient)
 
 
 @dataclass(slots=True)
@@ -69,14 +88,14 @@ class Collector:
 
     # One list at a time, and not of a thread: on CUDA a backward runs on a thread of autograd, while the one that has
     # set `found` waits for it.
-    found: list[tuple[Unit, str, Any]] | None = None
+    found: list[tuple[Unit, str, OwedProduct]] | None = None
     # Set only while a block runs forward, or forward again, whose layers keep or count their products.
     multiplier: Multiplier | None = None
 
     @contextmanager
-    def collecting(self) -> Iterator[list[tuple[Unit, str, Any]]]:
+    def collecting(self) -> Iterator[list[tuple[Unit, str, OwedProduct]]]:
         """Context in which layers append to the yielded list."""
-        found: list[tuple[Unit, str, Any]] = []
+        found: list[tuple[Unit, str, OwedProduct]] = []
         self.found = found
         try:
             yield found
@@ -84,11 +103,31 @@ class Collector:
             self.found = None
 
 
+class Products:
+    """The three products of a linear layer, in the dtype of its factors: of F, of I and of W."""
+
+    def output(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output [..., out] of an input [..., in] and a weight [out, in]."""
+        return F.linear(hidden, weight, bias)
+
+    def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
+        """Return the gradient [..., in] of the input, from that of the output [..., out]."""
+        return gradient @ weight
+
+    def add_weight_gradient(self, buffer: GradientBuffer, hidden: Tensor, gradient: Tensor) -> None:
+        """Add the gradient of the weight to its buffer [out, in]."""
+        buffer.add_product(hidden, gradient)
+
+
+PLAIN = Products()
+
+
 class LinearLayer:
     """A linear layer whose forward is replaced. As it is, its weight has no gradient: it is frozen."""
 
-    def __init__(self, module: nn.Linear, collector: Collector) -> None:
+    def __init__(self, module: nn.Linear, collector: Collector, products: Products = PLAIN) -> None:
         self.module = module
+        self.products = products
         self.collector = collector  # one for all layers of the rank
         # Its gradient is never computed, or zero: see `_backward`.
         self._anchor = torch.zeros(1, dtype=torch.float32, device=module.weight.device, requires_grad=True)
@@ -106,7 +145,7 @@ class LinearLayer:
         module = self.module
         # An evaluation, or the first forward of a block that will run again. Under "selective" that first forward has a
         # multiplier, which must see this product.
-        if self.collector.multiplier is None and not torch.is_grad_enabled():
+        if self.products is PLAIN and self.collector.multiplier is None and not torch.is_grad_enabled():
             return F.linear(hidden, module.weight, module.bias)
         weight = module.weight
         if isinstance(weight, DTensor):
@@ -130,7 +169,7 @@ class LinearLayer:
 
     def multiply(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output without a history: computed, or what selective recompute has kept."""
-        multiply = partial(F.linear, hidden, weight, bias)
+        multiply = partial(self.products.output, hidden, weight, bias)
         multiplier = self.collector.multiplier
         return multiply() if multiplier is None else multiplier.product(multiply)
 
@@ -162,11 +201,18 @@ class LinearLayer:
 class DeferredWeight(LinearLayer):
     """A linear layer and the gradient of its weight."""
 
-    def __init__(self, module: nn.Linear, unit: Unit, name: str, collector: Collector, *, waits: bool) -> None:
-        super().__init__(module, collector)
+    def __init__(
+        self,
+        module: nn.Linear,
+        owner: tuple[Unit, str],
+        collector: Collector,
+        *,
+        waits: bool,
+        products: Products = PLAIN,
+    ) -> None:
+        super().__init__(module, collector, products)
         # Where W adds. By name and not by the parameter: the buffer of the gradient comes and goes with each reduction.
-        self.unit = unit
-        self.name = name
+        self.unit, self.name = owner
         self._waits = waits  # False if the model is one stage: no rank waits for the input's gradient
 
     def collect(self, hidden: Tensor, gradient: Tensor) -> None:
@@ -175,12 +221,12 @@ class DeferredWeight(LinearLayer):
             # In the middle of autograd's backward of the block, with x and y's gradient still at hand: phase I.
             self.unit.touched.add(self.name)
             with torch.no_grad():
-                self.unit.gradient_buffer(self.name, "I").add_product(hidden, gradient)
+                self.products.add_weight_gradient(self.unit.gradient_buffer(self.name, "I"), hidden, gradient)
             return
         if self.collector.found is None:
             raise RunError(f"the gradient of {self.name} was computed outside of a step; use engine.step")
         # Without their history, which would keep the graph.
-        self.collector.found.append((self.unit, self.name, (hidden.detach(), gradient.detach())))
+        self.collector.found.append((self.unit, self.name, Factors(hidden.detach(), gradient.detach(), self.products)))
 
 
 _SLOTS = itertools.count()
@@ -190,8 +236,8 @@ _LAYERS: WeakValueDictionary[int, LinearLayer] = WeakValueDictionary()
 
 @torch.library.custom_op("atoll::deferred_linear", mutates_args=())
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, slot: int) -> Tensor:
-    """Compute `F.linear`, with the weight gradient deferred to the layer `slot`."""
-    return F.linear(hidden, weight, bias)
+    """Compute the product of the layer `slot`, with the weight gradient deferred to it."""
+    return _LAYERS[slot].products.output(hidden, weight, bias)
 
 
 @linear.register_fake
@@ -202,8 +248,9 @@ def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, slot:
 @torch.library.custom_op("atoll::input_gradient", mutates_args=())
 def input_gradient(gradient: Tensor, hidden: Tensor, weight: Tensor, slot: int, is_needed: bool) -> Tensor:
     """Return the gradient of a linear layer's input, [..., in], or a zero if it is not needed. Keep the inputs of W."""
-    _LAYERS[slot].collect(hidden, gradient)
-    return gradient @ weight if is_needed else gradient.new_zeros(1)
+    layer = _LAYERS[slot]
+    layer.collect(hidden, gradient)
+    return layer.products.input_gradient(gradient, weight) if is_needed else gradient.new_zeros(1)
 
 
 @input_gradient.register_fake
@@ -246,7 +293,8 @@ class _Linear(torch.autograd.Function):
         hidden, weight = ctx.saved_tensors
         ctx.layer.collect(hidden, gradient)
         _, needs_input, _, needs_bias, _ = ctx.needs_input_grad
-        return None, gradient @ weight if needs_input else None, None, _bias(gradient) if needs_bias else None, None
+        passed = ctx.layer.products.input_gradient(gradient, weight) if needs_input else None
+        return None, passed, None, _bias(gradient) if needs_bias else None, None
 
 
 def _bias(gradient: Tensor) -> Tensor:
@@ -267,36 +315,40 @@ def defer(
     waits: bool = True,
     every: bool = False,
     apart: nn.Module | None = None,
+    adds: bool = True,
+    products: Callable[[nn.Linear], Products] | None = None,
 ) -> list[LinearLayer]:
     """Defer every trained `nn.Linear` weight of a block that is in `units`; or, without `waits`, accumulate the
     gradients of large ones in I, in one operation.
 
     every: replace the forward of small and of frozen ones too, so that all ask the collector how to multiply.
-    apart: a layer to leave as it is.
+    apart: a layer to leave as it is.  adds: whether gradients of large ones are accumulated in I.
+    products: how a layer multiplies, all plainly if not given. Those with other products are replaced in any case.
     """
     # A weight of no unit here belongs to a module that is computed elsewhere, whose forward is replaced already.
     owners = {id(p): (unit, name) for unit in units for name, p in unit.parameters.items()}
 
     def is_worth(weight: Tensor) -> bool:
-        return waits or every or weight.is_cuda or weight.numel() >= LEAST_ADDED
+        return waits or every or (adds and (weight.is_cuda or weight.numel() >= LEAST_ADDED))
 
     made: list[LinearLayer] = []
     for child in module.modules():
         if type(child) is not nn.Linear or id(child.weight) not in owners or child is apart:
             continue
-        if is_deferrable(child) and is_worth(child.weight):
-            made.append(DeferredWeight(child, *owners[id(child.weight)], collector, waits=waits))
-        elif every and not child.weight.requires_grad:
-            made.append(LinearLayer(child, collector))
+        own = PLAIN if products is None else products(child)
+        if is_deferrable(child) and (own is not PLAIN or is_worth(child.weight)):
+            made.append(DeferredWeight(child, owners[id(child.weight)], collector, waits=waits, products=own))
+        elif own is not PLAIN or (every and not child.weight.requires_grad):
+            made.append(LinearLayer(child, collector, own))
     return made
 
 
-Pending = dict[Unit, list[tuple[str, Any]]]
+Pending = dict[Unit, list[tuple[str, Tensor | OwedProduct]]]
 """Work deferred from I to W, by unit: a parameter's name, and its gradient or the factors of it."""
 
 
 @torch.no_grad()
-def compute_weights(unit: Unit, pending: list[tuple[str, Any]]) -> None:
+def compute_weights(unit: Unit, pending: list[tuple[str, Tensor | OwedProduct]]) -> None:
     """Compute W of a unit: add pending gradients to those of its weights, and remove them so that they are freed."""
     # In the order of I: the parts of a weight that a microbatch uses twice are added in one order under every schedule.
     # An entry leaves the list before its product, so its tensors are freed after it and not after all of the unit's.
@@ -308,8 +360,5 @@ def compute_weights(unit: Unit, pending: list[tuple[str, Any]]) -> None:
         if isinstance(kept, Tensor):  # from autograd, of a weight that is also used outside of its layer
             buffer.add(kept)
         else:
-            hidden, gradient, *of_experts = kept  # of experts: the rows of each, and whether weights are transposed
-            counts, is_transposed = of_experts or (None, False)
-            buffer.add_product(hidden, gradient, counts=counts, is_transposed=is_transposed)
-            del hidden, gradient
+            kept.add_to(buffer)
         del kept

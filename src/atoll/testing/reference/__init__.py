@@ -11,6 +11,7 @@ from their documentation:
     update          the optimizer that is given, weight decay on matrices only, clipping by the global norm; Muon with
                     AdamW for what is no hidden matrix (`ReferenceMuon`)
     experts         losses of routers and steps of selection biases, if they are given (`Balancing`)
+    FP8             torchao's own linear layers
     codecs          what `atoll.testing.coded` makes of gradients, parameters and outer gradients, if it is given
 
 The two seeds are those of DESIGN.md, "Same result".
@@ -18,6 +19,7 @@ The two seeds are those of DESIGN.md, "Same result".
 
 from atoll.testing.reference.dropout import reference_seed
 from atoll.testing.reference.federation import FederatedHistory, train_federation
+from atoll.testing.reference.float8 import convert_layers
 from atoll.testing.reference.initial import module_seed, rule_of, start
 from atoll.testing.reference.losses import IGNORED, forward, rows, token_loss
 from atoll.testing.reference.model import Recipe, Routed, named_parameters, tied
@@ -31,6 +33,7 @@ __all__ = [
     "Recipe",
     "ReferenceMuon",
     "Routed",
+    "convert_layers",
     "forward",
     "module_seed",
     "named_parameters",

@@ -125,10 +125,13 @@ class ReferenceReplica:
         microbatches: int,
         codecs: Setting | None = None,
         balance: Mapping[str, float] | None = None,
+        convert: Callable[[nn.Module], None] | None = None,
     ) -> None:
         self._recipe, self._first, self._count = recipe, first, microbatches
         with torch.random.fork_rng(devices=[]):
             self.model = start(recipe, seed).to(device=device, dtype=dtype)
+        if convert is not None:
+            convert(self.model)
         self._seeding = Seeding(recipe, self.model, seed)
         self.trained = {name: p for name, p in named_parameters(self.model).items() if p.requires_grad}
         self._decayed = [parameter for parameter in self.trained.values() if parameter.dim() > 1]
@@ -209,12 +212,14 @@ def train_alone(
     clip: float | None,
     codecs: Setting | None = None,
     balance: Mapping[str, float] | None = None,
+    convert: Callable[[nn.Module], None] | None = None,
 ) -> History:
     """Train the unsplit model in this process, microbatch after microbatch; bad steps are skipped.
 
-    balance: of experts, see `Balancing`.
+    balance: of experts, see `Balancing`.  convert: what replaces modules of the model, which keep their parameters.
     """
     own: dict[str, Any] = {"first": 0, "microbatches": microbatches, "codecs": codecs, "balance": balance}
+    own["convert"] = convert
     replica = ReferenceReplica(recipe, seed, dtype, device, optimizer, **own)
     for step in range(steps):
         samples = microbatches * microbatch

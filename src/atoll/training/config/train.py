@@ -6,10 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from atoll.base.errors import PlanError
+from atoll.base.errors import LayoutError, PlanError
 from atoll.base.faults import BadStepPolicy
+from atoll.plans.layouts import Precision
 from atoll.training.config.section import (
     NAMED,
     Fraction,
@@ -69,6 +70,15 @@ def _as_objective(value: str) -> str:
     raise ValueError('must be "causal" or "masked", or the latter with a share of tokens, as in "masked 0.3"')
 
 
+def _as_precision(value: object) -> object:
+    if isinstance(value, str):  # which names the reason against formats that people ask for
+        try:
+            Precision.preset(value)
+        except LayoutError as error:
+            raise ValueError(str(error)) from error
+    return value
+
+
 class RouterSection(Section):
     """[train.router]: balance of a mixture's experts; see `atoll.runtime.pipeline.routing.Balance`."""
 
@@ -92,9 +102,11 @@ class Train(Section):
     """sequences per step, over all ranks"""
     microbatch: Positive = 4
     """sequences per microbatch, on one data-parallel rank"""
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    precision: Annotated[
+        Literal["fp32", "bf16", "fp16", "fp64", "fp8-rowwise", "fp8-rowwise_with_gw_hp"], BeforeValidator(_as_precision)
+    ] = "fp32"
     """bf16 and fp16 keep master weights, optimizer state, gradients and reductions in fp32; fp16 scales the loss and
-    skips steps that overflow"""
+    skips steps that overflow; "fp8-…" is bf16 with large linear layers in FP8, by torchao: docs/training.md#fp8"""
     seed: Natural = 0
     """seed of initial weights, dropout and sample order"""
     lr: NotNegative = 3e-3

@@ -188,7 +188,7 @@ def _words(prediction: Prediction) -> list[tuple[str, str]]:
         ("gathering", _gathering(plan)),
         *([("codecs", f"between groups: {plan.codecs}")] if plan.codecs else []),
         *([] if plan.outer is None else [("outer steps", _outer(plan))]),
-        ("precision", f"computes in {plan.precision.compute}, optimizer in {plan.precision.master}"),
+        ("precision", f"computes in {plan.precision}, optimizer in {plan.precision.master}"),
         ("recompute", {"none": "nothing", "block": "all activations of a block"}.get(plan.recompute, plan.recompute)),
     ]
     if prediction.cluster is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from atoll.plans.layouts import FLOAT8_RECIPES
 from atoll.training.config.foreign import WORDS
 from atoll.training.settings.rules import (
     Conversion,
@@ -93,6 +94,35 @@ def _decay_ratio(into: Conversion, path: str, value: Any) -> None:
         into.put("train.lr_schedule", f"wsd {decay}")
 
 
+FLOAT8 = "quantize.linear.float8"
+"""torchtitan's converter of linear layers to FP8, and the table of its options."""
+
+
+def _converters(into: Conversion, path: str, value: Any) -> None:
+    others = [each for each in value if each != FLOAT8]
+    into.counts["float8"] = FLOAT8 in value
+    if others:
+        into.leave(path, value, f"of these {FLOAT8} alone has a counterpart, the precisions fp8-…")
+
+
+def _recipe(into: Conversion, path: str, value: Any) -> None:
+    """Convert the recipe of FP8 layers, which is read if the converter is on. Behind the precision."""
+    if not into.counts.get("float8"):
+        return
+    if value not in FLOAT8_RECIPES:
+        into.leave(path, value, f"recipes of FP8 are {' and '.join(FLOAT8_RECIPES)}")
+    elif into.get("train.precision", "") != "bf16":
+        into.leave(path, value, "FP8 layers have results in bf16")
+    else:
+        into.put("train.precision", f"fp8-{value}")
+
+
+def _skipped(into: Conversion, path: str, value: Any) -> None:
+    others = [each for each in value if each not in ("output", "auto_filter_small_kn")]
+    if others and into.counts.get("float8"):
+        into.leave(path, value, "layers that are large enough multiply in FP8, all but the head")
+
+
 def _components(into: Conversion, path: str, value: Any) -> None:
     others = [each for each in value if each != "model"]
     if others and into.get("parallel.compile", "none") != "none":
@@ -142,7 +172,7 @@ _RULES: Mapping[str, Rule] = {
     "model.flavor": _flavor,
     "model.hf_assets_path": to("data.tokenizer"),
     "model.tokenizer_path": to("data.tokenizer"),
-    "model.converters": if_set("linear layers compute in the precision of the run"),
+    "model.converters": _converters,
     "optimizer.name": _titan_optimizer,
     "optimizer.lr": to("train.lr"),
     "optimizer.eps": to("train.optimizer_options.eps"),
@@ -171,6 +201,11 @@ _RULES: Mapping[str, Rule] = {
     "training.dataset": says("data.source, a file or folder on this machine"),
     "training.dtype": unless("float32", "parameters are stored in fp32"),
     "training.mixed_precision_param": to_or("bf16", "train.precision", bfloat16="bf16", float32="fp32"),
+    f"{FLOAT8}.recipe_name": _recipe,
+    f"{FLOAT8}.filter_fqns": _skipped,
+    f"{FLOAT8}.enable_fsdp_float8_all_gather": if_set("parameters are gathered in bf16; see parallel.codecs.parameter"),
+    f"{FLOAT8}.emulate": needless,  # as on any CPU
+    f"{FLOAT8}.precompute_float8_dynamic_scale_for_fsdp": needless,
     "training.mixed_precision_reduce": unless("float32", "gradients are reduced in fp32"),
     "training.enable_cpu_offload": state_to_host(everything=True),
     "parallelism.pipeline_parallel_schedule": to(
@@ -240,6 +275,8 @@ def _defaults(given: Given) -> dict[str, Any]:
         "metrics.enable_tensorboard": False,
         "job.dump_folder": "./outputs",
     }
+    if FLOAT8 in (given.get("model.converters") or ()):
+        found[f"{FLOAT8}.recipe_name"] = None
     stages = given.get("parallelism.pipeline_parallel_degree", 1)
     if type(stages) is int and stages > 1:
         found |= {

@@ -146,6 +146,8 @@ class Subject:
             found.append(f"{plan.schedule.slices} slices of each sequence: the pipeline has whole ones")
         if plan.loss_chunks > 1:
             found.append(f"a loss in {plan.loss_chunks} chunks of tokens: it is the training script's there")
+        if plan.precision.products is not None and "float8" not in has:
+            found.append(f"{plan.precision.products}: they multiply in {plan.precision.compute}")
         if plan.outer is not None:
             found.append(f"outer steps ({plan.outer}): all groups take every step together")
         if plan.post_validation:

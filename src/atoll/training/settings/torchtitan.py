@@ -11,7 +11,7 @@ from atoll.base.toml import nested_to_toml
 from atoll.plans.host import TRAINED_TOO
 from atoll.plans.ir import Op
 from atoll.plans.ir.text import to_csv
-from atoll.plans.layouts import Level
+from atoll.plans.layouts import Float8, Level
 from atoll.training.settings.subject import FULL, HYBRID, REPLICATED, Settings, Subject, TorchSharding
 
 _VERSION = "torchtitan 0.2.2"
@@ -49,7 +49,7 @@ def torchtitan(subject: Subject) -> Settings:
     # FSDP alone offloads, and then all three; its step is made on the host.
     offloads = shard > 1 and host is not None and host.steps_there and host.parameters == TRAINED_TOO and host.gradients
     there = ("update-on-host", TRAINED_TOO, "gradients") if offloads else ()
-    limits = [*subject.shared_limits("bias_rate", *there), *sharding.limits(plan)]
+    limits = [*subject.shared_limits("bias_rate", "float8", *there), *sharding.limits(plan)]
     parallelism: dict[str, Any] = {
         "data_parallel_replicate_degree": mesh.data // shard,
         "data_parallel_shard_degree": shard // mesh.sequence,
@@ -114,9 +114,23 @@ def torchtitan(subject: Subject) -> Settings:
         | ({"selective_ac_option": "op"} if plan.recompute == "selective" else {}),
         "compile": {"enable": plan.compile != "none", "components": ["model"]},
     }
+    if plan.precision.products is not None:
+        tables["model"]["converters"] = ["quantize.linear.float8"]
+        tables["quantize"] = {"linear": {"float8": _float8(plan.precision.products, limits)}}
     files = {"torchtitan.toml": nested_to_toml(tables), **files}
     launch = f"{subject.torchrun} -m torchtitan.train --job.config_file torchtitan.toml"
     return Settings("torchtitan", _VERSION, files, (launch,), tuple(limits))
+
+
+def _float8(float8: Float8, limits: list[str]) -> dict[str, Any]:
+    """Return the options of torchtitan's FP8 layers. Its rule for small ones is torchao's, of which "rowwise" has
+    one."""
+    skipped = ["output"]
+    if float8.recipe == "rowwise" and not float8.small:
+        skipped.append("auto_filter_small_kn")
+    elif not float8.small:
+        limits.append(f"small linear layers in bf16: under {float8.recipe} torchtitan has all but the output in FP8")
+    return {"recipe_name": float8.recipe, "filter_fqns": skipped}
 
 
 def _sequences(subject: Subject, sharding: TorchSharding) -> Iterator[str]:

@@ -54,6 +54,7 @@ def predict_plan(
         compute=plan.precision.compute,
         recompute=plan.recompute,
         chunks=plan.loss_chunks,
+        products=plan.precision.products,
     )
     kind = config.parallel.device if device is None else device
     return Prediction(workload_of(config, known, on_cpu=kind == "cpu"), plan, cluster, use, reads_in_place)
