@@ -104,9 +104,9 @@ def test_a_counted_model_agrees_with_the_formulas() -> None:
 def test_the_planner_takes_it_as_a_precision() -> None:
     goal = Goal(sequence=4096, global_batch=16, ranks=8)
     space = Space(precision=(ROWWISE,), pipeline=(1,), tensor=(1,), layouts=(Layout("GGG"),), recompute=("block",))
-    best = plan(LLAMA, H100, goal, space).best
+    best = plan(LLAMA, H100, goal, space).prediction
     assert best.plan.precision == Precision.preset(ROWWISE)
-    assert best.prediction.use.products == Float8("rowwise")
+    assert best.use.products == Float8("rowwise")
 
 
 def test_explain_says_what_it_would_save() -> None:
