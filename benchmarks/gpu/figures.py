@@ -332,7 +332,8 @@ def _float8(result: Result, device: str) -> Iterator[Figure]:
     for row in others:
         if not row["problem"] and not base["problem"]:
             ratio = fmean(row["losses"][-30:]) / fmean(base["losses"][-30:])
-            yield Figure(f"{row['name']} / bf16, last 30 of {len(row['losses'])} steps", f"{ratio - 1:+.2%}")
+            what = f"{row['name']} / bf16, last 30 of {len(row['losses'])} steps"
+            yield Figure(what, f"{ratio - 1:+.2%}", "within 1%", abs(ratio - 1) <= 0.01)
 
 
 _OF: Mapping[str, Callable[[Result, str], Iterator[Figure]]] = {

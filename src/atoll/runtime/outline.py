@@ -79,7 +79,7 @@ class Outline:
             plan,
             adapter,
             runs,
-            layers_of(weights),
+            layers=layers_of(weights),
             parameters=own,
             stacked=divided,
             schedule=schedule,

@@ -154,7 +154,8 @@ sequence = 0
         "model.hidden = 130 is not a multiple of model.heads = 4; use hidden = 128 or 132",
         "model.heads = 4 is not a multiple of model.kv_heads = 3; use kv_heads = 1, 2 or 4",
         "train.steps = 'many': must be a valid integer (line 6)",
-        "train.precision = 'int8': must be 'fp32', 'bf16', 'fp16' or 'fp64' (line 7)",
+        "train.precision = 'int8': must be 'fp32', 'bf16', 'fp16', 'fp64', 'fp8-rowwise' or "
+        "'fp8-rowwise_with_gw_hp' (line 7)",
         "parallel.layout = 'IIX': no layout 'IIX'",
         "data.sequence = 0: must be greater than or equal to 1 (line 12)",
         "checkpoint.keep = 0: must be greater than or equal to 1 (from --set)",

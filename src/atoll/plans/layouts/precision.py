@@ -108,9 +108,14 @@ class Precision:
         """Return the preset `name`: fp32, fp64, bf16 or fp16 (the halves with fp32 master and reductions); or bf16 with
         FP8 products of linear layers, `fp8-rowwise` or `fp8-rowwise_with_gw_hp`."""
         if name not in PRESETS:
-            why = next((f": {reason}" for part, reason in _REFUSED.items() if part in name.lower()), "")
-            raise LayoutError(f"no precision {name!r}{why}; known: {', '.join(PRESETS)}")
+            why = Precision.reason_against(name)
+            raise LayoutError(f"no precision {name!r}{why and f': {why}'}; known: {', '.join(PRESETS)}")
         return PRESETS[name]
+
+    @staticmethod
+    def reason_against(name: str) -> str:
+        """Return why there is no preset of that name, if it is one that people ask for; otherwise nothing."""
+        return next((reason for part, reason in _REFUSED.items() if part in name.lower()), "")
 
 
 def _uniform(name: str, dtype: str) -> Precision:

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from atoll.plans.layouts import Float8
 from atoll.prediction.cost.kernels import Kernel, Product
 from atoll.prediction.cost.work import Work
 
-Sizes = tuple[int, int]
+if TYPE_CHECKING:
+    from atoll.prediction.cost.transformer import Transformer
+
+LayerSizes = tuple[int, int]
 """Outputs and inputs of a linear layer on one rank."""
 
 
-def multiplied(product: Product, layers: Sequence[Sizes], float8: Float8 | None) -> Product:
+def multiplied(product: Product, layers: Sequence[LayerSizes], float8: Float8 | None) -> Product:
     """Return the product of one or more linear layers with the same input, of which some multiply in FP8; none of its
     layers: a module that is no `nn.Linear`."""
     if float8 is None or not layers:
         return product
     sizes = [(outputs * inputs, float8.takes(outputs, inputs)) for outputs, inputs in layers]
     return replace(product, in_float8=sum(size for size, taken in sizes if taken) / sum(size for size, _ in sizes))
+
+
+def outputs_of(sizes: Transformer, name: str, outputs: int) -> tuple[int, ...]:
+    """Return the outputs of the linear layers that are one product of a transformer's layer; none of GPT-2's, which are
+    no `nn.Linear`."""
+    parts = {"qkv": (sizes.queries, sizes.keys, sizes.keys), "up": (sizes.ffn,) * (sizes.up // sizes.ffn)}
+    return parts.get(name, (outputs,)) if sizes.implementation.waits else ()
 
 
 def learnt(product: Product, float8: Float8 | None) -> Product:
@@ -33,7 +44,7 @@ def cast_bytes(kernels: Iterable[Kernel]) -> int:
     return max((kernel.cast_bytes for kernel in kernels if isinstance(kernel, Product)), default=0)
 
 
-def with_float8(work: Work, layers: Collection[Sizes], float8: Float8) -> Work:
+def with_float8(work: Work, layers: Collection[LayerSizes], float8: Float8) -> Work:
     """Return the work of a block that was counted without FP8, with linear layers of these sizes."""
     taken = {sizes for sizes in layers if float8.takes(*sizes)}
     if not taken:

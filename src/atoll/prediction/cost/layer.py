@@ -24,7 +24,7 @@ from atoll.prediction.cost.divided import (
 )
 from atoll.prediction.cost.ends import without
 from atoll.prediction.cost.experts import MixtureWork
-from atoll.prediction.cost.float8 import cast_bytes, learnt, multiplied
+from atoll.prediction.cost.float8 import cast_bytes, learnt, multiplied, outputs_of
 from atoll.prediction.cost.kernels import Exchange, FusedAttention, Kernel, Pass, Product
 from atoll.prediction.cost.work import NO_ELEMENTS, Saved, Use, Weight, Work
 
@@ -198,16 +198,9 @@ class TransformerLayer:
         for name, (inputs, outputs) in self._linear.items():
             ranks = self._heads_over(use) if name in self.sizes.attention and self.sizes.latent else use.tensor
             own = (inputs // ranks, outputs) if name in by_inputs else (inputs, -(-outputs // ranks))
-            layers = [(own[1] * each // outputs, own[0]) for each in self._outputs_of(name, outputs)]
+            layers = [(own[1] * each // outputs, own[0]) for each in outputs_of(self.sizes, name, outputs)]
             found[name] = multiplied(Product(use.tokens, *own), layers, use.products)
         return found
-
-    def _outputs_of(self, name: str, outputs: int) -> tuple[int, ...]:
-        """Outputs of the linear layers that are one here; those of GPT-2 are no `nn.Linear`, and are one in it too."""
-        s = self.sizes
-        if not s.implementation.waits:
-            return ()
-        return {"qkv": (s.queries, s.keys, s.keys), "up": (s.ffn,) * (s.up // s.ffn)}.get(name, (outputs,))
 
     @property
     def _is_gathered(self) -> bool:

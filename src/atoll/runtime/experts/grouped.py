@@ -77,7 +77,7 @@ class GroupedWeight:
             return
         if self._collector.found is None:
             raise RunError(f"the gradient of {name} was computed outside of a step; use engine.step")
-        factors = GroupedFactors(rows.detach(), gradient.detach(), counts, self.is_transposed)
+        factors = GroupedFactors(rows.detach(), gradient.detach(), counts, is_transposed=self.is_transposed)
         self._collector.found.append((unit, name, factors))
 
 

@@ -119,13 +119,13 @@ class Products:
         buffer.add_product(hidden, gradient)
 
 
-PLAIN = Products()
+PLAIN_PRODUCTS = Products()
 
 
 class LinearLayer:
     """A linear layer whose forward is replaced. As it is, its weight has no gradient: it is frozen."""
 
-    def __init__(self, module: nn.Linear, collector: Collector, products: Products = PLAIN) -> None:
+    def __init__(self, module: nn.Linear, collector: Collector, products: Products = PLAIN_PRODUCTS) -> None:
         self.module = module
         self.products = products
         self.collector = collector  # one for all layers of the rank
@@ -145,7 +145,7 @@ class LinearLayer:
         module = self.module
         # An evaluation, or the first forward of a block that will run again. Under "selective" that first forward has a
         # multiplier, which must see this product.
-        if self.products is PLAIN and self.collector.multiplier is None and not torch.is_grad_enabled():
+        if self.products is PLAIN_PRODUCTS and self.collector.multiplier is None and not torch.is_grad_enabled():
             return F.linear(hidden, module.weight, module.bias)
         weight = module.weight
         if isinstance(weight, DTensor):
@@ -208,7 +208,7 @@ class DeferredWeight(LinearLayer):
         collector: Collector,
         *,
         waits: bool,
-        products: Products = PLAIN,
+        products: Products = PLAIN_PRODUCTS,
     ) -> None:
         super().__init__(module, collector, products)
         # Where W adds. By name and not by the parameter: the buffer of the gradient comes and goes with each reduction.
@@ -335,10 +335,10 @@ def defer(
     for child in module.modules():
         if type(child) is not nn.Linear or id(child.weight) not in owners or child is apart:
             continue
-        own = PLAIN if products is None else products(child)
-        if is_deferrable(child) and (own is not PLAIN or is_worth(child.weight)):
+        own = PLAIN_PRODUCTS if products is None else products(child)
+        if is_deferrable(child) and (own is not PLAIN_PRODUCTS or is_worth(child.weight)):
             made.append(DeferredWeight(child, owners[id(child.weight)], collector, waits=waits, products=own))
-        elif own is not PLAIN or (every and not child.weight.requires_grad):
+        elif own is not PLAIN_PRODUCTS or (every and not child.weight.requires_grad):
             made.append(LinearLayer(child, collector, own))
     return made
 

@@ -26,7 +26,7 @@ from atoll.base._torch import local_part
 from atoll.base.errors import PlanError
 from atoll.plans.layouts import Float8, Precision
 from atoll.runtime.outline import Outline
-from atoll.runtime.pipeline.deferred import PLAIN, Products
+from atoll.runtime.pipeline.deferred import PLAIN_PRODUCTS, Products
 from atoll.runtime.sharding.gradient_buffer import GradientBuffer
 
 CAPABILITY = (8, 9)
@@ -88,7 +88,7 @@ def multiplication(precision: Precision, device: torch.device) -> Callable[[nn.L
 
     def choose(module: nn.Linear) -> Products:
         outputs, inputs = local_part(module.weight).shape
-        return in_float8 if float8.takes(outputs, inputs) else PLAIN
+        return in_float8 if float8.takes(outputs, inputs) else PLAIN_PRODUCTS
 
     return choose
 
@@ -112,21 +112,26 @@ class Float8Products(Products):
         config = Float8LinearConfig.from_recipe_name(recipe)
         self._config: Any = replace(config, emulate=is_emulated, pad_inner_dim=True)
         each = config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight
-        self._multiply = LinearMMConfig(*(ScaledMMConfig(is_emulated, how.use_fast_accum, False, True) for how in each))
+        self._multiply = LinearMMConfig(
+            *(
+                ScaledMMConfig(emulate=is_emulated, use_fast_accum=how.use_fast_accum, pad_inner_dim=True)
+                for how in each
+            )
+        )
         self._in_weights = config.cast_config_input_for_grad_weight.scaling_type is not ScalingType.DISABLED
         self._cast = _caster(is_compiled=not is_emulated)
 
     def output(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         c, rows = self._config, hidden.reshape(-1, hidden.shape[-1])
-        left = self._in_float8(rows, c.cast_config_input, "INPUT", -1)
-        right = self._in_float8(weight.t(), c.cast_config_weight, "WEIGHT", 0)
+        left = self._in_float8(rows, c.cast_config_input, "INPUT", axis=-1)
+        right = self._in_float8(weight.t(), c.cast_config_weight, "WEIGHT", axis=0)
         out = torch.mm(left, right).reshape(*hidden.shape[:-1], weight.shape[0])
         return out if bias is None else out + bias.to(out.dtype)
 
     def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
         c, rows = self._config, gradient.reshape(-1, gradient.shape[-1])
-        left = self._in_float8(rows, c.cast_config_grad_output, "GRAD_OUTPUT", -1)
-        right = self._in_float8(weight.t(), c.cast_config_weight_for_grad_input, "WEIGHT", -1)
+        left = self._in_float8(rows, c.cast_config_grad_output, "GRAD_OUTPUT", axis=-1)
+        right = self._in_float8(weight.t(), c.cast_config_weight_for_grad_input, "WEIGHT", axis=-1)
         return torch.mm(left, right.t()).reshape(*gradient.shape[:-1], weight.shape[1])
 
     def add_weight_gradient(self, buffer: GradientBuffer, hidden: Tensor, gradient: Tensor) -> None:
@@ -135,11 +140,11 @@ class Float8Products(Products):
             return
         c = self._config
         rows, columns = (each.reshape(-1, each.shape[-1]) for each in (gradient, hidden))
-        left = self._in_float8(rows, c.cast_config_grad_output_for_grad_weight, "GRAD_OUTPUT", 0)
-        right = self._in_float8(columns, c.cast_config_input_for_grad_weight, "INPUT", 0)
+        left = self._in_float8(rows, c.cast_config_grad_output_for_grad_weight, "GRAD_OUTPUT", axis=0)
+        right = self._in_float8(columns, c.cast_config_input_for_grad_weight, "INPUT", axis=0)
         buffer.add(torch.mm(left.t(), right))
 
-    def _in_float8(self, factor: Tensor, how: Any, role: str, axis: int) -> Tensor:
+    def _in_float8(self, factor: Tensor, how: Any, role: str, *, axis: int) -> Tensor:
         powers = self._config.round_scales_to_power_of_2
         return self._cast(factor, how, self._multiply, role=role, axis=axis, powers=powers)
 

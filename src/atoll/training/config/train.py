@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from atoll.base.errors import LayoutError, PlanError
+from atoll.base.errors import PlanError
 from atoll.base.faults import BadStepPolicy
 from atoll.plans.layouts import Precision
 from atoll.training.config.section import (
@@ -71,11 +71,8 @@ def _as_objective(value: str) -> str:
 
 
 def _as_precision(value: object) -> object:
-    if isinstance(value, str):  # which names the reason against formats that people ask for
-        try:
-            Precision.preset(value)
-        except LayoutError as error:
-            raise ValueError(str(error)) from error
+    if isinstance(value, str) and (why := Precision.reason_against(value)):
+        raise ValueError(f"{value!r} is not to be had: {why}; use fp8-rowwise, or bf16")
     return value
 
 
