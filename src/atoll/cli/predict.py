@@ -131,7 +131,7 @@ def _plan(prediction: Prediction) -> Iterator[str]:
         yield f"experts{over}{shared}"
     batch = f"{plan.schedule.counted} of {plan.microbatch} x {use.sequence} tokens a rank"
     recompute = "" if plan.recompute == "none" else f", recompute {plan.recompute}"
-    yield f"layout {plan.layout.name}, {plan.schedule.name} with {batch}, {plan.precision.compute}{recompute}"
+    yield f"layout {plan.layout.name}, {plan.schedule.name} with {batch}, {plan.precision}{recompute}"
     if plan.host is not None:
         if plan.host.optimizer is not None:
             share = "" if plan.host.fraction == 1 else f", of a share of {plan.host.fraction:g} of the units"

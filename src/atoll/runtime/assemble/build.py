@@ -259,7 +259,9 @@ def _stage(model: _Model, stage: int, units: Mapping[int, Unit], around: Surroun
             replaced = bool(defer(block.module, own, collector, apart=ends.head, **options))
         if around.device.type != "meta":
             replaced |= model.experts.install(at, own, collector, waits=waits)
-        local.take_place("none" if has_end or is_table else plan.compile, has_waiting=waits and replaced)
+        # Layers that are replaced are objects of their own in compiled blocks too.
+        own_graph = replaced and (waits or products is not None)
+        local.take_place("none" if has_end or is_table else plan.compile, has_waiting=own_graph)
     return Stage(
         stage,
         runs[stage],

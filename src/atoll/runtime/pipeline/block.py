@@ -118,7 +118,7 @@ class LocalBlock:
         """Replace the forward of the module that the model calls. Replacements inside the block, and of the block's own
         forward, must be made before, because they are compiled with it.
 
-        has_waiting: whether weight gradients of the block wait for W.
+        has_waiting: whether weight gradients of the block wait for W, or its layers have products of their own.
         """
         self._forward = self.module.forward
         if compiler != "none":

@@ -14,6 +14,7 @@ The tests compare both, product by product.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -40,7 +41,7 @@ def check_float8(outline: Outline, device: torch.device) -> None:
     if float8 is None:
         return
     try:
-        import torchao.float8  # noqa: F401
+        _import_torchao(device)
     except ImportError as error:
         raise PlanError(
             f"FP8 products ({float8.recipe}) are torchao's, which cannot be imported: {error}. Install atoll[fp8], or "
@@ -61,6 +62,16 @@ def check_float8(outline: Outline, device: torch.device) -> None:
         )
     if device.type == "cuda":
         _check_gpu(float8, outline.plan.precision.compute, device)
+
+
+def _import_torchao(device: torch.device) -> None:
+    """Import torchao, on a CPU without its warnings that kernels of GPUs cannot be loaded."""
+    if device.type != "cuda":
+        logging.disable(logging.WARNING)
+    try:
+        import torchao.float8  # noqa: F401
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _check_gpu(float8: Float8, compute: str, device: torch.device) -> None:

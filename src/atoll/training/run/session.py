@@ -221,6 +221,6 @@ def _introduce(plan: Plan, model: nn.Module, corpus: Supply, device: torch.devic
     return (
         f"{world} on {device.type}: pipeline {mesh.pipeline}, inter {mesh.inter}, intra {mesh.intra}{others}; "
         f"layout {plan.layout.name}, {plan.schedule.name} with {plan.schedule.counted} of "
-        f"{plan.microbatch} a rank, {plan.precision.compute}\n{f'{plan.matrices}{chr(10)}' if plan.matrices else ''}"
+        f"{plan.microbatch} a rank, {plan.precision}\n{f'{plan.matrices}{chr(10)}' if plan.matrices else ''}"
         f"{format_count(parameters)} parameters, {corpus.size}"
     )
