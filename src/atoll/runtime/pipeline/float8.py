@@ -66,12 +66,13 @@ def check_float8(outline: Outline, device: torch.device) -> None:
 
 def _import_torchao(device: torch.device) -> None:
     """Import torchao, on a CPU without its warnings that kernels of GPUs cannot be loaded."""
+    before = logging.root.manager.disable
     if device.type != "cuda":
-        logging.disable(logging.WARNING)
+        logging.disable(max(before, logging.WARNING))
     try:
         import torchao.float8  # noqa: F401
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)
 
 
 def _check_gpu(float8: Float8, compute: str, device: torch.device) -> None:
