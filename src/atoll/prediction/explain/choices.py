@@ -191,7 +191,7 @@ def _switch(name: str, key: str, field: str, *, where: Callable[[Plan], bool]) -
 
 
 def _codec(name: str, of: str) -> Choice:
-    """Return the choice of a codec between groups, with the options of the present one."""
+    """Return the choice of a codec between groups or stages, with the options of the present one."""
 
     def make(plan: Plan, value: str) -> Plan:
         codec = None if value == "none" else replace(getattr(plan.codecs, of) or Codec(value), name=value)
@@ -204,6 +204,8 @@ def _codec(name: str, of: str) -> Choice:
     def others(plan: Plan) -> Iterator[str]:
         moves = [*GATHER_PARAMETER[plan.layout.parameters]]
         moves += SYNC_PARAMETER[plan.layout.optimizer, plan.layout.parameters]
+        if of == "hop":
+            return _if(_has_pipeline(plan), "none", *CODED)
         crosses = of == "gradient" or any(move.axis is Axis.INTER for move in moves)
         return _if(plan.mesh.inter > 1 and not plan.has_islands and crosses, "none", *CODED)
 
@@ -482,6 +484,7 @@ _CHOICES = (
     ),
     _codec("gradient codec", "gradient"),
     _codec("parameter codec", "parameter"),
+    _codec("hop codec", "hop"),
 )
 
 CHOICES: Mapping[str, Choice] = {choice.name: choice for choice in _CHOICES}
