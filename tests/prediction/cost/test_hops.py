@@ -154,3 +154,15 @@ def test_explain_proposes_a_codec_where_hops_are_slow() -> None:
     assert "parallel.codecs.hop = " in said
     assert not any("Messages between stages" in each for each in ask(fast, "bottleneck").sentences)
     assert not any(each.choice == "hop codec" for each in slow.better)
+    assert not Explanation(predicted(on=cluster(devices=4))).alternatives("hop codec")
+
+
+def test_slices_have_messages_of_their_own_size() -> None:
+    built = schedules.build("1f1b", ranks=4, microbatches=8, slices=2)
+    found = replace(predicted(INT8), plan=replace(predicted(INT8).plan, schedule=built, slice_work=1e-3))
+    each = [rates.messages[Do.SEND_F, 1] for rates in found.rates[1].of_slices]
+    assert each[0] > each[1] > 0
+    assert sum(each) == CODED
+    held = [*found.held(2)]
+    assert min(own.buffers for own in held) >= 0
+    assert held[-1].buffers == [*replace(found, plan=replace(found.plan, codecs=NO_CODECS)).held(2)][-1].buffers

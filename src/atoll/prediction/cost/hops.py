@@ -41,8 +41,8 @@ class CodedHops:
     def between(self, rank: int, other: int) -> bool:
         """Return True if hops between two pipeline ranks are coded."""
         plan, cluster = self.ranks.plan, self.cluster
-        is_far = plan.codecs.near or cluster is None or not cluster.share_nodes(plan.mesh, rank, other)
-        return self.codec is not None and rank != other and is_far
+        is_coded = self.codec is not None and rank != other
+        return is_coded and (plan.codecs.near or cluster is None or not cluster.share_nodes(plan.mesh, rank, other))
 
     def _ends(self, rank: int) -> Iterator[tuple[int, bool]]:
         """Yield the stages of a rank at an end of a coded hop, and whether it leads to the next stage."""
