@@ -606,10 +606,14 @@ def test_the_page_of_quality() -> None:
             ("DiLoCo", "outer", 0, 2.1),
             ("int8", "codec", 0, 2.002),
             ("int8", "codec", 1, 4.004),
+            ("hop int8", "hop", 0, 2.02),
         )
     ]
     result = {"job": quality.JOB, "steps": 20, "every": 32, "aims": quality.AIMS, "rows": rows}
     page = quality.report(result)
+    assert "| hop int8 | 2.0200 |  | 1 | +1.00% |  |" in page.splitlines()
+    assert "results/hop.svg" in page
+    assert "results/hop.svg" not in quality.report({**result, "rows": rows[:-1]})
     assert "| DiLoCo | 2.1000 |  | 1 | +5.00% |  |" in page.splitlines()
     assert "| int8 | 3.0030 | ± 1.4156 | 2 | +0.10% | 0.3% |" in page.splitlines()
     assert "Only 20 of 2000 steps" in page
@@ -633,6 +637,9 @@ def test_the_page_of_quality_compares_islands_of_muon(tmp_path: Path) -> None:
     quality.publish(result, tmp_path)
     assert ">MuLoCo</text>" in (tmp_path / "results" / "muon.svg").read_text()
     assert ">MuLoCo</text>" not in (tmp_path / "results" / "outer.svg").read_text()
+    assert not (tmp_path / "results" / "hop.svg").exists()
+    quality.publish({**shared, "rows": [*other, {**rows[0], "name": "hop int8", "kind": "hop"}]}, tmp_path)
+    assert ">hop int8</text>" in (tmp_path / "results" / "hop.svg").read_text()
 
 
 def test_settings_of_quality_are_those_of_the_best_trials() -> None:

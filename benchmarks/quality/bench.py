@@ -1,7 +1,8 @@
 """Loss of runs with codecs and outer steps: `python benchmarks/run.py quality`.
 
 A small decoder learns the quickstart's corpus on two groups of one rank each, so that everything which data-parallel
-ranks exchange is encoded, or left out between outer steps. All runs see the same tokens. Each is a command of
+ranks exchange is encoded, or left out between outer steps; or on a pipeline of two stages, whose hops are encoded. All
+runs see the same tokens. Each is a command of
 `atoll train`; the losses are those of its `validation.jsonl`, with outer steps those of the anchors.
 
     --steps N    of each run; 2000 if not given
@@ -60,8 +61,8 @@ JOB: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One way to train. kind: "synchronous", "codec" or "outer".  parallel: keys of [parallel].  begin: number of
-    synchronous steps before them.  seeds: number of seeds to train with.  train: keys of [train].
+    """One way to train. kind: "synchronous", "codec", "hop" or "outer".  parallel: keys of [parallel].
+    begin: number of synchronous steps before them.  seeds: number of seeds to train with.  train: keys of [train].
     steps: 0: those that the command line says."""
 
     name: str
@@ -76,6 +77,10 @@ class Contender:
 def _coded(name: str, codec: str, *, seeds: int = 1, **options: Any) -> Contender:
     codecs = {"codecs": {"gradient": codec, "parameter": codec, **options}}
     return Contender(name, "codec", codecs, seeds=seeds)
+
+
+def _hop(codec: str) -> Contender:
+    return Contender(f"hop {codec}", "hop", {"pipeline": 2, "codecs": {"hop": codec, "near": True}})
 
 
 def _outer(name: str, *, begin: int = 0, seeds: int = 1, **options: Any) -> Contender:
@@ -99,6 +104,7 @@ CONTENDERS = (
     _coded("bf16", "bf16"),
     _coded("fp8", "fp8"),
     _coded("int4, stochastic", "int4", rounding="stochastic"),
+    *map(_hop, ("bf16", "fp8", "int8", "int4")),
 )
 """The first is the base of the others."""
 
@@ -278,7 +284,9 @@ def report(result: Mapping[str, Any]) -> str:
         f"quickstart, {job['data']['tokenizer']}, {train['global_batch']} sequences of {job['data']['sequence']} "
         f"tokens a step, {steps} steps in fp32, two groups of one rank, layout {job['parallel']['layout']}.{few}",
         "*int8*, *int4*, *fp8*, *bf16*: gradients and parameters are encoded between the groups and rounded to "
-        "nearest, gradients with error feedback ([codecs](../../docs/codecs.md)). *DiLoCo*: the groups are islands "
+        "nearest, gradients with error feedback ([codecs](../../docs/codecs.md)). *hop*: instead of two groups a "
+        "pipeline of two stages, whose [hops](../../docs/codecs.md#between-stages) are encoded: activations and their "
+        "gradients, with a scale for each token. *DiLoCo*: the groups are islands "
         f"that average every {result['every']} steps ([outer steps](../../docs/outer.md)), with DiLoCo's Nesterov "
         "momentum of 0.9 and learning rate of 0.7. *outer steps*: the same with a learning rate of "
         f"{TUNED['lr']:g} and momentum of {TUNED['momentum']:g}, the best of three pairs for seed 0, from scratch. "
@@ -289,11 +297,16 @@ def report(result: Mapping[str, Any]) -> str:
         f"Commits of the runs: {', '.join(dict.fromkeys(str(row['commit'])[:12] for row in result['rows']))}.",
         "\n".join(lines),
         "![Validation loss of codecs over steps](results/codec.svg)",
+        *(["![Validation loss of coded hops over steps](results/hop.svg)"] if _has_hops(result) else []),
         "![Validation loss of outer steps over steps](results/outer.svg)",
         "Means of the seeds, from a tenth of the steps on.",
         *(_muon_parts(result) if "muon" in result else ()),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _has_hops(result: Mapping[str, Any]) -> bool:
+    return any(row["kind"] == "hop" for row in result["rows"])
 
 
 def _muon_parts(result: Mapping[str, Any]) -> list[str]:
@@ -334,9 +347,11 @@ def _muon_parts(result: Mapping[str, Any]) -> list[str]:
 
 
 def publish(result: Mapping[str, Any], folder: Path) -> None:
-    """Draw the mean of each contender's curves, those of codecs, outer steps and Muon apart, each beside the base."""
+    """Draw the mean of each contender's curves, those of codecs, hops, outer steps and Muon apart, each beside the
+    base."""
     (folder / "results").mkdir(parents=True, exist_ok=True)
-    pictures = {kind: (result, (kind, "synchronous")) for kind in ("codec", "outer")}
+    kinds = ("codec", *(["hop"] if _has_hops(result) else []), "outer")
+    pictures = {kind: (result, (kind, "synchronous")) for kind in kinds}
     if "muon" in result:
         pictures["muon"] = result["muon"], ("outer", "synchronous")
     for name, (rows, kinds) in pictures.items():

@@ -62,12 +62,14 @@ def advice(plan: Plan, stages: Sequence[StageSize]) -> tuple[str, ...]:
 def _idle_codecs(plan: Plan) -> Iterator[str]:
     """Yield a sentence for codecs that encode nothing."""
     moves = (*GATHER_PARAMETER[plan.layout.parameters], *SYNC_PARAMETER[plan.layout.optimizer, plan.layout.parameters])
-    if plan.codecs and plan.has_islands:
+    if plan.codecs.hop is not None and plan.mesh.pipeline == 1:
+        yield f"parallel.codecs.hop = {plan.codecs.hop.name!r} has no effect: there is one pipeline rank"
+    if plan.codecs.is_between_groups and plan.has_islands:
         yield (
             f"parallel.codecs ({plan.codecs}) has no effect with outer steps: a step sends nothing between islands; "
             "set parallel.outer.codec to encode outer gradients, and leave parallel.codecs out"
         )
-    elif plan.codecs and plan.mesh.inter == 1:
+    elif plan.codecs.is_between_groups and plan.mesh.inter == 1:
         yield (
             f"parallel.codecs ({plan.codecs}) has no effect: the {plan.mesh.data} data-parallel ranks are one group, "
             "and codecs are for what is sent between groups; set parallel.intra to the ranks of a group"

@@ -14,19 +14,29 @@ for.
 
 [Note: received buffers] Buffers are reused after the microbatch's W, if nothing refers to them: W may keep the
 received activation or gradient itself.
+
+[Note: coded hops] Between ranks of different nodes `Codecs.hop` applies to what has a gradient, activation and gradient
+alike: both ends know the form and the peer, so no message says that it is coded. A hop is encoded once, and each rank
+of a tensor-parallel group encodes the same bits. A coded message is decoded where it is waited for, not where it
+arrives, on the stream of the computation; its bytes are freed then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import warnings
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from atoll.base.errors import RunError
+from atoll.base.errors import CostWarning, RunError
 from atoll.plans.ir import Action, Op
+from atoll.plans.layouts import NO_CODECS, Codec, Codecs
+from atoll.plans.plan import Plan
 from atoll.runtime.models.batch import Batch, tensors_in
-from atoll.runtime.transport import Channel, Message, Tag, Transport
+from atoll.runtime.sharding.coding import decode, encode
+from atoll.runtime.transport import Channel, Message, Tag, Transport, shared_memory
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HEADER = 12
@@ -52,7 +62,7 @@ class Parcel:
 
 @dataclass(slots=True)
 class _Expected:
-    """Message that a posted receive waits for."""
+    """Message that a posted receive waits for. codec: of the buffer, None for elements as they are."""
 
     op: Op
     stage: int
@@ -63,6 +73,7 @@ class _Expected:
     wire: Wire | None = None
     message: Message | None = None
     buffer: torch.Tensor | None = None
+    codec: Codec | None = None
 
     def is_for(self, action: Action) -> bool:
         """Return True if the message belongs to this action."""
@@ -70,11 +81,22 @@ class _Expected:
 
 
 class Mail:
-    """Messages of one rank. `rank_of` gives the world rank of a stage."""
+    """Messages of one rank. `rank_of` gives the world rank of a stage.
 
-    def __init__(self, transport: Transport, rank_of: Callable[[int], int]) -> None:
+    codecs: of hops to and from the world ranks `far`.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        rank_of: Callable[[int], int],
+        *,
+        codecs: Codecs = NO_CODECS,
+        far: Collection[int] = (),
+    ) -> None:
         self._transport = transport
         self._rank_of = rank_of
+        self._codecs, self._far = codecs, far
         self._wires: dict[tuple[int, int], Wire] = {}
         self._free: dict[tuple[tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
         self._known: dict[tuple[object, ...], int] = {}
@@ -148,11 +170,27 @@ class Mail:
             self._wires[kind] = Wire(tuple(output.shape), output.dtype, output.requires_grad)
             header = self._encode(self._wires[kind])
             self._transport.post(header, peer, Tag(Channel.SHAPE, stage, microbatch))
-        self._transport.post(output.detach().contiguous(), peer, Tag(Channel.FORWARD, stage, microbatch))
+        send = self._send_coded if self._wires[kind].has_gradient else self.send
+        send(output.detach().contiguous(), peer, Tag(Channel.FORWARD, stage, microbatch))
 
     def send_backward(self, stage: int, microbatch: int, gradient: torch.Tensor) -> None:
         """Send the gradient of a stage's input to the previous stage's rank."""
-        self.send(gradient.contiguous(), self._rank_of(stage - 1), Tag(Channel.BACKWARD, stage, microbatch))
+        self._send_coded(gradient.contiguous(), self._rank_of(stage - 1), Tag(Channel.BACKWARD, stage, microbatch))
+
+    def _send_coded(self, tensor: torch.Tensor, peer: int, tag: Tag) -> None:
+        """Send a contiguous tensor, encoded if the hop is: [Note: coded hops]."""
+        codec = self._codec(tensor, peer)
+        if codec is not None:
+            values, tensor = tensor.view(-1), self._coded(codec, tensor.numel())
+            encode(codec, values, tensor)
+        self.send(tensor, peer, tag)
+
+    def _coded(self, codec: Codec, numel: int) -> torch.Tensor:
+        return torch.empty(codec.nbytes(numel), dtype=torch.uint8, device=self._transport.device)
+
+    def _codec(self, like: torch.Tensor | Wire, peer: int) -> Codec | None:
+        """Return the codec of a hop with a gradient; None where elements are sent as they are."""
+        return self._codecs.hop_of(like.shape[-1], like.dtype.itemsize) if peer in self._far else None
 
     def send(self, tensor: torch.Tensor, peer: int, tag: Tag) -> None:
         """Send a contiguous tensor to a world rank that knows its shape."""
@@ -186,6 +224,9 @@ class Mail:
         assert buffer is not None, "it has just been posted"
         expected.message = expected.buffer = None
         message.wait()
+        if expected.codec is not None:
+            coded, buffer = buffer, self._buffer(wire)
+            decode(expected.codec, coded, buffer.view(-1))
         return buffer, wire
 
     def recycle(self, buffer: torch.Tensor, wire: Wire) -> None:
@@ -213,10 +254,17 @@ class Mail:
         return expected.wire or self._wires.get(expected.kind)
 
     def _start(self, expected: _Expected, wire: Wire) -> None:
-        free = self._free.get((wire.shape, wire.dtype))
-        buffer = free.pop() if free else torch.empty(wire.shape, dtype=wire.dtype, device=self._transport.device)
+        # A message of a split vocabulary is no hop, and has its form from the beginning.
+        is_hop = expected.wire is None and wire.has_gradient
+        codec = expected.codec = self._codec(wire, expected.peer) if is_hop else None
+        buffer = self._buffer(wire) if codec is None else self._coded(codec, math.prod(wire.shape))
         expected.message = self._transport.receive(buffer, expected.peer, expected.tag)
         expected.buffer = buffer
+
+    def _buffer(self, wire: Wire) -> torch.Tensor:
+        """Return a buffer for what a message has, which `recycle` takes back."""
+        free = self._free.get((wire.shape, wire.dtype))
+        return free.pop() if free else torch.empty(wire.shape, dtype=wire.dtype, device=self._transport.device)
 
     def _ask(self, expected: _Expected) -> Wire:
         """Return the form of a new kind of message, from the header that precedes it."""
@@ -262,3 +310,26 @@ def _expect_parcels(action: Action, parcels: Sequence[Parcel]) -> list[_Expected
 def _shapes(batch: Batch) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Return the key that determines a stage's output shape. It includes labels and an encoder-decoder's input."""
     return tuple(sorted((name, tuple(value.shape)) for name, value in tensors_in(batch)))
+
+
+def far_ranks(plan: Plan, transport: Transport) -> frozenset[int]:
+    """Return the world ranks of this rank's pipeline whose hops to and from it are coded. All ranks call it together.
+
+    Pipeline ranks are near where they share a machine in every pipeline: the ranks of a tensor-parallel group have the
+    same activations and encode all of them, or none.
+    """
+    codecs, place, mesh = plan.codecs, transport.place, plan.mesh
+    peers = place.peers("pp")
+    if codecs.hop is None or codecs.near:
+        return frozenset(peers if codecs.hop is not None else ())
+    machines = torch.zeros(mesh.world, dtype=torch.float64)
+    machines[place.rank] = shared_memory.host()
+    axis = [*mesh.sizes].index("pp")
+    at = transport.total(machines).view(*mesh.sizes.values()).movedim(axis, 0).flatten(1)
+    # A machine without a number is 0, and near nobody.
+    near = ((at == at[place.pp]) & (at > 0)).all(1).tolist()
+    found = frozenset(rank for rank, is_near in zip(peers, near, strict=True) if not is_near)
+    if not found and place.rank == 0 and mesh.pipeline > 1:
+        words = f"parallel.codecs.hop = {codecs.hop.name!r} has no effect: stages are on one machine; set near = true"
+        warnings.warn(words, CostWarning, stacklevel=5)
+    return found

@@ -262,10 +262,10 @@ def _train_with_units(case: Case, first: int = 0) -> tuple[History, tuple[tuple[
         history.norms.append(result.grad_norm)
     history.parameters = whole_parameters(engine)
     history.biases = biases_of(engine)
-    if case.codecs:
+    if case.codecs.is_between_groups:
         with engine.full_parameters() as masters:
             history.masters = {name: value.clone() for name, value in masters.items()}
-    if case.codecs or case.encodes_outer:
+    if case.codecs.is_between_groups or case.encodes_outer:
         history.buffers = tuple(rank_buffers(case.model, engine))
     units = units_of(engine)
     engine.close()
@@ -281,7 +281,7 @@ def setting_of(case: Case, histories: Sequence[History]) -> Setting | None:
     codecs = case.codecs
     if case.outer is not None:  # codecs of moves within a step have no effect
         codecs = Codecs(case.outer.codec, feedback=case.outer.feedback)
-    if not codecs or case.inter == 1:
+    if not codecs.is_between_groups or case.inter == 1:
         return None
     places = [case.plan.mesh.place(rank) for rank in range(case.ranks)]
     firsts = [place.inter == 0 and place.intra < place.mesh.expert for place in places]

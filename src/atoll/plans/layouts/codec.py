@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -96,6 +96,18 @@ class Codec:
         """Bytes of an element of a long message, with its share of the scale."""
         return self.code.bits / 8 + (SCALE_BYTES / self.block if self.code.is_scaled else 0)
 
+    def of_rows(self, width: int) -> Codec:
+        """Return the codec for rows of `width` elements, such as tokens: no block goes past the end of a row. Where
+        blocks do not fit, each row has one scale. Raises PlanError for rows that are no block."""
+        if not self.code.is_scaled or width % self.block == 0:
+            return self
+        if width % self.code.multiple:
+            raise PlanError(
+                f"stages send rows of {width} elements, and a block of {self.name} has a multiple of "
+                f"{self.code.multiple}; use parallel.codecs.hop = 'bf16', or 'none'"
+            )
+        return replace(self, block=width)
+
     def __str__(self) -> str:
         """`int8`; options that are not the defaults follow: `int4 of 64, stochastic`."""
         block = f" of {self.block}" if self.code.is_scaled and self.block != BLOCK else ""
@@ -104,27 +116,47 @@ class Codec:
 
 @dataclass(frozen=True, slots=True)
 class Codecs:
-    """The codecs of moves between groups, along `inter`. None: elements are sent as they are.
+    """The codecs of moves between groups, along `inter`, and of hops between stages. None: elements are sent as they
+    are.
 
     gradient: of reductions and of the all-gather that may follow.  parameter: of all-gathers of parameters. A rank that
     keeps a copy receives the difference to it.
     feedback: add the error of a rank's last encoding of gradients to its next one.
+    hop: of activations and their gradients between stages on different nodes, in blocks of one token's elements.
+    near: also between stages on one node.
     """
 
     gradient: Codec | None = None
     parameter: Codec | None = None
     feedback: bool = True
+    hop: Codec | None = None
+    near: bool = False
+
+    def __post_init__(self) -> None:
+        if self.hop is not None and self.hop.rounding != "nearest":
+            raise PlanError(f"hop codec {self.hop}: activations are rounded to nearest; leave rounding out")
 
     def __bool__(self) -> bool:
+        return self.is_between_groups or self.hop is not None
+
+    @property
+    def is_between_groups(self) -> bool:
+        """True if moves between groups are encoded."""
         return self.gradient is not None or self.parameter is not None
 
+    def hop_of(self, width: int, item: int) -> Codec | None:
+        """Return the codec of a hop of rows of `width` elements with `item` bytes each; None if it has no codec, or one
+        that makes it no smaller."""
+        codec = None if self.hop is None else self.hop.of_rows(width)
+        return None if codec is None or codec.item_bytes >= item else codec
+
     def __str__(self) -> str:
-        """`none`, or `gradient int4, parameter int8`."""
-        parts = [
-            f"{what} {codec}" for what, codec in (("gradient", self.gradient), ("parameter", self.parameter)) if codec
-        ]
+        """`none`, or `gradient int4, parameter int8, hop bf16`."""
+        parts = [f"{what} {codec}" for what in ("gradient", "parameter") if (codec := getattr(self, what))]
         if self.gradient is not None and not self.feedback:
             parts.append("no feedback")
+        if self.hop is not None:
+            parts.append(f"hop {self.hop}" + (", also on a node" if self.near else ""))
         return ", ".join(parts) or "none"
 
 

@@ -22,7 +22,7 @@ class Breakdown(NamedTuple):
     optimizer: its step, and waits for slices of matrices that it transforms whole.
     other: pauses, and everything else with a time.
     bubble: waits for a message or a sum that another pipeline rank has not sent yet.
-    messages: waits for messages between stages that are in flight.
+    messages: waits for messages between stages that are in flight, and their coding.
     gathers, reductions: waits for parameters and gradients on the data-parallel links, and copies and casts of gathers.
     sums: waits for the sums at a step's end that are in flight.
     host: waits for copies to host memory and from it, and for steps that its processors make.

@@ -11,6 +11,7 @@ from typing import Any
 from atoll.plans.layouts import ITEM_BYTES, StoredCopies, footprint
 from atoll.plans.schedules import Links, PipelineLink
 from atoll.prediction.cost.cluster import Cluster
+from atoll.prediction.cost.hops import CodedHops
 from atoll.prediction.cost.kernels import Exchange, KernelClock, Product
 from atoll.prediction.cost.ranks import Ranks
 from atoll.prediction.cost.work import Work
@@ -60,15 +61,22 @@ class Durations:
 
         A link with a burst may transfer accumulated bytes at once, so its messages do not wait for each other here.
         """
-        hops = {name: self._hop(speed) for name, speed in self.links.items() if name in ("pp", NEAR)}
+        last = self.ranks.plan.mesh.pipeline - 1  # on another node than the first, if any rank is
+        are_coded = {"pp": self.coded.between(0, last), NEAR: self.ranks.plan.codecs.near}
+        hops = {name: self._hop(self.links[name], are_coded[name]) for name in are_coded if name in self.links}
         if not hops:
             return Links()
-        ranks = range(self.ranks.plan.mesh.pipeline)
+        ranks = range(last + 1)
         near = {(rank, other): hops[NEAR] for rank in ranks for other in self.near(rank)} if NEAR in hops else {}
         return Links(near, hops["pp"])
 
-    def _hop(self, speed: Speed) -> PipelineLink:
-        seconds = speed.seconds(self.ranks.message_bytes)
+    @cached_property
+    def coded(self) -> CodedHops:
+        """The coded hops between stages."""
+        return CodedHops(self.ranks, self.cluster)
+
+    def _hop(self, speed: Speed, is_coded: bool) -> PipelineLink:
+        seconds = speed.seconds(self.coded.nbytes if is_coded else self.ranks.message_bytes)
         if speed.burst:
             return PipelineLink(speed.latency + max(0.0, seconds - speed.burst / speed.rate))
         return PipelineLink(speed.latency, seconds)
@@ -97,12 +105,13 @@ class Durations:
         found = []
         for rank in range(self.ranks.plan.mesh.pipeline):
             seconds = self._by_instruction(rank, parts)
+            seconds |= {at: seconds.get(at, 0.0) + taken for at, taken in self.coded.seconds(rank, self.clock).items()}
             seconds |= self._steps(rank, update)
             seconds |= self._copies(rank)
             seconds |= {key: taken * update for key, taken in self._transforms(rank).items()}
             seconds[Do.FINISH_F, -1] = seconds[Do.START_I, -1] = self.cluster.device.efficiency.pause * pause
             to = dict.fromkeys(self.near(rank), links[NEAR]) if NEAR in links else {}
-            found.append(Rates(seconds, message, links, self.ranks.slices.sent(rank), to))
+            found.append(Rates(seconds, message, links, self.coded.sent(rank), to))
         return tuple(found)
 
     @property
@@ -244,8 +253,10 @@ class Durations:
     def _inside(self, rank: int) -> dict[str, dict[tuple[Operation, int], float]]:
         sizes = self.ranks.use.groups
         axes = {"tensor": ("tp",), "exchanges": ("expert", "sequence")}
-        return {
+        found = {
             part: self._by_instruction(rank, partial(self._collectives, axes=own))
             for part, own in axes.items()
             if max(sizes[axis] for axis in own) > 1
         }
+        coding = self.coded.seconds(rank, self.clock)
+        return found | ({"messages": coding} if coding else {})

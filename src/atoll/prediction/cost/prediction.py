@@ -16,6 +16,7 @@ from atoll.prediction.cost.apart import AnchorBytes, IslandParts
 from atoll.prediction.cost.breakdown import Breakdown, break_down
 from atoll.prediction.cost.cluster import Cluster, Device
 from atoll.prediction.cost.durations import Durations
+from atoll.prediction.cost.hops import CodedHops
 from atoll.prediction.cost.outer import OuterCost, cost_apart, cost_of, outer_bytes_in_flight
 from atoll.prediction.cost.ranks import Ranks
 from atoll.prediction.cost.work import Use, Workload
@@ -135,7 +136,7 @@ class Prediction:
     def held(self, rank: int) -> Iterator[Held]:
         """Return the memory of a pipeline rank between steps, then within and after each instruction of a step."""
         program, rest = self.ranks.programs.ranks[rank], self.rest(rank)
-        shape = with_activations(program.shape, self.ranks)
+        shape = CodedHops(self.ranks, self.cluster).with_messages(with_activations(program.shape, self.ranks))
         yield rest
         outer, state = self.plan.outer, shape.footprint()
         # Without a delay outer gradients are in flight only between steps. A unit's sharded gradients take memory from

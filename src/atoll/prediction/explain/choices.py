@@ -52,6 +52,11 @@ def _knows_host(prediction: Prediction) -> bool:
     return prediction.cluster is not None and prediction.cluster.node.host is not None
 
 
+def _has_far_stages(prediction: Prediction) -> bool:
+    plan, cluster = prediction.plan, prediction.cluster
+    return plan.codecs.near or cluster is None or not cluster.share_nodes(plan.mesh, 0, plan.mesh.pipeline - 1)
+
+
 def _has_all_states(plan: Plan) -> bool:
     return plan.host is not None and plan.host.optimizer is not None and plan.host.fraction == 1
 
@@ -190,8 +195,8 @@ def _switch(name: str, key: str, field: str, *, where: Callable[[Plan], bool]) -
     )
 
 
-def _codec(name: str, of: str) -> Choice:
-    """Return the choice of a codec between groups, with the options of the present one."""
+def _codec(name: str, of: str, applies: Callable[[Prediction], bool] = _always) -> Choice:
+    """Return the choice of a codec between groups or stages, with the options of the present one."""
 
     def make(plan: Plan, value: str) -> Plan:
         codec = None if value == "none" else replace(getattr(plan.codecs, of) or Codec(value), name=value)
@@ -204,10 +209,12 @@ def _codec(name: str, of: str) -> Choice:
     def others(plan: Plan) -> Iterator[str]:
         moves = [*GATHER_PARAMETER[plan.layout.parameters]]
         moves += SYNC_PARAMETER[plan.layout.optimizer, plan.layout.parameters]
+        if of == "hop":
+            return _if(_has_pipeline(plan), "none", *CODED)
         crosses = of == "gradient" or any(move.axis is Axis.INTER for move in moves)
         return _if(plan.mesh.inter > 1 and not plan.has_islands and crosses, "none", *CODED)
 
-    return Choice(name, f"parallel.codecs.{of}", now, others, make, plain="none", is_exact=False)
+    return Choice(name, f"parallel.codecs.{of}", now, others, make, plain="none", is_exact=False, applies=applies)
 
 
 def _outer_codec() -> Choice:
@@ -482,6 +489,7 @@ _CHOICES = (
     ),
     _codec("gradient codec", "gradient"),
     _codec("parameter codec", "parameter"),
+    _codec("hop codec", "hop", _has_far_stages),
 )
 
 CHOICES: Mapping[str, Choice] = {choice.name: choice for choice in _CHOICES}

@@ -209,6 +209,11 @@ def _what_binds(explanation: Explanation) -> Sentences:
                 f"The link {joins} transfers up to {format_bytes(sent)} per rank and step, and is busy for "
                 f"{format_seconds(busy)}, {phrases.percent(busy / step)} of the step."
             )
+    coded = [each for each in explanation.alternatives("hop codec") if each.value != "none" and each.is_better]
+    if coded:
+        best = max(coded, key=lambda each: each.speed)
+        words = f"{phrases.setting(best)} {phrases.outcome(best)}, and rounds activations (docs/codecs.md)"
+        sentences.append(f"Messages between stages take part of the step: {words}.")
     better = explanation.better[:MOST_SAVING]
     sentences.append(
         f"The fastest single change that fits is {better[0].name} ({phrases.setting(better[0])})."

@@ -30,7 +30,7 @@ from atoll.runtime.experts.implementation import choose_implementation
 from atoll.runtime.experts.kinds import stacked_in
 from atoll.runtime.federation.seat import IslandSeat
 from atoll.runtime.lanes import JobLane, LaneKind, host_lanes, lane_of, lanes_of
-from atoll.runtime.mail import Mail
+from atoll.runtime.mail import Mail, far_ranks
 from atoll.runtime.models import Adapter, Batch, Loss, adapter_for, weights_for
 from atoll.runtime.models.sums import check_sum
 from atoll.runtime.models.weights import Weights
@@ -390,7 +390,8 @@ def _executor(
     **options: Any,
 ) -> Executor:
     ranks, placement = transport.place.peers("pp"), outline.schedule.placement
-    mail = Mail(transport, lambda stage: ranks[placement.rank_of(stage)])
+    codecs, far = outline.plan.codecs, far_ranks(outline.plan, transport)
+    mail = Mail(transport, lambda stage: ranks[placement.rank_of(stage)], codecs=codecs, far=far)
     slices, part = sharded.vocabulary, None if sequences is None else sequences.part
     split = None if slices is None else SplitVocabulary(slices, mail, placement, ranks=ranks, part=part)
     return Executor(

@@ -15,6 +15,7 @@ from atoll.plans.outer import Apart, Outer
 from atoll.plans.plan import AXES, ORDERS
 from atoll.training.config.section import Natural, Positive, Section, as_tuple, join_or, raise_all
 
+HopCodecName = Literal["none", "bf16", "fp8", "int8", "int4"]
 CodecName = Literal["none", "bf16", "fp8", "int8", "int4", "int2"]
 
 
@@ -55,7 +56,8 @@ def _as_shares(value: Any) -> Any:
 
 
 class CodecSection(Section):
-    """[parallel.codecs]: encoding of messages between groups of data-parallel ranks; see docs/codecs.md."""
+    """[parallel.codecs]: encoding of messages between groups of data-parallel ranks, and between stages; see
+    docs/codecs.md."""
 
     gradient: CodecName = "none"
     """codec of gradients: docs/codecs.md"""
@@ -65,15 +67,20 @@ class CodecSection(Section):
     """rounding of gradients and outer gradients; parameters are rounded to nearest"""
     feedback: bool = True
     """add the error of a rank's last encoding of gradients, and of outer gradients, to its next one"""
+    hop: HopCodecName = "none"
+    """codec of activations and their gradients between pipeline stages on different nodes: docs/codecs.md"""
+    near: bool = False
+    """`hop` also between stages on one node"""
 
     @property
     def value(self) -> Codecs:
         """The codecs of the plan."""
-        gradient, parameter = (
+        nearest = ROUNDINGS[0]
+        gradient, parameter, hop = (
             None if name == "none" else Codec(name, rounding=rounding)
-            for name, rounding in ((self.gradient, self.rounding), (self.parameter, ROUNDINGS[0]))
+            for name, rounding in ((self.gradient, self.rounding), (self.parameter, nearest), (self.hop, nearest))
         )
-        return Codecs(gradient, parameter, self.feedback)
+        return Codecs(gradient, parameter, self.feedback, hop, self.near)
 
 
 class HostSection(Section):
@@ -239,7 +246,7 @@ class Parallel(Section):
     """activations to recompute in the backward: "block" all of a block's, "selective" all but the outputs of matrix
     products"""
     codecs: CodecSection = Field(default_factory=CodecSection)
-    """encoding of messages between groups: docs/codecs.md"""
+    """encoding of messages between groups, and between stages: docs/codecs.md"""
     outer: OuterSection | None = None
     """outer steps of groups that train independently: docs/outer.md, keys below"""
     host: Annotated[HostSection | None, BeforeValidator(_as_host)] = None

@@ -186,7 +186,7 @@ def _words(prediction: Prediction) -> list[tuple[str, str]]:
             f"{plan.microbatch}" + (f" on each of {mesh.data} data-parallel ranks" if mesh.data > 1 else ""),
         ),
         ("gathering", _gathering(plan)),
-        *([("codecs", f"between groups: {plan.codecs}")] if plan.codecs else []),
+        *([("codecs", str(plan.codecs))] if plan.codecs else []),
         *([] if plan.outer is None else [("outer steps", _outer(plan))]),
         ("precision", f"computes in {plan.precision}, optimizer in {plan.precision.master}"),
         ("recompute", {"none": "nothing", "block": "all activations of a block"}.get(plan.recompute, plan.recompute)),

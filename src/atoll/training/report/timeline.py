@@ -13,7 +13,7 @@ from atoll.base.errors import UserError
 from atoll.plans.ir import Action, Op
 from atoll.prediction.cost import Prediction
 from atoll.prediction.cost.breakdown import pieces
-from atoll.program import Do, Operation, operation_of
+from atoll.program import Do, operation_of
 from atoll.program.trace import GATHER_LANE, REDUCE_LANE, Span, Trace, apart
 from atoll.program.traffic import way_of
 
@@ -22,6 +22,7 @@ PROGRAM = "program"
 
 _TRAVELS = {"gathers": GATHER_LANE, "reductions": REDUCE_LANE, "sync": REDUCE_LANE}
 """The lane of a link by what instructions carry."""
+_RECEIVES = (Do.RECV_F, Do.RECV_B)
 _LINK_PART = {GATHER_LANE: "gathers", REDUCE_LANE: "reductions"}
 
 _PART_OF_OP = {
@@ -111,16 +112,13 @@ def predicted_timeline(prediction: Prediction) -> StepTimeline:
 def _played(prediction: Prediction, rank: int, origin: float) -> Iterator[Bar]:
     played, rates = prediction.played, prediction.rates[rank]
     instructions = played.programs.ranks[rank].instructions
-    inside = prediction.durations.inside(rank)
+    inside, coded = prediction.durations.inside(rank), prediction.durations.coded.received(rank)
     for nth, part, start, end in pieces(played, rank, rates, inside):
         do, action, of, phase = instructions[nth]
         name = f"{do} {phase}" if phase else str(do)
         microbatch = -1 if action.microbatch is None else action.microbatch
-        yield Bar(part, name, start - origin, end - origin, action.stage, microbatch, of, _received(prediction, do))
-
-
-def _received(prediction: Prediction, do: Operation) -> float:
-    return float(prediction.ranks.message_bytes) if do in (Do.RECV_F, Do.RECV_B) else 0.0
+        received = coded.get((do, action.stage), prediction.ranks.message_bytes if do in _RECEIVES else 0)
+        yield Bar(part, name, start - origin, end - origin, action.stage, microbatch, of, float(received))
 
 
 def _travelled(prediction: Prediction, rank: int, origin: float) -> dict[str, list[Bar]]:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from atoll.prediction.cost import Prediction
+from atoll.prediction.cost.hops import CodedHops
 from atoll.prediction.cost.outer import outer_bytes_sent
 from atoll.prediction.cost.ranks import sent_inside
 from atoll.program.host import IN, OUT, STEPS
@@ -65,7 +66,7 @@ def predicted_flows(prediction: Prediction) -> tuple[Flow, ...]:
 
 def _sent(prediction: Prediction, rank: int) -> dict[tuple[str, str], float]:
     ranks = prediction.ranks
-    program, messages = ranks.programs.ranks[rank], ranks.slices.sent(rank)
+    program, messages = ranks.programs.ranks[rank], CodedHops(ranks, prediction.cluster).sent(rank)
     total: defaultdict[tuple[str, str], float] = defaultdict(float)
     plan = prediction.plan
     if plan.outer is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from atoll.plans.layouts import Layout, Level
 from atoll.plans.plan import Plan
@@ -152,8 +152,9 @@ class Subject:
             found.append(f"outer steps ({plan.outer}): all groups take every step together")
         if plan.post_validation:
             found.append("a post-validated optimizer step: the step waits for the global gradient norm")
-        if plan.codecs and "codecs" not in has:
-            found.append(f"codecs between groups ({plan.codecs}): elements are sent as they are")
+        codecs = replace(plan.codecs, gradient=None, parameter=None) if "codecs" in has else plan.codecs
+        if codecs:
+            found.append(f"codecs ({codecs}): elements are sent as they are")
         if plan.expert_layout not in (None, plan.layout):
             found.append(f"layout {plan.expert_layout} of the experts: they have that of everything else")
         for key, value in train.router:
