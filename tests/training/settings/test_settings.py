@@ -645,3 +645,22 @@ def test_the_command_prints_settings_without_a_cluster() -> None:
     own = load(path)
     with pytest.raises(ConfigError, match="did you mean 'megatron'"):
         settings_for("megatorn", own, predict_plan(own, own.to_plan(), None))
+
+
+@pytest.mark.parametrize(("recipe", "skipped"), [
+    ("rowwise", ["output", "auto_filter_small_kn"]),
+    ("rowwise_with_gw_hp", ["output"]),
+])  # fmt: skip
+def test_fp8_is_torchtitans_converter_and_a_limit_elsewhere(recipe: str, skipped: list[str]) -> None:
+    own = config()
+    own = own.model_copy(update={"train": own.train.model_copy(update={"precision": f"fp8-{recipe}"})})
+    prediction = predict_plan(own, own.to_plan(), None)
+    found = settings_for("torchtitan", own, prediction)
+    tables = tomllib.loads(found.files["torchtitan.toml"])
+    assert tables["model"]["converters"] == ["quantize.linear.float8"]
+    assert tables["quantize"] == {"linear": {"float8": {"recipe_name": recipe, "filter_fqns": skipped}}}
+    assert any("small linear layers in bf16" in limit for limit in found.limits) is (recipe != "rowwise")
+    assert convert(tables, "torchtitan").tables["train"]["precision"] == f"fp8-{recipe}"
+    for system in ("deepspeed", "megatron", "fsdp2"):
+        limits = settings_for(system, own, prediction).limits
+        assert f"large linear layers in FP8 ({recipe}): they multiply in bfloat16" in limits

@@ -114,23 +114,23 @@ def torchtitan(subject: Subject) -> Settings:
         | ({"selective_ac_option": "op"} if plan.recompute == "selective" else {}),
         "compile": {"enable": plan.compile != "none", "components": ["model"]},
     }
-    if plan.precision.products is not None:
-        tables["model"]["converters"] = ["quantize.linear.float8"]
-        tables["quantize"] = {"linear": {"float8": _float8(plan.precision.products, limits)}}
+    _add_float8(tables, plan.precision.products, limits)
     files = {"torchtitan.toml": nested_to_toml(tables), **files}
     launch = f"{subject.torchrun} -m torchtitan.train --job.config_file torchtitan.toml"
     return Settings("torchtitan", _VERSION, files, (launch,), tuple(limits))
 
 
-def _float8(float8: Float8, limits: list[str]) -> dict[str, Any]:
-    """Return the options of torchtitan's FP8 layers. Its rule for small ones is torchao's, of which "rowwise" has
-    one."""
+def _add_float8(tables: dict[str, Any], float8: Float8 | None, limits: list[str]) -> None:
+    """Add torchtitan's converter to FP8 layers. Its rule for small ones is torchao's, of which "rowwise" has one."""
+    if float8 is None:
+        return
     skipped = ["output"]
     if float8.recipe == "rowwise" and not float8.small:
         skipped.append("auto_filter_small_kn")
     elif not float8.small:
         limits.append(f"small linear layers in bf16: under {float8.recipe} torchtitan has all but the output in FP8")
-    return {"recipe_name": float8.recipe, "filter_fqns": skipped}
+    tables["model"]["converters"] = ["quantize.linear.float8"]
+    tables["quantize"] = {"linear": {"float8": {"recipe_name": float8.recipe, "filter_fqns": skipped}}}
 
 
 def _sequences(subject: Subject, sharding: TorchSharding) -> Iterator[str]:
