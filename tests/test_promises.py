@@ -83,7 +83,7 @@ def pages() -> list[Path]:
     return sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
-LINES = 84_500
+LINES = 85_500
 """Most lines of the package, comments included; the aim is 50,000. A commit that raises it says why."""
 
 

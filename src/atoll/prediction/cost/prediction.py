@@ -14,8 +14,9 @@ from atoll.plans.plan import Plan
 from atoll.prediction.cost.activations import with_activations
 from atoll.prediction.cost.apart import AnchorBytes, IslandParts
 from atoll.prediction.cost.breakdown import Breakdown, break_down
-from atoll.prediction.cost.cluster import Cluster, Device
+from atoll.prediction.cost.cluster import Cluster
 from atoll.prediction.cost.durations import Durations
+from atoll.prediction.cost.hardware import Device
 from atoll.prediction.cost.outer import OuterCost, cost_apart, cost_of, outer_bytes_in_flight
 from atoll.prediction.cost.ranks import Ranks
 from atoll.prediction.cost.work import Use, Workload
@@ -50,7 +51,7 @@ class Prediction:
 
     @property
     def device(self) -> Device:
-        """The device of the cluster."""
+        """The device of the cluster, the slowest of several kinds; `kinds` has those of a rank."""
         return self.given.device
 
     @property
@@ -59,6 +60,25 @@ class Prediction:
         if self.cluster is None:
             raise ConfigError("a prediction without a cluster has only bytes; give it a cluster")
         return self.cluster
+
+    def kinds(self, rank: int) -> tuple[Cluster, ...]:
+        """Return the kinds of nodes that a pipeline rank is on."""
+        return self.given.at(self.plan.mesh, rank)
+
+    def memory(self, rank: int) -> int:
+        """Return the bytes of a pipeline rank's device, the smallest of them."""
+        return min(kind.device.memory for kind in self.kinds(rank))
+
+    def name(self, rank: int) -> str:
+        """Return a pipeline rank in words, with the kinds of nodes that it is on if there are several."""
+        names = [] if self.cluster is None else [kind.name for kind in self.kinds(rank) if kind.name]
+        return " ".join([f"rank {rank}", *(["on", " and ".join(names)] if names else [])])
+
+    @cached_property
+    def all_kinds(self) -> tuple[Cluster, ...]:
+        """The kinds of nodes that the plan runs on, as ranks fill them."""
+        used = {id(kind) for rank in range(self.plan.mesh.pipeline) for kind in self.kinds(rank)}
+        return tuple(kind for kind in self.given.kinds if id(kind) in used)
 
     # ---- seconds
 
@@ -76,7 +96,7 @@ class Prediction:
     @cached_property
     def rates(self) -> tuple[Rates, ...]:
         """The seconds of each pipeline rank's instructions."""
-        return self.durations.rates_of(self.durations.parts)
+        return self.durations.rates_of()
 
     @cached_property
     def played(self) -> PlayedPrograms:
@@ -96,19 +116,19 @@ class Prediction:
     @cached_property
     def outer(self) -> OuterCost | None:
         """The cost of outer steps, where the plan has any."""
-        plan, efficiency = self.plan, self.device.efficiency
+        plan, device = self.plan, self.given.device
         if plan.outer is None:
             return None
         if not plan.has_islands:
             return cost_apart(self.ranks, plan.outer, step=self.played.seconds, cluster=self.given)
-        memory = self.device.bandwidth * efficiency.memory
+        memory = device.bandwidth * device.efficiency.memory
         link = self.given.along(plan.mesh, "inter")
         return cost_of(self.ranks, plan.outer, step=self.played.seconds, link=link, memory=memory)
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Seconds minus and plus the spread of the device's constants."""
-        spread = self.device.efficiency.spread
+        """Seconds minus and plus the largest spread of the devices' constants."""
+        spread = max(kind.device.efficiency.spread for kind in self.all_kinds)
         return self.seconds * (1.0 - spread), self.seconds * (1.0 + spread)
 
     @cached_property
@@ -128,7 +148,7 @@ class Prediction:
         without recompute (`Workload.flops`)."""
         mesh = self.plan.mesh
         flops = self.workload.flops(self.use) * self.plan.schedule.whole_microbatches * mesh.shares
-        return flops / (self.seconds * mesh.world * self.device.rate(self.use.compute))
+        return flops / (self.seconds * mesh.world * self.given.mean_rate(mesh.world, self.use.compute))
 
     # ---- bytes
 
@@ -149,7 +169,8 @@ class Prediction:
 
     def rest(self, rank: int) -> Held:
         """Return the memory of a pipeline rank between steps."""
-        shape, context = self.ranks.of(rank), 0 if self.cluster is None else self.cluster.device.context
+        shape, kinds = self.ranks.of(rank), () if self.cluster is None else self.kinds(rank)
+        context = max((kind.device.context for kind in kinds), default=0)
         state = shape.at_rest
         outgoing = outer_bytes_in_flight(self.ranks, rank)
         return Held(state.parameters, state.gradients, state.optimizer, buffers=outgoing, context=context)
@@ -171,7 +192,7 @@ class Prediction:
     def margin(self, rank: int) -> int:
         """Return the bytes of the device's memory that are free at a pipeline rank's peak; negative if it does not
         fit."""
-        return self.device.memory - self.peak(rank).total
+        return self.memory(rank) - self.peak(rank).total
 
     def on_host(self, rank: int) -> int:
         """Return the bytes of host memory that a pipeline rank needs: for what rests there, for what blocks keep, and
@@ -198,11 +219,14 @@ class Prediction:
         """The bytes of a node's host memory that are free beside the state that rests there and a save in the
         background; None if none does, or if it is of outer steps alone and the cluster has no [node.host]. With stages
         of several ranks on a node, each device counts as the fullest one."""
-        ranks, is_anchored = range(self.plan.mesh.pipeline), bool(self.anchored)
-        if self.plan.host is None and (not is_anchored or self.given.node.host is None):
+        if self.plan.host is None and (not self.anchored or any(kind.node.host is None for kind in self.all_kinds)):
             return None
         devices = min(self.given.node.devices, self.plan.mesh.world)
-        return self.given.host.memory - devices * max(self.on_host(rank) + self.saved(rank) for rank in ranks)
+        return min(
+            kind.host.memory - devices * (self.on_host(rank) + self.saved(rank))
+            for rank in range(self.plan.mesh.pipeline)
+            for kind in self.kinds(rank)
+        )
 
     @property
     def fits(self) -> bool:

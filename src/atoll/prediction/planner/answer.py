@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from atoll.base.errors import ConfigError
 from atoll.prediction.cost import Cluster, Prediction
+from atoll.prediction.explain.host import with_host_link
 from atoll.prediction.planner import text
 from atoll.prediction.planner.candidate import Candidate, choices, experts_of
 from atoll.prediction.planner.hosted import with_host
@@ -94,7 +95,7 @@ class Answer:
     def shortfall(self) -> str:
         """A message with the memory that the nearest plan lacks, and what would help."""
         nearest, search = self.found.nearest, self.search
-        world, memory = world_of(search.goal, search.cluster), search.cluster.device.memory
+        world, memory = world_of(search.goal, search.cluster), search.largest
         if nearest is None or nearest.peak is None:
             return f"no plan for {world} ranks: {search.cause}"
         over = nearest.peak - search.limit
@@ -145,7 +146,7 @@ class Answer:
         if candidate.peak is not None:
             return candidate.peak <= self.search.limit
         prediction = self.search.predict(candidate)
-        return all(prediction.peak(rank).total <= self.search.limit for rank in range(prediction.plan.mesh.pipeline))
+        return self.search.peak(prediction) <= self.search.limit
 
     @cached_property
     def changes(self) -> tuple[Change, ...]:
@@ -153,7 +154,7 @@ class Answer:
         search, cluster = self.search, self.search.cluster
         found = [
             self._changed("the slow link half as fast", replace(search, cluster=_slower(search))),
-            self._changed("10% less memory", replace(search, cluster=_smaller(cluster))),
+            self._changed("10% less memory", replace(search, cluster=cluster.with_memory(0.9))),
         ]
         if cluster.network is not None:
             found.append(self._changed("twice the nodes", replace(search, **_doubled(search)), is_same=False))
@@ -177,7 +178,7 @@ class Answer:
         """Return the prediction of a plan on the changed cluster; None if it does not fit."""
         known = self.prediction if candidate is self.best else self.search.predict(candidate)
         prediction = known.on(search.cluster)
-        peak = max(prediction.peak(rank).total for rank in range(prediction.plan.mesh.pipeline))
+        peak = search.peak(prediction)
         return candidate._replace(seconds=prediction.seconds, peak=peak) if peak <= search.limit else None
 
 
@@ -195,22 +196,15 @@ def _slower(search: PlanSearch) -> Cluster:
     memory for one device."""
     cluster = search.cluster
     if cluster.network is not None and cluster.nodes > 1:
-        return cluster.model_copy(update={"network": cluster.network.times(0.5)})
-    link, host = cluster.node.link, cluster.node.host
-    if link is not None and world_of(search.goal, cluster) > 1:
-        changed: dict[str, Any] = {"link": link.times(0.5)}
-    else:
-        changed = {"host": None if host is None else host.times(0.5)}
-    return cluster.model_copy(update={"node": cluster.node.model_copy(update=changed)})
-
-
-def _smaller(cluster: Cluster) -> Cluster:
-    device = cluster.device.model_copy(update={"memory": int(cluster.device.memory * 0.9)})
-    return cluster.model_copy(update={"device": device})
+        return cluster.with_network(lambda link: link.times(0.5))
+    if cluster.node.link is not None and world_of(search.goal, cluster) > 1:
+        return cluster.with_links(lambda link: link.times(0.5))
+    return cluster if cluster.node.host is None else with_host_link(cluster, 0.5)
 
 
 def _doubled(search: PlanSearch) -> Mapping[str, Any]:
     """Return cluster and goal with twice the ranks, and the same work."""
     goal, cluster = search.goal, search.cluster
     ranks = None if goal.ranks is None else 2 * goal.ranks
-    return {"cluster": cluster.model_copy(update={"nodes": 2 * cluster.nodes}), "goal": replace(goal, ranks=ranks)}
+    wide = cluster.each(lambda kind: kind.model_copy(update={"nodes": 2 * kind.nodes}))
+    return {"cluster": wide, "goal": replace(goal, ranks=ranks)}

@@ -33,8 +33,9 @@ from atoll.plans.outer import Outer
 from atoll.plans.plan import AXES, MeshShape, Plan, View
 from atoll.prediction.cost import Cluster, Prediction, Use, Workload
 from atoll.prediction.cost.sliced import slice_work_of
-from atoll.prediction.planner.bounds import Least, Skeleton, data_links, sent_share
+from atoll.prediction.planner.bounds import Least, Skeleton
 from atoll.prediction.planner.candidate import Candidate
+from atoll.prediction.planner.links import data_links, sent_share
 from atoll.prediction.planner.space import Frame, Goal, Order, Space, Travel
 from atoll.prediction.planner.totals import Total, total_of
 
@@ -132,9 +133,25 @@ class PlanSearch:
     whole: Whole | None = None
 
     @property
+    def largest(self) -> int:
+        """Bytes of the largest device."""
+        return max(kind.device.memory for kind in self.cluster.kinds)
+
+    @property
     def limit(self) -> float:
-        """Bytes that a rank may hold."""
-        return self.cluster.device.memory * (1.0 - self.goal.headroom)
+        """Bytes that a rank may hold on the largest device."""
+        return self.largest * (1.0 - self.goal.headroom)
+
+    def peak(self, prediction: Prediction) -> int:
+        """Return the bytes of a plan's fullest rank. On a smaller device a rank counts as fuller by what that has less
+        room than the largest one."""
+        return max(
+            prediction.peak(rank).total + self.short(prediction, rank) for rank in range(prediction.plan.mesh.pipeline)
+        )
+
+    def short(self, prediction: Prediction, rank: int) -> int:
+        """Return the bytes that a pipeline rank has less room than the largest device."""
+        return round((self.largest - prediction.memory(rank)) * (1.0 - self.goal.headroom))
 
     def run(self) -> Found:
         """Search. Raises ConfigError if the goal and the cluster do not match."""
@@ -199,7 +216,7 @@ class PlanSearch:
             found = base._replace(order=Order(made.schedule.name, made=made))
             try:
                 own = self.predict(found)
-                peak = max(own.peak(rank).total for rank in range(base.frame.mesh.pipeline))
+                peak = self.peak(own)
             except UserError:
                 return None
             if peak <= self.limit:
@@ -309,8 +326,7 @@ class PlanSearch:
         try:
             prediction = self._prediction(node.frame, node.order, node.travels[0])
             seconds = prediction.seconds
-            ranks = range(prediction.plan.mesh.pipeline)
-            peak = max(prediction.peak(rank).total for rank in ranks) if seconds < best else None
+            peak = self.peak(prediction) if seconds < best else None
             if prediction.host_margin is not None and prediction.host_margin < 0:
                 return None, 0
         except UserError as error:
@@ -420,7 +436,7 @@ class PlanSearch:
         # Slices of a vocabulary have kernels of their own, which are likely to take as long as those of the whole head.
         mean = (sum(total.layers) if frame.vocabulary_parallel else total.seconds) / mesh.pipeline
         most = sum(total.layers[: -(-len(total.layers) // mesh.pipeline)])
-        nbytes = (total.kept + total.state_on(mesh)) / mesh.pipeline + self.cluster.device.context
+        nbytes = (total.kept + total.state_on(mesh)) / mesh.pipeline + self._context
         likely = max(total.seconds / mesh.pipeline, most) * (microbatches + 0.5 * (mesh.pipeline - 1))
         precision = Precision.preset(frame.precision)
         item = ITEM_BYTES[precision.reduce] + ITEM_BYTES[precision.compute]
@@ -440,7 +456,11 @@ class PlanSearch:
         assert total is not None, "the frame has a bound"
         pipeline = frame.mesh.pipeline
         kept = total.kept * min(frame.microbatches, pipeline)
-        return (kept + total.state_on(frame.mesh)) / pipeline + self.cluster.device.context
+        return (kept + total.state_on(frame.mesh)) / pipeline + self._context
+
+    @property
+    def _context(self) -> int:
+        return min(kind.device.context for kind in self.cluster.kinds)
 
     def _total(self, frame: Frame) -> Total | None:
         """Return the seconds of one microbatch through all blocks."""

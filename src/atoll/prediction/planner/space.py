@@ -194,9 +194,11 @@ class Space:
         if the device has no rate for any of the precisions.
         """
         computes = {name: Precision.preset(name).compute for name in self.precision}
-        precisions = [name for name, compute in computes.items() if compute in cluster.device.rates]
+        devices = [kind.device for kind in cluster.kinds]
+        precisions = [name for name, compute in computes.items() if all(compute in device.rates for device in devices)]
         if not precisions:
-            cluster.device.rate(computes[self.precision[0]])
+            for device in devices:
+                device.rate(computes[self.precision[0]])
         for mesh in self.meshes(goal, cluster, blocks=blocks, experts=experts):
             share, rest = divmod(goal.global_batch, mesh.shares)
             if rest:

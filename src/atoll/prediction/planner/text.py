@@ -67,8 +67,8 @@ def _memory(prediction: Prediction) -> str:
     largest = max(held._fields, key=lambda name: getattr(held, name))
     share = getattr(held, largest) / held.total
     return (
-        f"pipeline rank {fullest} has the highest peak: {format_bytes(held.total)} of "
-        f"{format_bytes(prediction.device.memory)}, {share:.0%} of it {largest}"
+        f"pipeline {prediction.name(fullest)} has the highest peak: {format_bytes(held.total)} of "
+        f"{format_bytes(prediction.memory(fullest))}, {share:.0%} of it {largest}"
     )
 
 

@@ -67,7 +67,7 @@ def _slices(sliced: Prediction | None) -> list[list[tuple[Work, ...]]]:
 
 
 def _seconds(on: Prediction, parts: Sequence[Work]) -> float:
-    return sum(sum(on.durations.parts(work)) for work in parts)
+    return sum(sum(on.durations.least_parts(work)) for work in parts)
 
 
 def _kept(parts: Sequence[Work]) -> int:

@@ -155,7 +155,8 @@ def question(config: Config, cluster: Cluster, *, world: int | None = None) -> P
     ranks = world if world is not None else config.parallel.ranks if _is_written(config, "ranks") else None
     if ranks is not None:
         nodes = -(-ranks // cluster.node.devices)
-        cluster = cluster.model_copy(update={"nodes": max(cluster.nodes, nodes)})
+        if not cluster.groups:
+            cluster = cluster.model_copy(update={"nodes": max(cluster.nodes, nodes)})
     goal = Goal(
         global_batch=config.train.global_batch,
         sequence=config.data.sequence,

@@ -65,8 +65,8 @@ def in_short(prediction: Prediction) -> str:
     words = f"at most {format_bytes(max(peak.total - peak.context for peak in peaks))} of tensors a rank"
     if prediction.cluster is None:
         return f"{words}; seconds need a cluster, see run.cluster"
-    device = prediction.device
-    source = device.efficiency.source or device.source
+    devices = (kind.device for kind in prediction.all_kinds)
+    source = "; ".join(filter(None, (device.efficiency.source or device.source for device in devices)))
     low, high = prediction.interval
     between = f" ({format_seconds(low)} to {format_seconds(high)})" if high > low else ""
     return f"a step of {format_seconds(prediction.seconds)}{between}, {words}{f'; {source}' if source else ''}"
