@@ -89,7 +89,8 @@ def describe_prediction(prediction: Prediction, *, keeps: bool = False) -> Itera
     if prediction.cluster is not None:
         yield from ("", *_seconds(prediction), "", *_parts(prediction))
     ranks = range(prediction.plan.mesh.pipeline)
-    names = [prediction.name(rank).removeprefix("rank ") for rank in ranks]
+    seats = None if prediction.cluster is None else prediction.seats
+    names = [str(rank) if seats is None else seats.name(rank).removeprefix("rank ") for rank in ranks]
     peaks, rests = [prediction.peak(rank) for rank in ranks], [prediction.rest(rank) for rank in ranks]
     yield from ("", *_components("bytes at the peak, of each pipeline rank", peaks, names))
     yield from ("", *_components("bytes between steps", rests, names))
@@ -201,7 +202,7 @@ def _parts(prediction: Prediction) -> Iterator[str]:
 
     breakdown = prediction.breakdown
     busiest = busiest_rank(breakdown)
-    columns = {f"{prediction.name(busiest)}, the busiest": breakdown[busiest]}
+    columns = {f"{prediction.seats.name(busiest)}, the busiest": breakdown[busiest]}
     if len(breakdown) == 1:
         columns = {"seconds": breakdown[0]}
     else:
@@ -229,12 +230,12 @@ def _components(title: str, held: Sequence[Held], ranks: Sequence[str]) -> Itera
 def _fit(prediction: Prediction) -> str:
     margins: Callable[[int], int] = prediction.margin
     fullest = min(range(prediction.plan.mesh.pipeline), key=margins)
-    margin, memory = margins(fullest), prediction.memory(fullest)
+    margin, memory = margins(fullest), prediction.seats.memory(fullest)
     share, own = f"{format_bytes(abs(margin))}, {abs(margin) / memory:.1%}", format_bytes(memory)
-    name = prediction.name(fullest)
+    name = prediction.seats.name(fullest)
     host = prediction.host_margin
     if margin >= 0 and host is not None and host < 0:
-        own = format_bytes(min(kind.host.memory for kind in prediction.all_kinds))
+        own = format_bytes(min(kind.host.memory for kind in prediction.seats.kinds))
         return f"does not fit: state in host memory and saves need {format_bytes(-host)} more than the {own} of a node"
     if margin >= 0:
         return f"fits: {name} has the highest peak and leaves {share}, of {own} free"

@@ -96,7 +96,7 @@ def test_a_rank_takes_the_seconds_of_its_device() -> None:
     for rank, own in enumerate((alone[0], alone[0], alone[1])):
         assert found.rates[rank].compute == own.rates[rank].compute
         assert found.rates[rank].links["intra"] == own.rates[rank].links["intra"]
-        assert found.memory(rank) == own.device.memory
+        assert found.seats.memory(rank) == own.device.memory
     assert alone[0].seconds < found.seconds < alone[1].seconds
     # Between kinds a message takes the slower end, here the network of the slow node.
     assert found.rates[0].to[1].rate == NETWORK["rate"] / 2  # two devices share the card
@@ -110,8 +110,8 @@ def test_a_pipeline_rank_is_as_slow_as_its_slowest_device() -> None:
     found, slow = predicted(of_two(), inside), predicted(of_two().groups[1], inside)
     assert found.rates[0].compute == slow.rates[0].compute
     assert found.rates[0].links["inter"] == slow.rates[0].links["inter"]
-    assert found.name(0) == "rank 0 on fast and slow"
-    assert found.memory(0) == 24 * 2**30
+    assert found.seats.name(0) == "rank 0 on fast and slow"
+    assert found.seats.memory(0) == 24 * 2**30
 
 
 def test_what_fits_is_said_of_each_rank() -> None:

@@ -129,6 +129,11 @@ class Cluster(HardwareTable):
         """The kinds of nodes; this cluster alone if all are of one."""
         return self.groups or (self,)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the kinds, in the order of ranks; none if all nodes are of one."""
+        return tuple(kind.name for kind in self.groups)
+
     def at(self, mesh: MeshShape, rank: int) -> tuple[Cluster, ...]:
         """Return the kinds of nodes at the places of a pipeline rank.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from atoll.plans.layouts import ITEM_BYTES, StoredCopies, footprint
 from atoll.plans.schedules import Links, PipelineLink
-from atoll.prediction.cost.cluster import Cluster, slower
+from atoll.prediction.cost.cluster import Cluster
 from atoll.prediction.cost.kernels import Exchange, KernelClock, Product
 from atoll.prediction.cost.ranks import Ranks
 from atoll.prediction.cost.work import Work
@@ -26,26 +26,15 @@ NEAR = "pp-near"
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds of a plan's instructions on a cluster.
-
-    Of a cluster of several kinds of nodes, a pipeline rank has the seconds of the slowest kind that it is on, by
-    instruction. Those that are of no rank, such as `clock` and `update_seconds`, are those of the slowest kind.
-    """
+    """Seconds of a plan's instructions on a cluster of nodes of one kind; those of several are `KindDurations`."""
 
     ranks: Ranks
     cluster: Cluster
 
     def on(self, rank: int) -> tuple[Durations, ...]:
         """Return the durations on each kind of nodes that a pipeline rank is on."""
-        return self._on[rank]
-
-    @cached_property
-    def _on(self) -> tuple[tuple[Durations, ...], ...]:
-        mesh = self.ranks.plan.mesh
-        if not self.cluster.groups:
-            return ((self,),) * mesh.pipeline
-        known = dict(zip(map(id, self.cluster.groups), self._kinds, strict=True))
-        return tuple(tuple(known[id(kind)] for kind in self.cluster.at(mesh, rank)) for rank in range(mesh.pipeline))
+        del rank
+        return (self,)
 
     @property
     def links(self) -> dict[str, Speed]:
@@ -81,24 +70,7 @@ class Durations:
             return Links()
         ranks = range(self.ranks.plan.mesh.pipeline)
         near = {(rank, other): hops[NEAR] for rank in ranks for other in self.near(rank)} if NEAR in hops else {}
-        if self.cluster.groups:
-            pairs = ((rank, self.links_of(rank)) for rank in ranks)
-            near = {(rank, to): self._hop(speed) for rank, own in pairs for to, speed in self.to(rank, own).items()}
         return Links(near, hops["pp"])
-
-    def links_of(self, rank: int) -> dict[str, Speed]:
-        """Return `links` for the collectives of a pipeline rank."""
-        each = [own.links for own in self.on(rank)]
-        return {axis: slower(*(links[axis] for links in each)) for axis in each[0]}
-
-    def to(self, rank: int, links: Mapping[str, Speed]) -> dict[int, Speed]:
-        """Return the links of a pipeline rank to others that are not its own `links` along the pipeline: to those on
-        its node, and between kinds of nodes, where the slower end counts."""
-        near = dict.fromkeys(self.near(rank), links[NEAR]) if NEAR in links else {}
-        if not self.cluster.groups or "pp" not in links:
-            return near
-        others = range(self.ranks.plan.mesh.pipeline)
-        return {to: slower(links["pp"], self.links_of(to)["pp"]) for to in others if to != rank} | near
 
     def _hop(self, speed: Speed) -> PipelineLink:
         seconds = speed.seconds(self.ranks.message_bytes)
@@ -114,31 +86,30 @@ class Durations:
         pause: float = 1.0,
         links: Mapping[str, Speed] | None = None,
     ) -> tuple[Rates, ...]:
-        """Return the seconds of instructions if blocks take `parts` on every device, links are others, and the
-        optimizer's step and pauses take `update` and `pause` times as long as on this cluster."""
-        slices = self.ranks.of_slices
-        if not self.cluster.groups:
-            parts, links = parts or self.parts, self.links if links is None else links
+        """Return the seconds of instructions if blocks take `parts`, links are others, and the optimizer's step and
+        pauses take `update` and `pause` times as long as on this cluster."""
+        parts, slices = parts or self.parts, self.ranks.of_slices
         if len(slices) > 1:
             options: dict[str, Any] = {
                 "update": update,
                 "pause": pause,
-                "links": links,
+                "links": self.links if links is None else links,
             }
             each = [Durations(own, self.cluster).rates_of(parts, **options) for own in slices]
             return tuple(replace(own[0], of_slices=own) for own in zip(*each, strict=True))
         message = float(self.ranks.message_bytes)
+        links = self.links if links is None else links
         found = []
         for rank in range(self.ranks.plan.mesh.pipeline):
-            seconds = _longest([own._seconds(rank, parts or own.parts, update, pause) for own in self.on(rank)])
-            own_links = self.links_of(rank) if links is None else links
-            found.append(Rates(seconds, message, own_links, self.ranks.slices.sent(rank), self.to(rank, own_links)))
+            seconds = self.seconds_of(rank, parts, update=update, pause=pause)
+            to = dict.fromkeys(self.near(rank), links[NEAR]) if NEAR in links else {}
+            found.append(Rates(seconds, message, links, self.ranks.slices.sent(rank), to))
         return tuple(found)
 
-    def _seconds(
-        self, rank: int, parts: Callable[[Work], Parts], update: float, pause: float
+    def seconds_of(
+        self, rank: int, parts: Callable[[Work], Parts], *, update: float = 1.0, pause: float = 1.0
     ) -> dict[tuple[Operation, int], float]:
-        """Return the seconds of a pipeline rank's instructions, on this kind of nodes."""
+        """Return the seconds of a pipeline rank's instructions."""
         seconds = self._by_instruction(rank, parts)
         seconds |= self._steps(rank, update)
         seconds |= self._copies(rank)
@@ -266,17 +237,12 @@ class Durations:
 
     def parts_on(self, rank: int, work: Work) -> Parts:
         """Return F, I and W of a work on a pipeline rank."""
-        each = [own.parts(work) for own in self.on(rank)]
-        return each[0] if len(each) == 1 else tuple(map(max, *each))
+        del rank
+        return self.parts(work)
 
     def least_parts(self, work: Work) -> Parts:
         """Return the least that F, I and W of a work take on any kind of nodes."""
-        each = [own.parts(work) for own in self._kinds]
-        return each[0] if len(each) == 1 else tuple(map(min, *each))
-
-    @cached_property
-    def _kinds(self) -> tuple[Durations, ...]:
-        return tuple(Durations(self.ranks, kind) for kind in self.cluster.groups) or (self,)
+        return self.parts(work)
 
     @cached_property
     def _known(self) -> dict[int, tuple[Work, Parts]]:
@@ -294,9 +260,7 @@ class Durations:
     def inside(self, rank: int) -> tuple[dict[str, dict[tuple[Operation, int], float]], ...]:
         """Return the seconds that collectives add to a pipeline rank's instructions, by field of `Breakdown`, of each
         slice of a microbatch."""
-        each = [Durations(own, self.cluster).on(rank) for own in self.ranks.of_slices]
-        inside = [[own._inside(rank) for own in kinds] for kinds in each]
-        return tuple({part: _longest([own[part] for own in kinds]) for part in kinds[0]} for kinds in inside)
+        return tuple(Durations(own, self.cluster)._inside(rank) for own in self.ranks.of_slices)
 
     def _inside(self, rank: int) -> dict[str, dict[tuple[Operation, int], float]]:
         sizes = self.ranks.use.groups
@@ -306,10 +270,3 @@ class Durations:
             for part, own in axes.items()
             if max(sizes[axis] for axis in own) > 1
         }
-
-
-def _longest(each: Sequence[dict[tuple[Operation, int], float]]) -> dict[tuple[Operation, int], float]:
-    """Return the longest seconds of each instruction."""
-    if len(each) == 1:
-        return each[0]
-    return {key: max(own.get(key, 0.0) for own in each) for key in dict.fromkeys(key for own in each for key in own)}

@@ -17,8 +17,10 @@ from atoll.prediction.cost.breakdown import Breakdown, break_down
 from atoll.prediction.cost.cluster import Cluster
 from atoll.prediction.cost.durations import Durations
 from atoll.prediction.cost.hardware import Device
+from atoll.prediction.cost.kinds import durations_on
 from atoll.prediction.cost.outer import OuterCost, cost_apart, cost_of, outer_bytes_in_flight
 from atoll.prediction.cost.ranks import Ranks
+from atoll.prediction.cost.seats import Seats
 from atoll.prediction.cost.work import Use, Workload
 from atoll.program.kept import most_away, sizes_of
 from atoll.program.memory import Held, held_in
@@ -51,7 +53,7 @@ class Prediction:
 
     @property
     def device(self) -> Device:
-        """The device of the cluster, the slowest of several kinds; `kinds` has those of a rank."""
+        """The device of the cluster, the slowest of several kinds; `seats` has those of a rank."""
         return self.given.device
 
     @property
@@ -61,24 +63,10 @@ class Prediction:
             raise ConfigError("a prediction without a cluster has only bytes; give it a cluster")
         return self.cluster
 
-    def kinds(self, rank: int) -> tuple[Cluster, ...]:
-        """Return the kinds of nodes that a pipeline rank is on."""
-        return self.given.at(self.plan.mesh, rank)
-
-    def memory(self, rank: int) -> int:
-        """Return the bytes of a pipeline rank's device, the smallest of them."""
-        return min(kind.device.memory for kind in self.kinds(rank))
-
-    def name(self, rank: int) -> str:
-        """Return a pipeline rank in words, with the kinds of nodes that it is on if there are several."""
-        names = [] if self.cluster is None else [kind.name for kind in self.kinds(rank) if kind.name]
-        return " ".join([f"rank {rank}", *(["on", " and ".join(names)] if names else [])])
-
     @cached_property
-    def all_kinds(self) -> tuple[Cluster, ...]:
-        """The kinds of nodes that the plan runs on, as ranks fill them."""
-        used = {id(kind) for rank in range(self.plan.mesh.pipeline) for kind in self.kinds(rank)}
-        return tuple(kind for kind in self.given.kinds if id(kind) in used)
+    def seats(self) -> Seats:
+        """The devices of each pipeline rank."""
+        return Seats(self.given, self.plan.mesh)
 
     # ---- seconds
 
@@ -91,7 +79,7 @@ class Prediction:
     @cached_property
     def durations(self) -> Durations:
         """The seconds of instructions on the cluster."""
-        return Durations(self.ranks, self.given)
+        return durations_on(self.ranks, self.given)
 
     @cached_property
     def rates(self) -> tuple[Rates, ...]:
@@ -128,7 +116,7 @@ class Prediction:
     @property
     def interval(self) -> tuple[float, float]:
         """Seconds minus and plus the largest spread of the devices' constants."""
-        spread = max(kind.device.efficiency.spread for kind in self.all_kinds)
+        spread = max(kind.device.efficiency.spread for kind in self.seats.kinds)
         return self.seconds * (1.0 - spread), self.seconds * (1.0 + spread)
 
     @cached_property
@@ -169,20 +157,17 @@ class Prediction:
 
     def rest(self, rank: int) -> Held:
         """Return the memory of a pipeline rank between steps."""
-        shape, kinds = self.ranks.of(rank), () if self.cluster is None else self.kinds(rank)
-        context = max((kind.device.context for kind in kinds), default=0)
+        shape, context = self.ranks.of(rank), 0 if self.cluster is None else self.seats.context(rank)
         state = shape.at_rest
         outgoing = outer_bytes_in_flight(self.ranks, rank)
         return Held(state.parameters, state.gradients, state.optimizer, buffers=outgoing, context=context)
 
     def peak(self, rank: int) -> Held:
         """Return the memory of a pipeline rank at its peak."""
-        return self._peaks[rank]
-
-    @cached_property
-    def _peaks(self) -> tuple[Held, ...]:
-        ranks = range(self.plan.mesh.pipeline)
-        return tuple(max(self.held(rank), key=lambda held: held.total) for rank in ranks)
+        known: dict[int, Held] = self.__dict__.setdefault("_peaks", {})
+        if rank not in known:
+            known[rank] = max(self.held(rank), key=lambda held: held.total)
+        return known[rank]
 
     def saved(self, rank: int) -> int:
         """Return the bytes of host memory that a pipeline rank keeps for saving in the background."""
@@ -192,7 +177,7 @@ class Prediction:
     def margin(self, rank: int) -> int:
         """Return the bytes of the device's memory that are free at a pipeline rank's peak; negative if it does not
         fit."""
-        return self.memory(rank) - self.peak(rank).total
+        return self.seats.memory(rank) - self.peak(rank).total
 
     def on_host(self, rank: int) -> int:
         """Return the bytes of host memory that a pipeline rank needs: for what rests there, for what blocks keep, and
@@ -219,13 +204,13 @@ class Prediction:
         """The bytes of a node's host memory that are free beside the state that rests there and a save in the
         background; None if none does, or if it is of outer steps alone and the cluster has no [node.host]. With stages
         of several ranks on a node, each device counts as the fullest one."""
-        if self.plan.host is None and (not self.anchored or any(kind.node.host is None for kind in self.all_kinds)):
+        if self.plan.host is None and (not self.anchored or any(kind.node.host is None for kind in self.seats.kinds)):
             return None
         devices = min(self.given.node.devices, self.plan.mesh.world)
         return min(
             kind.host.memory - devices * (self.on_host(rank) + self.saved(rank))
             for rank in range(self.plan.mesh.pipeline)
-            for kind in self.kinds(rank)
+            for kind in self.seats.at(rank)
         )
 
     @property

@@ -44,7 +44,7 @@ def summary(prediction: Prediction) -> dict[str, Any]:
             "margin_bytes": prediction.margin(rank) if is_timed else None,
             "breakdown": prediction.breakdown[rank]._asdict() if is_timed else None,
             **(
-                {"nodes": [kind.name for kind in prediction.kinds(rank)]}
+                {"nodes": [kind.name for kind in prediction.seats.at(rank)]}
                 if is_timed and prediction.given.groups
                 else {}
             ),

@@ -169,7 +169,7 @@ def bottleneck(explanation: Explanation) -> Iterator[str]:
     """Yield what binds: memory, the resource that a faster step needs first, and the rank that computes longest."""
     prediction, most = explanation.prediction, explanation.fullest
     margin = prediction.margin(most.rank)
-    share, name = margin / prediction.memory(most.rank), prediction.name(most.rank)
+    share, name = margin / prediction.seats.memory(most.rank), prediction.seats.name(most.rank)
     if margin < 0:
         yield f"Memory is the bottleneck: {name} does not fit."
     elif share < NEARLY_FULL:
@@ -262,7 +262,7 @@ def _twice_as_fast(cluster: Cluster, world: int) -> Iterator[tuple[str, Cluster]
 def _fit(explanation: Explanation) -> Sentences:
     most = explanation.fullest
     margin = explanation.prediction.margin(most.rank)
-    memory = explanation.prediction.memory(most.rank)
+    memory = explanation.prediction.seats.memory(most.rank)
     now = (
         f"The plan fits: rank {most.rank}, with the highest peak, leaves {format_bytes(margin)} of "
         f"{format_bytes(memory)} free."

@@ -65,7 +65,7 @@ def _bytes(explanation: Explanation) -> Iterator[str]:
     names = [name for name in most.held._fields if any(getattr(each.held, name) for each in explanation.holdings)]
     rows = [
         [
-            prediction.name(each.rank),
+            prediction.seats.name(each.rank),
             *(format_bytes(getattr(each.held, name)) for name in names),
             format_bytes(each.held.total),
         ]
@@ -89,8 +89,8 @@ def _bytes(explanation: Explanation) -> Iterator[str]:
     yield ""
     for each in explanation.holdings:
         yield from phrases.wrapped(_peak(each))
-    margin, memory = prediction.margin(most.rank), prediction.memory(most.rank)
-    name = phrases.capital(prediction.name(most.rank))
+    margin, memory = prediction.margin(most.rank), prediction.seats.memory(most.rank)
+    name = phrases.capital(prediction.seats.name(most.rank))
     yield (
         f"{name} has the highest peak and leaves {format_bytes(margin)} of the device's {format_bytes(memory)} free."
         if margin >= 0
@@ -115,13 +115,13 @@ def _seconds(explanation: Explanation) -> Iterator[str]:
     names = [name for name in PARTS if any(getattr(each, name) > 1e-6 * each.total for each in every)]
     rows = [[PARTS[name], *(format_seconds(getattr(each, name)) for each in every)] for name in names]
     rows.append(["the step", *(format_seconds(each.total) for each in every)])
-    yield from phrases.columns(["seconds of a step", *map(explanation.prediction.name, range(len(every)))], rows)
+    yield from phrases.columns(["seconds of a step", *map(explanation.prediction.seats.name, range(len(every)))], rows)
     busiest = explanation.busiest
     own = every[busiest]
     if len(every) > 1:
         yield from phrases.wrapped(
-            f"{phrases.capital(explanation.prediction.name(busiest))} is the bottleneck of the pipeline: it waits "
-            f"least for the other ranks, {phrases.percent(own.bubble / own.total)} of the step."
+            f"{phrases.capital(explanation.prediction.seats.name(busiest))} is the bottleneck of the pipeline: it "
+            f"waits least for the other ranks, {phrases.percent(own.bubble / own.total)} of the step."
         )
 
 

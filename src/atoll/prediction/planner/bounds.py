@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise, product
 from operator import add
@@ -80,6 +80,7 @@ class Skeleton:
     base: Prediction
     has_islands: bool = False
     short: tuple[int, ...] = ()
+    _makespans: dict[Hops, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def least(self, travels: Sequence[Travel], mesh: MeshShape) -> Least:
         """Return the bounds of plans with these choices and one layout, residency and reduction.
@@ -103,9 +104,10 @@ class Skeleton:
     def alone(self, mesh: MeshShape) -> Least:
         """Return the bounds of compute and activations only. Steps that end at once have a likely bound."""
         is_elsewhere = self.base.plan.host is not None and self.base.plan.host.steps_there
+        takes = [max(own.update_seconds for own in self.base.durations.on(rank)) for rank in range(len(self._trained))]
         updates = [
-            0.0 if is_elsewhere else self._update_seconds(rank) * (dense + experts * mesh.expert) / mesh.data
-            for rank, (dense, experts) in enumerate(self._trained)
+            0.0 if is_elsewhere else seconds * (dense + experts * mesh.expert) / mesh.data
+            for seconds, (dense, experts) in zip(takes, self._trained, strict=True)
         ]
         # While a post-validated rank waits for gradients, it may step with those of the step before.
         busy = max(
@@ -117,15 +119,11 @@ class Skeleton:
         nbytes = max(stays * max(own, default=0) + beside for own, beside in zip(self._kept, self._beside, strict=True))
         return Least(min(busy, makespan), float(nbytes), makespan)
 
-    def _update_seconds(self, rank: int) -> float:
-        return max(own.update_seconds for own in self.base.durations.on(rank))
-
     @cached_property
     def _beside(self) -> tuple[int, ...]:
         """Return for each rank the bytes that count beside its tensors: the context, and `short`."""
         ranks = range(self._schedule.ranks)
-        contexts = [max(kind.device.context for kind in self.base.kinds(rank)) for rank in ranks]
-        return tuple(map(add, contexts, self.short or (0,) * len(ranks)))
+        return tuple(map(add, map(self.base.seats.context, ranks), self.short or (0,) * len(ranks)))
 
     @property
     def chunks(self) -> int:
@@ -150,7 +148,7 @@ class Skeleton:
         base, ranks, found = self.base, self.base.ranks, []
         for (stage, run), own in product(enumerate(ranks.runs), ranks.of_slices):
             rank = self._schedule.placement.rank_of(stage)
-            pause = max(kind.device.efficiency.pause for kind in base.kinds(rank))
+            pause = base.seats.pause(rank)
             takes = [0.0] * COMPUTE_CODES
             takes[F] = pause
             takes[I] = pause if run.stop > ranks.first_trained else 0.0
@@ -231,10 +229,6 @@ class Skeleton:
             away = 1.0 - len(real.durations.near(rank)) / (mesh.pipeline - 1) if NEAR in links else 1.0
             found = max(found, links["pp"].seconds(sent * away) * schedule.whole_microbatches)
         return found
-
-    @cached_property
-    def _makespans(self) -> dict[Hops, float]:
-        return {}
 
     @cached_property
     def _window(self) -> float:

@@ -126,7 +126,7 @@ def memory(prediction: Prediction) -> MemoryCurves:
                 before = each
         times.append(own_times)
         held.append(tuple([float(count) for count in column] for column in zip(*own, strict=True)))
-    limits = tuple(map(prediction.memory, range(len(times)))) if is_timed else ()
+    limits = tuple(map(prediction.seats.memory, range(len(times)))) if is_timed else ()
     used = [at for at in range(len(Held._fields)) if any(any(rank[at]) for rank in held)]
     components = tuple(Held._fields[at] for at in used)
     kept = tuple(tuple(rank[at] for at in used) for rank in held)
@@ -247,7 +247,7 @@ def _cluster(prediction: Prediction) -> str:
     devices = ", ".join(
         f"{kind.name + ': ' if kind.name else ''}devices of {format_bytes(kind.device.memory)} and "
         f"{kind.device.rate(dtype) / 1e12:.4g} TFLOP/s in {dtype}"
-        for kind in prediction.all_kinds
+        for kind in prediction.seats.kinds
     )
     return devices + (f"; links: {links}" if links else "")
 
@@ -273,8 +273,8 @@ def _bottleneck(prediction: Prediction) -> str:
     most = max(waits, key=parts.__getitem__)
     share = parts[most] / sum(parts.values())
     wait = f"spends {share:.1%} {waits[most]}, its largest wait" if share > 5e-4 else "does not wait"
-    memory = f"memory: pipeline {prediction.name(fullest)} has the highest peak and {fits}"
-    return f"{memory}. Time: pipeline {prediction.name(busiest)}, the busiest, {wait}"
+    memory = f"memory: pipeline {prediction.seats.name(fullest)} has the highest peak and {fits}"
+    return f"{memory}. Time: pipeline {prediction.seats.name(busiest)}, the busiest, {wait}"
 
 
 def _figures(prediction: Prediction) -> dict[str, tuple[str, str]]:

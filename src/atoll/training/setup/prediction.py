@@ -65,7 +65,7 @@ def in_short(prediction: Prediction) -> str:
     words = f"at most {format_bytes(max(peak.total - peak.context for peak in peaks))} of tensors a rank"
     if prediction.cluster is None:
         return f"{words}; seconds need a cluster, see run.cluster"
-    devices = (kind.device for kind in prediction.all_kinds)
+    devices = (kind.device for kind in prediction.seats.kinds)
     source = "; ".join(filter(None, (device.efficiency.source or device.source for device in devices)))
     low, high = prediction.interval
     between = f" ({format_seconds(low)} to {format_seconds(high)})" if high > low else ""
@@ -81,13 +81,14 @@ def is_on_cpu(config: Config, cluster: Cluster | None) -> bool:
 
 def named_cluster(config: Config, path: str | Path | None = None) -> Cluster | None:
     """Return the cluster of a file, that of run.cluster if none is given: of a file of islands the one that the config
-    is of. None if there is no file.
+    is of, and of nodes of several kinds in the order of run.nodes. None if there is no file.
 
     Raises ConfigError for a file that cannot be read, and for islands if the config has no [federation].
     """
     named = config.run.cluster if path is None else path
     island = None if config.federation is None else config.federation.island
-    return None if named is None else read_cluster_of(named, island)
+    found = None if named is None else read_cluster_of(named, island)
+    return found if found is None or not config.run.nodes else found.ordered(config.run.nodes)
 
 
 def predict(
