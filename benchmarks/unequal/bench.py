@@ -161,8 +161,8 @@ def report(result: dict[str, Any]) -> str:
 
 def _table(result: Mapping[str, Any]) -> str:
     lines = [
-        "| schedule | split | layers | median ms | simulated | over simulation | predicted | over prediction | times as "
-        "fast as even |",
+        "| schedule | split | layers | median ms | simulated | over simulation | predicted | over prediction | times "
+        "as fast |",
         "|---|---|---|--:|--:|--:|--:|--:|--:|",
     ]
     even = {row["schedule"]: row["median_seconds"] for row in result["rows"] if row["split"] == "even"}
