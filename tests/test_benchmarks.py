@@ -570,7 +570,8 @@ def test_the_page_of_a_slow_hop() -> None:
 def test_the_page_of_devices_of_two_speeds() -> None:
     def row(split: str, layers: list[int], median: float) -> dict[str, object]:
         return {"schedule": "1f1b", "split": split, "layers": layers, "median_seconds": median,
-                "simulated_seconds": 1.0, "over_simulation": median - 1, "said_seconds": 1.0, "over_said": 0.0}  # fmt: skip
+                "simulated_seconds": 1.0, "over_simulation": median - 1,
+                "said_seconds": 1.0, "over_said": 0.0}  # fmt: skip
 
     rows = [row("by speed", [6, 6, 2, 2], 1.0), row("even", [4, 4, 4, 4], 1.5)]
     result = {"rows": rows, "fast_seconds": 0.008, "slow_seconds": 0.02, "microbatches": 16, "load": [0.5],
