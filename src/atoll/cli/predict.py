@@ -238,5 +238,5 @@ def _fit(prediction: Prediction) -> str:
         own = format_bytes(min(kind.host.memory for kind in prediction.seats.kinds))
         return f"does not fit: state in host memory and saves need {format_bytes(-host)} more than the {own} of a node"
     if margin >= 0:
-        return f"fits: {name} has the highest peak and leaves {share}, of {own} free"
-    return f"does not fit: {name} has the highest peak and needs {share}, more than {own}"
+        return f"fits: {name} {prediction.seats.is_fullest} and leaves {share}, of {own} free"
+    return f"does not fit: {name} {prediction.seats.is_fullest} and needs {share}, more than {own}"

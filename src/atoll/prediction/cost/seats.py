@@ -46,6 +46,11 @@ class Seats:
         """Return the idle seconds of a pipeline rank's F and of its I."""
         return max(kind.device.efficiency.pause for kind in self.at(rank))
 
+    @property
+    def is_fullest(self) -> str:
+        """What is said of the rank whose device is nearest to full."""
+        return "is the fullest" if self.cluster.groups else "has the highest peak"
+
     def name(self, rank: int) -> str:
         """Return a pipeline rank in words, with its kinds if there are several."""
         names = [kind.name for kind in self.at(rank) if kind.name]

@@ -175,7 +175,7 @@ def bottleneck(explanation: Explanation) -> Iterator[str]:
     elif share < NEARLY_FULL:
         yield f"Memory is nearly full: {name} leaves {phrases.percent(share)} free."
     else:
-        yield f"Memory is not the bottleneck: {name} has the highest peak, {phrases.percent(share)} is free."
+        yield f"Memory is not the bottleneck: {name} {prediction.seats.is_fullest}, {phrases.percent(share)} is free."
     saved = explanation.resources
     terms = ", ".join(
         f"{each.name} {format_seconds(each.saved)} ({phrases.percent(each.saved / prediction.seconds)})"

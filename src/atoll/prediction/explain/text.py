@@ -90,12 +90,11 @@ def _bytes(explanation: Explanation) -> Iterator[str]:
     for each in explanation.holdings:
         yield from phrases.wrapped(_peak(each))
     margin, memory = prediction.margin(most.rank), prediction.seats.memory(most.rank)
-    name = phrases.capital(prediction.seats.name(most.rank))
+    name = f"{phrases.capital(prediction.seats.name(most.rank))} {prediction.seats.is_fullest}"
     yield (
-        f"{name} has the highest peak and leaves {format_bytes(margin)} of the device's {format_bytes(memory)} free."
+        f"{name} and leaves {format_bytes(margin)} of the device's {format_bytes(memory)} free."
         if margin >= 0
-        else f"{name} has the highest peak and needs {format_bytes(-margin)} more than the device's "
-        f"{format_bytes(memory)}."
+        else f"{name} and needs {format_bytes(-margin)} more than the device's {format_bytes(memory)}."
     )
 
 

@@ -69,7 +69,7 @@ def _memory(prediction: Prediction) -> str:
     largest = max(held._fields, key=lambda name: getattr(held, name))
     share = getattr(held, largest) / held.total
     return (
-        f"pipeline {prediction.seats.name(fullest)} has the highest peak: {format_bytes(held.total)} of "
+        f"pipeline {prediction.seats.name(fullest)} {prediction.seats.is_fullest}: {format_bytes(held.total)} of "
         f"{format_bytes(prediction.seats.memory(fullest))}, {share:.0%} of it {largest}"
     )
 

@@ -273,7 +273,7 @@ def _bottleneck(prediction: Prediction) -> str:
     most = max(waits, key=parts.__getitem__)
     share = parts[most] / sum(parts.values())
     wait = f"spends {share:.1%} {waits[most]}, its largest wait" if share > 5e-4 else "does not wait"
-    memory = f"memory: pipeline {prediction.seats.name(fullest)} has the highest peak and {fits}"
+    memory = f"memory: pipeline {prediction.seats.name(fullest)} {prediction.seats.is_fullest} and {fits}"
     return f"{memory}. Time: pipeline {prediction.seats.name(busiest)}, the busiest, {wait}"
 
 
