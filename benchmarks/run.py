@@ -45,6 +45,7 @@ SLOW = (
     "codecs",
     "quality",
     "uneven",
+    "unequal",
     "published",
     "paired",
     "predictions",

@@ -13,7 +13,8 @@ from atoll.base.units import format_bytes, format_seconds
 from atoll.prediction.cost import Cluster, Device, Efficiency, Host, Link, Node, presets
 
 MEANINGS: Mapping[str, str] = {
-    "nodes": "how many nodes a planner may use; predictions take as many as the plan needs",
+    "nodes": "how many nodes a planner may use; predictions take as many as the plan needs. Or tables `[[nodes]]` of "
+    "several kinds, with `count` (1), `name` (that of the preset), `device`, `node` and `network`; see below",
     "device.memory": "bytes of a device; on the CPU, of a rank",
     "device.context": "bytes that are taken before the first tensor, by driver and communicators",
     "device.bandwidth": "bytes a second of its memory",
@@ -81,7 +82,7 @@ def keys() -> str:
     rows += [[f"`{key}`", "", MEANINGS[key]] for key in ("network", "uplink")]
     unknown = set(MEANINGS) - {row[0].strip("`") for row in rows}
     assert not unknown, f"meanings of keys that do not exist: {sorted(unknown)}"
-    assert set(Cluster.model_fields) == {"nodes", "device", "node", "network", "uplink"}
+    assert set(Cluster.model_fields) == {"nodes", "device", "node", "network", "uplink", "name", "groups"}
     return markdown_table(["key", "default", "meaning"], rows)
 
 

@@ -59,6 +59,7 @@ from benchmarks.sharded_pipeline.work import DATA, PIPELINE
 from benchmarks.sharded_pipeline.work import Work as Sleeping
 from benchmarks.slow_hop import bench as slow_hop
 from benchmarks.stream import bench as stream
+from benchmarks.unequal import bench as unequal
 from benchmarks.uneven import bench as uneven
 from benchmarks.vocabulary import bench as vocabulary
 from benchmarks.who_gets_it_right import bench, contenders, verdict
@@ -564,6 +565,24 @@ def test_the_page_of_a_slow_hop() -> None:
     page = slow_hop.report({"operation_seconds": 0.02, "races": [case]})
     assert "| auto, line, 4 kept | 4 | 1000 | 1000 | 1000 | 0.0% | 1.20 |" in page.splitlines()
     assert "across it takes 7.0 ms besides the latency, in a train 6.0 ms each" in page
+
+
+def test_the_page_of_devices_of_two_speeds() -> None:
+    def row(split: str, layers: list[int], median: float) -> dict[str, object]:
+        return {"schedule": "1f1b", "split": split, "layers": layers, "median_seconds": median,
+                "simulated_seconds": 1.0, "over_simulation": median - 1,
+                "said_seconds": 1.0, "over_said": 0.0}  # fmt: skip
+
+    rows = [row("by speed", [6, 6, 2, 2], 1.0), row("even", [4, 4, 4, 4], 1.5)]
+    result = {"rows": rows, "fast_seconds": 0.008, "slow_seconds": 0.02, "microbatches": 16, "load": [0.5],
+              "load_after": [0.6], "times_as_fast": {"1f1b": 1.5}}  # fmt: skip
+    page = unequal.report(result).splitlines()
+    assert "| 1f1b | by speed | 6, 6, 2, 2 | 1000 | 1000 | 0.0% | 1000 | 0.0% | 1.50 |" in page
+    assert claims.unequal(result)["times"] == "1.50"
+
+
+def test_the_planner_splits_the_emulated_layers_by_speed() -> None:
+    assert unequal.chosen("1f1b", 8) == [6, 6, 2, 2]
 
 
 def test_the_page_of_outer_steps() -> None:

@@ -83,7 +83,7 @@ def pages() -> list[Path]:
     return sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
-LINES = 85_300
+LINES = 86_300
 """Most lines of the package, comments included; the aim is 50,000. A commit that raises it says why."""
 
 

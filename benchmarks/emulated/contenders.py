@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,10 +53,18 @@ class Contender:
     transport: Transport | None = None
 
 
-def atoll_engine(work: Work, device: Device, schedule: Schedule, *, post_validation: bool = False) -> Engine:
-    """An engine for the work. `clip` makes it need the global norm; it never bites."""
+def atoll_engine(
+    work: Work,
+    device: Device,
+    schedule: Schedule,
+    *,
+    post_validation: bool = False,
+    layers: Sequence[int] | None = None,
+) -> Engine:
+    """An engine for the work. `clip` makes it need the global norm; it never bites. layers: of each stage, by default
+    one."""
     with torch.device("meta"):
-        model = work.model(device, stages=schedule.stages, is_torch=False)
+        model = work.model(device, stages=schedule.stages if layers is None else sum(layers), is_torch=False)
     plan = Plan(
         MeshShape(pipeline=work.ranks),
         Layout("NNN"),
@@ -64,13 +72,16 @@ def atoll_engine(work: Work, device: Device, schedule: Schedule, *, post_validat
         1,
         precision=Precision.preset("fp64"),
         post_validation=post_validation,
+        layers_per_stage=None if layers is None else tuple(layers),
     )
     return Engine(model, plan, optimizer=lambda groups: torch.optim.SGD(groups, lr=work.lr), clip=1e6, seed=work.seed)
 
 
-def atoll_contender(work: Work, device: Device, schedule: Schedule) -> Contender:
-    """Atoll with a schedule."""
-    engine = atoll_engine(work, device, schedule)
+def atoll_contender(
+    work: Work, device: Device, schedule: Schedule, *, layers: Sequence[int] | None = None
+) -> Contender:
+    """Atoll with a schedule. layers: as in `atoll_engine`."""
+    engine = atoll_engine(work, device, schedule, layers=layers)
     before = whole_parameters(engine)
 
     def gradients() -> dict[str, Tensor]:

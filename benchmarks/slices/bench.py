@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from atoll.prediction.cost import Device
-from atoll.prediction.cost.cluster import Efficiency
+from atoll.prediction.cost.hardware import Efficiency
 from atoll.prediction.cost.sliced import slice_work_of
 from benchmarks.islands import tables
 from benchmarks.predictions.bench import described, measured_cluster, predicted, run_all

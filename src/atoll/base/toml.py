@@ -8,11 +8,11 @@ from typing import Any
 
 
 def to_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return TOML text with one `[table]` per entry. Keys without a value (None) are left out."""
+    """Return TOML text with one `[table]` per entry, none for the name "". Keys without a value (None) are left out."""
     parts = []
     for name, table in tables.items():
         lines = [f"{key} = {value_to_toml(value)}" for key, value in table.items() if value is not None]
-        parts.append("\n".join([f"[{name}]", *lines]) + "\n")
+        parts.append("\n".join([*([f"[{name}]"] if name else []), *lines]) + "\n")
     return "\n".join(parts)
 
 

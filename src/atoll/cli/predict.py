@@ -13,7 +13,7 @@ from atoll.cli.arguments import CLUSTER, AsJson, ConfigFile, Overrides, cluster_
 from atoll.cli.islands import Island, archipelago_of, refuse_island, report_islands
 
 if TYPE_CHECKING:
-    from atoll.prediction.cost import Breakdown, Held, Prediction
+    from atoll.prediction.cost import Held, Prediction
     from atoll.prediction.cost.apart import AnchorBytes
     from atoll.prediction.cost.rounds import ApartCost
 
@@ -87,10 +87,13 @@ def describe_prediction(prediction: Prediction, *, keeps: bool = False) -> Itera
     """Yield the plan, its step time by part, and its memory by component."""
     yield from _plan(prediction)
     if prediction.cluster is not None:
-        yield from ("", *_seconds(prediction), "", *_parts(prediction.breakdown))
+        yield from ("", *_seconds(prediction), "", *_parts(prediction))
     ranks = range(prediction.plan.mesh.pipeline)
-    yield from ("", *_components("bytes at the peak, of each pipeline rank", [prediction.peak(rank) for rank in ranks]))
-    yield from ("", *_components("bytes between steps", [prediction.rest(rank) for rank in ranks]))
+    seats = None if prediction.cluster is None else prediction.seats
+    names = [str(rank) if seats is None else seats.name(rank).removeprefix("rank ") for rank in ranks]
+    peaks, rests = [prediction.peak(rank) for rank in ranks], [prediction.rest(rank) for rank in ranks]
+    yield from ("", *_components("bytes at the peak, of each pipeline rank", peaks, names))
+    yield from ("", *_components("bytes between steps", rests, names))
     saved = max(map(prediction.saved, ranks))
     yield from ("", f"host memory for background saves: at most {format_bytes(saved)} per rank")
     if keeps:
@@ -162,7 +165,7 @@ def _seconds(prediction: Prediction) -> Iterator[str]:
     rate, devices = prediction.tokens_a_second, prediction.plan.mesh.world
     yield f"tokens  {format_rate(rate, 'tokens')}, {format_rate(rate / devices, 'tokens')} a device"
     dtype = prediction.use.compute
-    peak = prediction.device.rate(dtype) / 1e12
+    peak = prediction.given.mean_rate(devices, dtype) / 1e12
     yield f"MFU     {prediction.mfu:.1%} of {peak:.4g} TFLOP/s a device in {dtype}"
 
 
@@ -194,11 +197,12 @@ def held_words(held: AnchorBytes) -> str:
     return f"at most {format_bytes(held.total)} per rank: {', '.join(each)}"
 
 
-def _parts(breakdown: Sequence[Breakdown]) -> Iterator[str]:
+def _parts(prediction: Prediction) -> Iterator[str]:
     from atoll.prediction.cost.breakdown import PARTS, busiest_rank, mean
 
+    breakdown = prediction.breakdown
     busiest = busiest_rank(breakdown)
-    columns = {f"rank {busiest}, the busiest": breakdown[busiest]}
+    columns = {f"{prediction.seats.name(busiest)}, the busiest": breakdown[busiest]}
     if len(breakdown) == 1:
         columns = {"seconds": breakdown[0]}
     else:
@@ -212,25 +216,27 @@ def _parts(breakdown: Sequence[Breakdown]) -> Iterator[str]:
             yield f"{name:28}" + "".join(f"{format_seconds(value):>18}{share:>8.1%}" for value, share in cells)
 
 
-def _components(title: str, held: Sequence[Held]) -> Iterator[str]:
+def _components(title: str, held: Sequence[Held], ranks: Sequence[str]) -> Iterator[str]:
     names = [name for name in held[0]._fields if any(getattr(each, name) for each in held)]
     widths = {name: max(11, len(name) + 2) for name in (*names, "total")}
     yield title
-    yield "rank" + "".join(f"{name:>{widths[name]}}" for name in (*names, "total"))
-    for rank, each in enumerate(held):
+    wide = max(4, *map(len, ranks))
+    yield "rank".ljust(wide) + "".join(f"{name:>{widths[name]}}" for name in (*names, "total"))
+    for rank, each in zip(ranks, held, strict=True):
         cells = "".join(f"{format_bytes(getattr(each, name)):>{widths[name]}}" for name in (*names, "total"))
-        yield f"{rank:4d}{cells}"
+        yield f"{rank:>{wide}}{cells}"
 
 
 def _fit(prediction: Prediction) -> str:
     margins: Callable[[int], int] = prediction.margin
     fullest = min(range(prediction.plan.mesh.pipeline), key=margins)
-    margin, memory = margins(fullest), prediction.device.memory
-    share = f"{format_bytes(abs(margin))}, {abs(margin) / memory:.1%}"
+    margin, memory = margins(fullest), prediction.seats.memory(fullest)
+    share, own = f"{format_bytes(abs(margin))}, {abs(margin) / memory:.1%}", format_bytes(memory)
+    name = prediction.seats.name(fullest)
     host = prediction.host_margin
     if margin >= 0 and host is not None and host < 0:
-        own = format_bytes(prediction.given.host.memory)
+        own = format_bytes(min(kind.host.memory for kind in prediction.seats.kinds))
         return f"does not fit: state in host memory and saves need {format_bytes(-host)} more than the {own} of a node"
     if margin >= 0:
-        return f"fits: rank {fullest} has the highest peak and leaves {share}, of {format_bytes(memory)} free"
-    return f"does not fit: rank {fullest} has the highest peak and needs {share}, more than {format_bytes(memory)}"
+        return f"fits: {name} {prediction.seats.is_fullest} and leaves {share}, of {own} free"
+    return f"does not fit: {name} {prediction.seats.is_fullest} and needs {share}, more than {own}"

@@ -125,6 +125,10 @@ class MeshShape:
         """All ranks."""
         return self.pipeline * self.data * self.tensor
 
+    def stride(self, axis: str) -> int:
+        """Return how far neighbours along an axis are apart in the world."""
+        return math.prod(self.sizes[inner] for inner in self.order[self.order.index(axis) + 1 :])
+
     def place(self, rank: int) -> Place:
         """Return the place of the world rank `rank`."""
         if not 0 <= rank < self.world:

@@ -148,7 +148,7 @@ def test_a_trace_is_a_timeline_of_actions() -> None:
 def test_memory_over_time_peaks_at_the_peak(plan: dict[str, Any]) -> None:
     prediction = predict(**plan)
     found = memory(prediction)
-    assert found.limit == 10_000_000_000
+    assert found.limits == (10_000_000_000,) * len(found.times)
     for rank, columns in enumerate(found.held):
         assert max(map(sum, zip(*columns, strict=True))) == prediction.peak(rank).total
         assert found.times[rank][0] == 0.0

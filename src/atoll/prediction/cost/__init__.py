@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from atoll.prediction.cost.archipelago import Archipelago, read_cluster_of, read_hardware
     from atoll.prediction.cost.breakdown import Breakdown, break_down
-    from atoll.prediction.cost.cluster import Cluster, Device, Efficiency, Host, Link, Node, presets
+    from atoll.prediction.cost.cluster import Cluster
+    from atoll.prediction.cost.hardware import Device, Efficiency, Host, Link, Node, presets
     from atoll.prediction.cost.implementation import Implementation
     from atoll.prediction.cost.kernels import Exchange, FusedAttention, Kernel, KernelClock, Pass, Product, collective
     from atoll.prediction.cost.prediction import Prediction
@@ -25,17 +26,17 @@ _HOMES = {
     "Archipelago": "atoll.prediction.cost.archipelago",
     "Breakdown": "atoll.prediction.cost.breakdown",
     "Cluster": "atoll.prediction.cost.cluster",
-    "Device": "atoll.prediction.cost.cluster",
-    "Efficiency": "atoll.prediction.cost.cluster",
+    "Device": "atoll.prediction.cost.hardware",
+    "Efficiency": "atoll.prediction.cost.hardware",
     "Exchange": "atoll.prediction.cost.kernels",
     "FusedAttention": "atoll.prediction.cost.kernels",
     "Held": "atoll.program.memory",
-    "Host": "atoll.prediction.cost.cluster",
+    "Host": "atoll.prediction.cost.hardware",
     "Implementation": "atoll.prediction.cost.implementation",
     "Kernel": "atoll.prediction.cost.kernels",
     "KernelClock": "atoll.prediction.cost.kernels",
-    "Link": "atoll.prediction.cost.cluster",
-    "Node": "atoll.prediction.cost.cluster",
+    "Link": "atoll.prediction.cost.hardware",
+    "Node": "atoll.prediction.cost.hardware",
     "Pass": "atoll.prediction.cost.kernels",
     "Prediction": "atoll.prediction.cost.prediction",
     "Product": "atoll.prediction.cost.kernels",
@@ -47,7 +48,7 @@ _HOMES = {
     "Workload": "atoll.prediction.cost.work",
     "break_down": "atoll.prediction.cost.breakdown",
     "collective": "atoll.prediction.cost.kernels",
-    "presets": "atoll.prediction.cost.cluster",
+    "presets": "atoll.prediction.cost.hardware",
     "read_cluster_of": "atoll.prediction.cost.archipelago",
     "read_hardware": "atoll.prediction.cost.archipelago",
 }

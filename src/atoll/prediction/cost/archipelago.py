@@ -32,7 +32,7 @@ from pydantic import ValidationError
 
 from atoll.base.documents import read_toml
 from atoll.base.errors import ConfigError
-from atoll.prediction.cost.cluster import Cluster, problems_of, with_presets
+from atoll.prediction.cost.cluster import Cluster, cluster_from, problems_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Archipelago:
             if "uplink" not in own:
                 problems.append(f"island {name}: uplink: its link to the other islands; add it, or [between] for all")
             try:
-                found[name] = Cluster.model_validate(with_presets(own))
+                found[name] = cluster_from(own)
             except ConfigError as error:
                 problems.append(f"island {name}: {error}")
             except ValidationError as error:

@@ -14,7 +14,8 @@
     [network]
     preset = "infiniband-hdr"     # of one card
 
-An island of several adds `[uplink]`, its link to the others; a file of all islands is an
+Nodes of several kinds have a table `[[nodes]]` each, with `count`, `device`, `node` and, if it is not that of all,
+`network`. An island of several adds `[uplink]`, its link to the others; a file of all islands is an
 `atoll.prediction.cost.Archipelago`. A key beside `preset` replaces the preset's, one of `efficiency` that of its table.
 Presets and their sources are in `presets.toml`.
 """
@@ -22,190 +23,40 @@ Presets and their sources are in `presets.toml`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ValidationError
 
-from atoll.base.documents import parse_toml, read_toml
+from atoll.base.documents import read_toml
 from atoll.base.errors import ConfigError
 from atoll.base.toml import nested_to_toml
-from atoll.plans.layouts import ITEM_BYTES
 from atoll.plans.plan import MeshShape
+from atoll.prediction.cost.hardware import Count, Device, HardwareTable, Host, Link, Node, with_presets
 from atoll.program.host import IN, OUT, STEPS
 from atoll.program.sim import Speed
 
-Above = Annotated[float, Field(gt=0)]
-NotBelow = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(gt=0, le=1)]
-_Count = Annotated[int, Field(ge=1)]
 
+class Cluster(HardwareTable):
+    """Nodes of one kind, or of several. network: the link of one card; None for one node.
 
-class _Table(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class Efficiency(_Table):
-    """Efficiency of kernels, relative to a device's rates.
-
-    products: share of the peak that a large matrix product reaches.
-    depth: inner size of a product that reaches half of that share.
-    waves: share of the time of a last, partly filled wave of tiles that is lost.
-    attention: share of the peak that fused attention reaches.
-    memory: share of the memory bandwidth that all other kernels reach.
-    half: factor of that share for kernels on elements of two bytes; less than 1 on a CPU, which converts them.
-    update: bytes read and written per parameter at a step's end: by Adam's step with an fp32 master, and by the cast of
-    its result to the dtype of the forward.
-    launch: seconds of the shortest kernel on the device.
-    dispatch: seconds that the host needs for a kernel, with the Python, autograd and views around it. A block takes at
-    least this time for all of its kernels.
-    pause: idle seconds of a stage's F and of its I, such as when the host waits for a message or the device before it
-    launches the next kernels.
-    spread: relative error of a step's seconds that is left after the fit of the constants; 0 if unknown.
-    source: hardware or data they were measured on or fitted to.
-    """
-
-    products: Share = 0.8
-    depth: NotBelow = 100.0
-    waves: Annotated[float, Field(ge=0, le=1)] = 0.8
-    attention: Share = 0.5
-    memory: Share = 0.7
-    half: Share = 1.0
-    update: NotBelow = 30.0
-    launch: NotBelow = 2e-6
-    dispatch: NotBelow = 1e-5
-    pause: NotBelow = 1e-4
-    spread: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    source: str = ""
-
-
-class Device(_Table):
-    """A device.
-
-    memory: bytes.  context: bytes taken by driver and communicators before the first tensor.
-    bandwidth: of its memory, bytes a second.  units: multiprocessors, over which tiles of a product are spread.
-    rates: FLOP/s by torch's dtype names, and "float8".
-    """
-
-    memory: _Count
-    context: Annotated[int, Field(ge=0)] = 0
-    bandwidth: Above
-    units: _Count = 1
-    rates: dict[str, Above]
-    efficiency: Efficiency = Efficiency()
-    source: str = ""
-
-    @model_validator(mode="after")
-    def _check_rates(self) -> Device:
-        known = {*ITEM_BYTES, "float8"}
-        unknown = sorted(set(self.rates) - known)
-        if unknown or not self.rates:
-            raise ValueError(f"rates of {', '.join(unknown) or 'nothing'}; known dtypes: {', '.join(sorted(known))}")
-        return self
-
-    @property
-    def is_cpu(self) -> bool:
-        """True if the device is a rank's share of a CPU."""
-        return self.units == 1
-
-    def rate(self, dtype: str) -> float:
-        """Return the FLOP/s of products in a dtype. Raises ConfigError if the device has no rate for it."""
-        if dtype not in self.rates:
-            raise ConfigError(
-                f"the device has no rate for {dtype}, only for {', '.join(self.rates)}; add it to [device.rates]"
-            )
-        return self.rates[dtype]
-
-
-class Link(_Table):
-    """A link of a device or of a network card, in one direction.
-
-    rate: bytes a second.  latency: seconds of one hop.  reach: share of the rate that large messages achieve.
-    burst: bytes that it transfers at once after a pause, like a token bucket; they count against its rate.
-    busy: share of transfer time during which the device cannot compute: 1 if the computing processor copies, as between
-    ranks on one CPU, 0 if a network card does.
-    shared: bytes a second of gathers and reductions in a group whose ranks read each other's memory, as on one CPU;
-    None if they exchange messages.
-    """
-
-    rate: Above
-    latency: NotBelow = 0.0
-    reach: Share = 1.0
-    burst: NotBelow = 0.0
-    busy: Annotated[float, Field(ge=0, le=1)] = 0.0
-    shared: Above | None = None
-    source: str = ""
-
-    def times(self, factor: float) -> Link:
-        """Return the link with a multiple of its bytes a second."""
-        shared = None if self.shared is None else self.shared * factor
-        return self.model_copy(update={"rate": self.rate * factor, "shared": shared})
-
-    @property
-    def goodput(self) -> float:
-        """Bytes a second of large messages."""
-        return self.rate * self.reach
-
-    def speed(self, count: float) -> Speed:
-        """Return the link multiplied: several links as one, or a part of one."""
-        return Speed(self.latency, self.goodput * count, burst=self.burst * count, busy=self.busy)
-
-
-class Host(_Table):
-    """The host memory of a node, and the link between it and a device.
-
-    memory: bytes of a node.  bandwidth: bytes a second of that memory, which all processors and links of a node share.
-    rate: bytes a second of a device's link, in one direction.  latency: seconds of a copy.  reach: share of rate and
-    bandwidth that large copies and updates achieve.
-    uplinks: number of such links that a node has, where its devices share them, as behind switches; one a device if not
-    given.
-    """
-
-    memory: _Count
-    bandwidth: Above
-    rate: Above
-    latency: NotBelow = 0.0
-    reach: Share = 0.8
-    uplinks: _Count | None = None
-    source: str = ""
-
-    def times(self, factor: float) -> Host:
-        """Return the host with a multiple of the link's bytes a second."""
-        return self.model_copy(update={"rate": self.rate * factor})
-
-
-class Node(_Table):
-    """A node: devices with a link each, network cards that they share, and host memory. link: None for one device.
-    host: needed only to predict what rests there."""
-
-    devices: _Count = 1
-    cards: _Count = 1
-    link: Link | None = None
-    host: Host | None = None
-
-    @model_validator(mode="after")
-    def _check_link(self) -> Node:
-        if self.devices > 1 and self.link is None:
-            raise ValueError(f"{self.devices} devices and no link between them; add [node.link]")
-        return self
-
-
-class Cluster(_Table):
-    """Nodes of one kind. network: the link of one card; None for one node.
-
-    nodes: maximum number that a planner may use; predictions use as many as the plan needs.
+    nodes: maximum number that a planner may use; predictions use as many as the plan needs, and no more than there are
+    if nodes are of several kinds.
     uplink: the link to other islands, which all ranks share; None for a cluster that is no island, or if it is unknown.
+    name: of the kind of the nodes, among several.
+    groups: the kinds, each a cluster of its nodes alone, in the order in which ranks fill them; empty if all nodes are
+    of one kind. `device`, `node` and `network` are then those of the slowest kind. See `at` for those of a rank.
     """
 
-    nodes: _Count = 1
+    nodes: Count = 1
     device: Device
     node: Node
     network: Link | None = None
     uplink: Link | None = None
+    name: str = ""
+    groups: tuple[Cluster, ...] = ()
 
     @staticmethod
     def read(path: str | Path) -> Cluster:
@@ -225,20 +76,146 @@ class Cluster(_Table):
                 "of them with `atoll plan`"
             )
         try:
-            return Cluster.model_validate(with_presets(values))
+            return cluster_from(values)
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
         except ValidationError as error:
             problems = problems_of(error)
             raise ConfigError("\n  ".join([f"{source}: {len(problems)} problems", *problems])) from error
 
+    @staticmethod
+    def join(kinds: Sequence[Cluster], *, uplink: Link | None = None) -> Cluster:
+        """Return the nodes of several kinds as one cluster, whose ranks fill them in this order.
+
+        Raises ConfigError if two have one name, if their nodes have different numbers of devices, and for CPUs beside
+        other devices.
+        """
+        names, sizes = [kind.name for kind in kinds], [kind.node.devices for kind in kinds]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"nodes: the kinds are named {', '.join(names)}; give each a name of its own")
+        if len(set(sizes)) > 1:
+            raise ConfigError(
+                f"nodes: {', '.join(names)} have {', '.join(map(str, sizes))} devices a node, and ranks are placed on "
+                f"nodes of one size; describe a larger node as several of {math.gcd(*sizes)}"
+            )
+        if len({kind.device.is_cpu for kind in kinds}) > 1:
+            raise ConfigError(f"nodes: of {', '.join(names)} some devices are CPUs (units = 1) and some are not")
+        slowest = min(kinds, key=lambda kind: max(kind.device.rates.values()))
+        return Cluster(
+            nodes=sum(kind.nodes for kind in kinds),
+            device=slowest.device,
+            node=slowest.node,
+            network=slowest.network,
+            uplink=uplink,
+            groups=tuple(kinds),
+        )
+
     def tables(self) -> dict[str, Any]:
         """Return the tables of its TOML, with presets expanded and defaults left out."""
-        return self.model_dump(exclude_none=True, exclude_unset=True)
+        if not self.groups:
+            return self.model_dump(exclude_none=True, exclude_unset=True)
+        rows = [kind.tables() for kind in self.groups]
+        found: dict[str, Any] = {"nodes": [{"count": row.pop("nodes", 1), **row} for row in rows]}
+        return found if self.uplink is None else found | {"uplink": self.uplink.model_dump(exclude_unset=True)}
 
     def dump(self) -> str:
         """Return TOML that `read` reads back to an equal cluster."""
         return nested_to_toml(self.tables())
+
+    # ---- kinds of nodes
+
+    @property
+    def kinds(self) -> tuple[Cluster, ...]:
+        """The kinds of nodes; this cluster alone if all are of one."""
+        return self.groups or (self,)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the kinds, in the order of ranks; none if all nodes are of one."""
+        return tuple(kind.name for kind in self.groups)
+
+    def at(self, mesh: MeshShape, rank: int) -> tuple[Cluster, ...]:
+        """Return the kinds of nodes at the places of a pipeline rank.
+
+        The pipeline rank is as slow as the slowest of them, and holds what fits the smallest. Raises ConfigError if
+        there are several kinds and fewer devices than ranks.
+        """
+        if not self.groups:
+            return (self,)
+        devices = self.node.devices
+        if mesh.world > self.nodes * devices:
+            raise ConfigError(
+                f"{mesh.world} ranks on {self.nodes} nodes of {devices} devices: nodes are of several kinds, so each "
+                "is listed; use fewer ranks, or raise the count of one of [[nodes]]"
+            )
+        stride = mesh.stride("pp")
+        starts = range(rank * stride, mesh.world, stride * mesh.pipeline)
+        places = [range(first, first + stride) for first in starts]
+        return tuple(
+            kind
+            for kind, ranks in self.ranks_of_kinds()
+            if any(own.start < ranks.stop and ranks.start < own.stop for own in places)
+        )
+
+    def ranks_of_kinds(self) -> Iterator[tuple[Cluster, range]]:
+        """Yield each kind, and the ranks of a world on its nodes."""
+        first = 0
+        for kind in self.kinds:
+            after = first + kind.nodes * self.node.devices
+            yield kind, range(first, after)
+            first = after
+
+    def each(self, change: Callable[[Cluster], Cluster]) -> Cluster:
+        """Return the cluster with the nodes of every kind changed."""
+        if not self.groups:
+            return change(self)
+        return Cluster.join([change(kind) for kind in self.groups], uplink=self.uplink)
+
+    def with_links(self, change: Callable[[Link], Link]) -> Cluster:
+        """Return the cluster with the links inside nodes changed."""
+
+        def changed(kind: Cluster) -> Cluster:
+            link = None if kind.node.link is None else change(kind.node.link)
+            return kind.model_copy(update={"node": kind.node.model_copy(update={"link": link})})
+
+        return self.each(changed)
+
+    def with_network(self, change: Callable[[Link], Link]) -> Cluster:
+        """Return the cluster with the links between nodes changed."""
+        return self.each(
+            lambda kind: kind.model_copy(update={"network": None if kind.network is None else change(kind.network)})
+        )
+
+    def with_memory(self, share: float) -> Cluster:
+        """Return the cluster with a share of the devices' memory."""
+
+        def changed(kind: Cluster) -> Cluster:
+            memory = int(kind.device.memory * share)
+            return kind.model_copy(update={"device": kind.device.model_copy(update={"memory": memory})})
+
+        return self.each(changed)
+
+    def ordered(self, names: Sequence[str]) -> Cluster:
+        """Return the cluster with its kinds in another order. Raises ConfigError for other names than theirs."""
+        known = {kind.name: kind for kind in self.groups}
+        if sorted(names) != sorted(known):
+            raise ConfigError(
+                f"nodes = {', '.join(names)}: the cluster has "
+                + (f"the kinds {', '.join(known)}; name each once" if known else "nodes of one kind; leave it out")
+            )
+        return Cluster.join([known[name] for name in names], uplink=self.uplink)
+
+    def mean_rate(self, world: int, dtype: str) -> float:
+        """Return the FLOP/s of products in a dtype, mean over the devices of a world. Raises ConfigError if a device
+        has no rate for it."""
+        if not self.groups:
+            return self.device.rate(dtype)
+        rates = (
+            kind.device.rate(dtype) * len(ranks[: max(0, world - ranks.start)]) for kind, ranks in self.ranks_of_kinds()
+        )
+        return sum(rates) / world
+
+    # ---- links
 
     def along(self, mesh: MeshShape, axis: str) -> Speed:
         """Return the link of each rank for a collective along an axis, while all groups along it communicate. Besides
@@ -247,8 +224,11 @@ class Cluster(_Table):
 
         A ring crosses between nodes once in each direction, so the ranks of a group in one node share one group's part
         of the cards. Ranks that divide experts or sequences send to all others: each has its own part of the cards, for
-        what leaves the node. Raises ConfigError if the axis leaves the node and there is no network.
+        what leaves the node. Of nodes of several kinds it is the slowest link. Raises ConfigError if the axis leaves
+        the node and there is no network.
         """
+        if self.groups:
+            return slower(*(kind.along(mesh, axis) for kind in self.groups))
         inner, size = _stretch(mesh, axis)
         near = 1 if inner >= self.node.devices else min(size, self.node.devices // inner)
         if axis == "expert x tp":
@@ -276,11 +256,8 @@ class Cluster(_Table):
 
     def share_nodes(self, mesh: MeshShape, one: int, other: int) -> bool:
         """Return True if two pipeline ranks are on one node in each of the pipelines that run side by side."""
-        devices, sizes = self.node.devices, mesh.sizes
-        axes = list(sizes)
-        at = axes.index("pp")
-        stride = math.prod(sizes[axis] for axis in axes[at + 1 :])
-        outer = math.prod(sizes[axis] for axis in axes[:at])
+        devices, stride = self.node.devices, mesh.stride("pp")
+        outer = mesh.world // (stride * mesh.pipeline)
         # Pipelines begin at each of these places in a node, which repeat after as many.
         begins = {
             (number * stride * mesh.pipeline + inner) % devices
@@ -316,6 +293,11 @@ class Cluster(_Table):
         return Speed() if link is None else link.speed(1.0)
 
 
+def slower(*links: Speed) -> Speed:
+    """Return the slowest link, at whose rate a transfer over all of them goes."""
+    return min(links, key=lambda link: link.rate)
+
+
 _ALL_TO_ALL = ("expert", "expert x tp", "sequence")
 """Axes along which each rank sends to all others."""
 
@@ -324,18 +306,10 @@ def _stretch(mesh: MeshShape, axis: str) -> tuple[int, int]:
     """Return how far neighbours along an axis are apart, and the number of ranks along it."""
     sizes = mesh.sizes
     own = "intra" if axis in (*_ALL_TO_ALL, "shard") else axis
-    names = list(sizes)
-    inner = math.prod(sizes[name] for name in names[names.index(own) + 1 :])
+    inner = mesh.stride(own)
     if axis == "shard":
         return inner * mesh.expert, mesh.intra // mesh.expert
     return inner, {"sequence": mesh.sequence}.get(axis, mesh.expert) if axis in _ALL_TO_ALL else sizes[own]
-
-
-@lru_cache(maxsize=1)
-def presets() -> Mapping[str, Mapping[str, Any]]:
-    """Return presets by kind ("devices", "links" and "hosts") and name, as tables."""
-    text = files("atoll.prediction.cost").joinpath("presets.toml").read_text(encoding="utf-8")
-    return parse_toml(text)
 
 
 def problems_of(error: ValidationError) -> list[str]:
@@ -343,38 +317,37 @@ def problems_of(error: ValidationError) -> list[str]:
     return [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
 
 
-def with_presets(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tables of a cluster with presets expanded. Raises ConfigError for an unknown one."""
-    found = {key: dict(table) if isinstance(table, Mapping) else table for key, table in values.items()}
-    if isinstance(found.get("device"), dict):
-        found["device"] = _filled(found["device"], "devices")
-    for key in ("network", "uplink"):
-        if isinstance(found.get(key), dict):
-            found[key] = _filled(found[key], "links")
-    node = found.get("node")
-    if isinstance(node, dict) and isinstance(node.get("link"), Mapping):
-        node["link"] = _filled(node["link"], "links")
-    if isinstance(node, dict) and isinstance(node.get("host"), Mapping):
-        node["host"] = _filled(node["host"], "hosts")
-    return found
+def cluster_from(values: Mapping[str, Any]) -> Cluster:
+    """Return the cluster of some tables. Raises ConfigError or ValidationError for tables that are not one."""
+    rows = values.get("nodes")
+    if not isinstance(rows, list):
+        return Cluster.model_validate(with_presets(values))
+    problems = [
+        f"{key}: a key of nodes; write it into each [[nodes]]" for key in values if key not in ("nodes", *_OF_ALL)
+    ]
+    kinds = []
+    for at, row in enumerate(rows, start=1):
+        if not isinstance(row, Mapping):
+            problems.append(f"nodes {at}: {row!r}; it is a table [[nodes]]")
+            continue
+        problems += [f"nodes {at}: {key}: a node has no such key" for key in row if key not in _OF_NODES]
+        preset = row["device"].get("preset") if isinstance(row.get("device"), Mapping) else None
+        own = {"name": preset or f"nodes {at}", **{key: row[key] for key in _OF_NODES[1:] if key in row}}
+        own |= {"nodes": row.get("count", 1)}
+        if "network" in values:
+            own.setdefault("network", values["network"])
+        try:
+            kinds.append(Cluster.model_validate(with_presets(own)))
+        except ConfigError as error:
+            problems.append(f"nodes {at}: {error}")
+        except ValidationError as error:
+            problems += (f"nodes {at}: {each}" for each in problems_of(error))
+    if problems or not kinds:
+        problems = problems or ["nodes: no table [[nodes]]"]
+        raise ConfigError("\n  ".join([f"{len(problems)} problems", *problems]))
+    uplink = with_presets({"uplink": values["uplink"]})["uplink"] if "uplink" in values else None
+    return Cluster.join(kinds, uplink=None if uplink is None else Link.model_validate(uplink))
 
 
-def _filled(table: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    own = dict(table)
-    name = own.pop("preset", None)
-    if name is None:
-        return own
-    known = presets()[kind]
-    if name not in known:
-        raise ConfigError(f"no preset {name!r} among the {kind}; known: {', '.join(known)}")
-    return _over(known[name], own)
-
-
-def _over(preset: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the preset's keys overridden by others, also in nested tables."""
-    tables = {key: _over(preset[key], table) for key, table in own.items() if _is_table(table, preset.get(key))}
-    return {**preset, **own, **tables}
-
-
-def _is_table(*values: object) -> bool:
-    return all(isinstance(value, Mapping) for value in values)
+_OF_ALL, _OF_NODES = ("network", "uplink"), ("count", "name", "device", "node", "network")
+"""Keys beside `[[nodes]]`, and those of its tables."""

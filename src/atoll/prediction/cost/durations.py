@@ -27,10 +27,15 @@ NEAR = "pp-near"
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds of a plan's instructions on a cluster."""
+    """Seconds of a plan's instructions on a cluster of nodes of one kind; those of several are `KindDurations`."""
 
     ranks: Ranks
     cluster: Cluster
+
+    def on(self, rank: int) -> tuple[Durations, ...]:
+        """Return the durations on each kind of nodes that a pipeline rank is on."""
+        del rank
+        return (self,)
 
     @property
     def links(self) -> dict[str, Speed]:
@@ -83,7 +88,7 @@ class Durations:
 
     def rates_of(
         self,
-        parts: Callable[[Work], Parts],
+        parts: Callable[[Work], Parts] | None = None,
         *,
         update: float = 1.0,
         pause: float = 1.0,
@@ -91,7 +96,7 @@ class Durations:
     ) -> tuple[Rates, ...]:
         """Return the seconds of instructions if blocks take `parts`, links are others, and the optimizer's step and
         pauses take `update` and `pause` times as long as on this cluster."""
-        slices = self.ranks.of_slices
+        parts, slices = parts or self.parts, self.ranks.of_slices
         if len(slices) > 1:
             options: dict[str, Any] = {
                 "update": update,
@@ -104,15 +109,22 @@ class Durations:
         links = self.links if links is None else links
         found = []
         for rank in range(self.ranks.plan.mesh.pipeline):
-            seconds = self._by_instruction(rank, parts)
-            seconds |= {at: seconds.get(at, 0.0) + taken for at, taken in self.coded.seconds(rank, self.clock).items()}
-            seconds |= self._steps(rank, update)
-            seconds |= self._copies(rank)
-            seconds |= {key: taken * update for key, taken in self._transforms(rank).items()}
-            seconds[Do.FINISH_F, -1] = seconds[Do.START_I, -1] = self.cluster.device.efficiency.pause * pause
+            seconds = self.seconds_of(rank, parts, update=update, pause=pause)
             to = dict.fromkeys(self.near(rank), links[NEAR]) if NEAR in links else {}
             found.append(Rates(seconds, message, links, self.coded.sent(rank), to))
         return tuple(found)
+
+    def seconds_of(
+        self, rank: int, parts: Callable[[Work], Parts], *, update: float = 1.0, pause: float = 1.0
+    ) -> dict[tuple[Operation, int], float]:
+        """Return the seconds of a pipeline rank's instructions."""
+        seconds = self._by_instruction(rank, parts)
+        seconds |= {at: seconds.get(at, 0.0) + taken for at, taken in self.coded.seconds(rank, self.clock).items()}
+        seconds |= self._steps(rank, update)
+        seconds |= self._copies(rank)
+        seconds |= {key: taken * update for key, taken in self._transforms(rank).items()}
+        seconds[Do.FINISH_F, -1] = seconds[Do.START_I, -1] = self.cluster.device.efficiency.pause * pause
+        return seconds
 
     @property
     def update_seconds(self) -> float:
@@ -231,6 +243,15 @@ class Durations:
             # The work is kept with its seconds, so that no other work can have its id.
             self._known[id(work)] = work, tuple(map(self.clock.seconds, kernels))  # type: ignore[assignment]
         return self._known[id(work)][1]
+
+    def parts_on(self, rank: int, work: Work) -> Parts:
+        """Return F, I and W of a work on a pipeline rank."""
+        del rank
+        return self.parts(work)
+
+    def least_parts(self, work: Work) -> Parts:
+        """Return the least that F, I and W of a work take on any kind of nodes."""
+        return self.parts(work)
 
     @cached_property
     def _known(self) -> dict[int, tuple[Work, Parts]]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from atoll.program.sim import Speed
 
 if TYPE_CHECKING:
-    from atoll.prediction.cost.cluster import Device
+    from atoll.prediction.cost.hardware import Device
 
 TILE = (128, 256)
 """Rows and columns of a product that one multiprocessor computes at a time."""

@@ -14,11 +14,14 @@ from atoll.plans.plan import Plan
 from atoll.prediction.cost.activations import with_activations
 from atoll.prediction.cost.apart import AnchorBytes, IslandParts
 from atoll.prediction.cost.breakdown import Breakdown, break_down
-from atoll.prediction.cost.cluster import Cluster, Device
+from atoll.prediction.cost.cluster import Cluster
 from atoll.prediction.cost.durations import Durations
+from atoll.prediction.cost.hardware import Device
 from atoll.prediction.cost.hops import CodedHops
+from atoll.prediction.cost.kinds import durations_on
 from atoll.prediction.cost.outer import OuterCost, cost_apart, cost_of, outer_bytes_in_flight
 from atoll.prediction.cost.ranks import Ranks
+from atoll.prediction.cost.seats import Seats
 from atoll.prediction.cost.work import Use, Workload
 from atoll.program.kept import most_away, sizes_of
 from atoll.program.memory import Held, held_in
@@ -51,7 +54,7 @@ class Prediction:
 
     @property
     def device(self) -> Device:
-        """The device of the cluster."""
+        """The device of the cluster, the slowest of several kinds; `seats` has those of a rank."""
         return self.given.device
 
     @property
@@ -60,6 +63,11 @@ class Prediction:
         if self.cluster is None:
             raise ConfigError("a prediction without a cluster has only bytes; give it a cluster")
         return self.cluster
+
+    @cached_property
+    def seats(self) -> Seats:
+        """The devices of each pipeline rank."""
+        return Seats(self.given, self.plan.mesh)
 
     # ---- seconds
 
@@ -72,12 +80,12 @@ class Prediction:
     @cached_property
     def durations(self) -> Durations:
         """The seconds of instructions on the cluster."""
-        return Durations(self.ranks, self.given)
+        return durations_on(self.ranks, self.given)
 
     @cached_property
     def rates(self) -> tuple[Rates, ...]:
         """The seconds of each pipeline rank's instructions."""
-        return self.durations.rates_of(self.durations.parts)
+        return self.durations.rates_of()
 
     @cached_property
     def played(self) -> PlayedPrograms:
@@ -97,19 +105,19 @@ class Prediction:
     @cached_property
     def outer(self) -> OuterCost | None:
         """The cost of outer steps, where the plan has any."""
-        plan, efficiency = self.plan, self.device.efficiency
+        plan, device = self.plan, self.given.device
         if plan.outer is None:
             return None
         if not plan.has_islands:
             return cost_apart(self.ranks, plan.outer, step=self.played.seconds, cluster=self.given)
-        memory = self.device.bandwidth * efficiency.memory
+        memory = device.bandwidth * device.efficiency.memory
         link = self.given.along(plan.mesh, "inter")
         return cost_of(self.ranks, plan.outer, step=self.played.seconds, link=link, memory=memory)
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Seconds minus and plus the spread of the device's constants."""
-        spread = self.device.efficiency.spread
+        """Seconds minus and plus the largest spread of the devices' constants."""
+        spread = max(kind.device.efficiency.spread for kind in self.seats.kinds)
         return self.seconds * (1.0 - spread), self.seconds * (1.0 + spread)
 
     @cached_property
@@ -129,7 +137,7 @@ class Prediction:
         without recompute (`Workload.flops`)."""
         mesh = self.plan.mesh
         flops = self.workload.flops(self.use) * self.plan.schedule.whole_microbatches * mesh.shares
-        return flops / (self.seconds * mesh.world * self.device.rate(self.use.compute))
+        return flops / (self.seconds * mesh.world * self.given.mean_rate(mesh.world, self.use.compute))
 
     # ---- bytes
 
@@ -150,19 +158,17 @@ class Prediction:
 
     def rest(self, rank: int) -> Held:
         """Return the memory of a pipeline rank between steps."""
-        shape, context = self.ranks.of(rank), 0 if self.cluster is None else self.cluster.device.context
+        shape, context = self.ranks.of(rank), 0 if self.cluster is None else self.seats.context(rank)
         state = shape.at_rest
         outgoing = outer_bytes_in_flight(self.ranks, rank)
         return Held(state.parameters, state.gradients, state.optimizer, buffers=outgoing, context=context)
 
     def peak(self, rank: int) -> Held:
         """Return the memory of a pipeline rank at its peak."""
-        return self._peaks[rank]
-
-    @cached_property
-    def _peaks(self) -> tuple[Held, ...]:
-        ranks = range(self.plan.mesh.pipeline)
-        return tuple(max(self.held(rank), key=lambda held: held.total) for rank in ranks)
+        known: dict[int, Held] = self.__dict__.setdefault("_peaks", {})
+        if rank not in known:
+            known[rank] = max(self.held(rank), key=lambda held: held.total)
+        return known[rank]
 
     def saved(self, rank: int) -> int:
         """Return the bytes of host memory that a pipeline rank keeps for saving in the background."""
@@ -172,7 +178,7 @@ class Prediction:
     def margin(self, rank: int) -> int:
         """Return the bytes of the device's memory that are free at a pipeline rank's peak; negative if it does not
         fit."""
-        return self.device.memory - self.peak(rank).total
+        return self.seats.memory(rank) - self.peak(rank).total
 
     def on_host(self, rank: int) -> int:
         """Return the bytes of host memory that a pipeline rank needs: for what rests there, for what blocks keep, and
@@ -199,11 +205,14 @@ class Prediction:
         """The bytes of a node's host memory that are free beside the state that rests there and a save in the
         background; None if none does, or if it is of outer steps alone and the cluster has no [node.host]. With stages
         of several ranks on a node, each device counts as the fullest one."""
-        ranks, is_anchored = range(self.plan.mesh.pipeline), bool(self.anchored)
-        if self.plan.host is None and (not is_anchored or self.given.node.host is None):
+        if self.plan.host is None and (not self.anchored or any(kind.node.host is None for kind in self.seats.kinds)):
             return None
         devices = min(self.given.node.devices, self.plan.mesh.world)
-        return self.given.host.memory - devices * max(self.on_host(rank) + self.saved(rank) for rank in ranks)
+        return min(
+            kind.host.memory - devices * (self.on_host(rank) + self.saved(rank))
+            for rank in range(self.plan.mesh.pipeline)
+            for kind in self.seats.at(rank)
+        )
 
     @property
     def fits(self) -> bool:

@@ -29,7 +29,8 @@ from atoll.plans.federation.rounds import KEPT_RECORDS
 from atoll.plans.outer import Outer, OuterAction
 from atoll.plans.plan import MeshShape
 from atoll.prediction.cost.apart import AnchorBytes, IslandParts
-from atoll.prediction.cost.cluster import Cluster, Host, presets
+from atoll.prediction.cost.cluster import Cluster
+from atoll.prediction.cost.hardware import Host, presets
 from atoll.program.host import IN, STEPS
 from atoll.program.sim import Speed
 

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 from atoll.plans.plan import Plan
 from atoll.plans.slices import even_slices
-from atoll.prediction.cost.cluster import Device
+from atoll.prediction.cost.hardware import Device
 from atoll.prediction.cost.kernels import KernelClock
 from atoll.prediction.cost.work import Use, Workload
 

@@ -43,6 +43,11 @@ def summary(prediction: Prediction) -> dict[str, Any]:
             "fits": prediction.margin(rank) >= 0 if is_timed else None,
             "margin_bytes": prediction.margin(rank) if is_timed else None,
             "breakdown": prediction.breakdown[rank]._asdict() if is_timed else None,
+            **(
+                {"nodes": [kind.name for kind in prediction.seats.at(rank)]}
+                if is_timed and prediction.given.groups
+                else {}
+            ),
         }
         for rank in ranks
     ]

@@ -20,8 +20,11 @@ EQUAL = 1e-3
 
 
 def fullest_rank(prediction: Prediction) -> int:
-    """Return the pipeline rank with the highest peak."""
-    return max(range(prediction.plan.mesh.pipeline), key=lambda rank: prediction.peak(rank).total)
+    """Return the pipeline rank with the highest peak, or of devices of several sizes the one with the least room."""
+    ranks = range(prediction.plan.mesh.pipeline)
+    if prediction.cluster is not None and prediction.cluster.groups:
+        return min(ranks, key=prediction.margin)
+    return max(ranks, key=lambda rank: prediction.peak(rank).total)
 
 
 def fullest(prediction: Prediction) -> Held:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from atoll.base.errors import UserError
@@ -126,11 +126,11 @@ class Explanation:
 
     def _faster(self) -> Iterator[tuple[str, Cluster]]:
         cluster = self.prediction.given
-        yield "device", cluster.model_copy(update={"device": _scaled_device(cluster.device, FASTER)})
+        yield "device", cluster.each(lambda kind: kind.model_copy(update={"device": _faster(kind.device)}))
         if cluster.node.link is not None and self.plan.mesh.world > 1:
-            yield "node.link", _with_link(cluster, FASTER)
+            yield "node.link", cluster.with_links(partial(_scaled, times=FASTER))
         if cluster.network is not None and self.plan.mesh.world > cluster.node.devices:
-            yield "network", cluster.model_copy(update={"network": _scaled(cluster.network, FASTER)})
+            yield "network", cluster.with_network(partial(_scaled, times=FASTER))
 
     # ---- other plans
 
@@ -201,13 +201,12 @@ class Explanation:
         """The plan under other conditions: slowest link, memory, nodes, batch."""
         base, plan, cluster = self.prediction, self.plan, self.prediction.given
         wide = replace(plan.mesh, inter=2 * plan.mesh.inter)
-        memory = cluster.device.model_copy(update={"memory": int(cluster.device.memory * 0.9)})
         twice = "twice the nodes" if plan.mesh.world >= cluster.node.devices else "twice the ranks"
         tries: list[tuple[str, _Make]] = []
         if (slower := self._slower) is not None:
             tries.append((f"{slower[0]} half as fast", lambda: base.on(slower[1])))
         tries += [
-            ("memory 10 % smaller", lambda: base.on(cluster.model_copy(update={"device": memory}))),
+            ("memory 10 % smaller", lambda: base.on(cluster.with_memory(0.9))),
             (f"{twice}, same batch", lambda: predicted(base, rebuilt(plan, mesh=wide))),
             (
                 f"{twice}, twice the batch",
@@ -222,9 +221,9 @@ class Explanation:
         """The slowest link that the plan uses, half as fast."""
         cluster = self.prediction.given
         if cluster.network is not None and self.plan.mesh.world > cluster.node.devices:
-            return "network", cluster.model_copy(update={"network": _scaled(cluster.network, 0.5)})
+            return "network", cluster.with_network(partial(_scaled, times=0.5))
         if cluster.node.link is not None and self.plan.mesh.world > 1:
-            return "node.link", _with_link(cluster, 0.5)
+            return "node.link", cluster.with_links(partial(_scaled, times=0.5))
         return None
 
 
@@ -232,13 +231,7 @@ def _scaled(link: Link, times: float) -> Link:
     return link.times(times).model_copy(update={"latency": link.latency / times})
 
 
-def _with_link(cluster: Cluster, times: float) -> Cluster:
-    assert cluster.node.link is not None
-    link = _scaled(cluster.node.link, times)
-    return cluster.model_copy(update={"node": cluster.node.model_copy(update={"link": link})})
-
-
-def _scaled_device(device: Device, times: float) -> Device:
+def _faster(device: Device, times: float = FASTER) -> Device:
     own = device.efficiency
     waits = {name: getattr(own, name) / times for name in ("launch", "dispatch", "pause")}
     return device.model_copy(

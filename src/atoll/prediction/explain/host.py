@@ -63,5 +63,8 @@ def host_cost(prediction: Prediction) -> HostCost:
 
 def with_host_link(cluster: Cluster, times: float) -> Cluster:
     """Return a cluster with a multiple of the link's bytes a second."""
-    host = cluster.host.times(times)
-    return cluster.model_copy(update={"node": cluster.node.model_copy(update={"host": host})})
+    return cluster.each(
+        lambda kind: kind.model_copy(
+            update={"node": kind.node.model_copy(update={"host": kind.host.times(times)})},
+        )
+    )

@@ -66,7 +66,8 @@ def link_uses(prediction: Prediction, rank: int) -> tuple[LinkUse, ...]:
         for axis, nbytes in way:
             times[axis, _KINDS.get(do.carries, PIPELINE_MESSAGES)] += 1
             sent[axis, _KINDS.get(do.carries, PIPELINE_MESSAGES)] += nbytes
-    links = prediction.durations.links | {axis: link for axis, (_, link) in prediction.durations.clock.groups.items()}
+    clock = min(prediction.durations.on(rank), key=lambda own: own.cluster.inside().rate).clock
+    links = {**prediction.rates[rank].links, **{axis: link for axis, (_, link) in clock.groups.items()}}
     for (axis, part), (count, nbytes) in sent_inside(prediction.ranks, rank).items():
         if part == "exchanges":
             kind = ROWS if axis == "expert" else EXCHANGED_HEADS

@@ -191,3 +191,8 @@ def wrapped(text: str, *, width: int = 100, indent: str = "") -> list[str]:
     glued = text.replace(" %", "\u00a0%")
     lines = textwrap.wrap(glued, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
     return [line.replace("\u00a0", " ") for line in lines]
+
+
+def capital(words: str) -> str:
+    """Return words with a capital, to begin a sentence."""
+    return words[:1].upper() + words[1:]

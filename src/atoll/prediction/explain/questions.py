@@ -153,8 +153,10 @@ def _hops(each: Alternative) -> list[str]:
     times = [sum(bool(step.do.sends) for step in every.ranks.programs.ranks[0].instructions)
              for every in (each.base, each.found)]  # fmt: skip
     found = [f"Rank 0 sends {times[1]} messages per step instead of {times[0]}."] if times[0] != times[1] else []
+    placement, durations, ranks = each.found.plan.schedule.placement, each.found.durations, each.found.ranks
     seconds = [
-        sum(sum(each.found.durations.parts(each.found.ranks.works[at])) for at in run) for run in each.found.ranks.runs
+        sum(sum(durations.parts_on(placement.rank_of(stage), ranks.works[at])) for at in run)
+        for stage, run in enumerate(ranks.runs)
     ]
     found.append(
         f"It splits the model into {len(seconds)} stages, which take {format_seconds(min(seconds))} to "
@@ -167,13 +169,13 @@ def bottleneck(explanation: Explanation) -> Iterator[str]:
     """Yield what binds: memory, the resource that a faster step needs first, and the rank that computes longest."""
     prediction, most = explanation.prediction, explanation.fullest
     margin = prediction.margin(most.rank)
-    share = margin / prediction.device.memory
+    share, name = margin / prediction.seats.memory(most.rank), prediction.seats.name(most.rank)
     if margin < 0:
-        yield f"Memory is the bottleneck: rank {most.rank} does not fit."
+        yield f"Memory is the bottleneck: {name} does not fit."
     elif share < NEARLY_FULL:
-        yield f"Memory is nearly full: rank {most.rank} leaves {phrases.percent(share)} free."
+        yield f"Memory is nearly full: {name} leaves {phrases.percent(share)} free."
     else:
-        yield f"Memory is not the bottleneck: rank {most.rank} has the highest peak, {phrases.percent(share)} is free."
+        yield f"Memory is not the bottleneck: {name} {prediction.seats.is_fullest}, {phrases.percent(share)} is free."
     saved = explanation.resources
     terms = ", ".join(
         f"{each.name} {format_seconds(each.saved)} ({phrases.percent(each.saved / prediction.seconds)})"
@@ -256,17 +258,16 @@ def _another_node(explanation: Explanation) -> Sentences:
 
 def _twice_as_fast(cluster: Cluster, world: int) -> Iterator[tuple[str, Cluster]]:
     """Yield the links that a plan of `world` ranks uses, by name, and the cluster with twice the rate of each."""
-    link = cluster.node.link
-    if link is not None and world > 1:
-        yield "node.link", cluster.model_copy(update={"node": cluster.node.model_copy(update={"link": link.times(2)})})
+    if cluster.node.link is not None and world > 1:
+        yield "node.link", cluster.with_links(lambda link: link.times(2))
     if cluster.network is not None and world > cluster.node.devices:
-        yield "network", cluster.model_copy(update={"network": cluster.network.times(2)})
+        yield "network", cluster.with_network(lambda link: link.times(2))
 
 
 def _fit(explanation: Explanation) -> Sentences:
     most = explanation.fullest
     margin = explanation.prediction.margin(most.rank)
-    memory = explanation.prediction.device.memory
+    memory = explanation.prediction.seats.memory(most.rank)
     now = (
         f"The plan fits: rank {most.rank}, with the highest peak, leaves {format_bytes(margin)} of "
         f"{format_bytes(memory)} free."

@@ -65,7 +65,7 @@ def _bytes(explanation: Explanation) -> Iterator[str]:
     names = [name for name in most.held._fields if any(getattr(each.held, name) for each in explanation.holdings)]
     rows = [
         [
-            f"rank {each.rank}",
+            prediction.seats.name(each.rank),
             *(format_bytes(getattr(each.held, name)) for name in names),
             format_bytes(each.held.total),
         ]
@@ -89,13 +89,12 @@ def _bytes(explanation: Explanation) -> Iterator[str]:
     yield ""
     for each in explanation.holdings:
         yield from phrases.wrapped(_peak(each))
-    margin, memory = prediction.margin(most.rank), prediction.device.memory
+    margin, memory = prediction.margin(most.rank), prediction.seats.memory(most.rank)
+    name = f"{phrases.capital(prediction.seats.name(most.rank))} {prediction.seats.is_fullest}"
     yield (
-        f"Rank {most.rank} has the highest peak and leaves {format_bytes(margin)} of the device's "
-        f"{format_bytes(memory)} free."
+        f"{name} and leaves {format_bytes(margin)} of the device's {format_bytes(memory)} free."
         if margin >= 0
-        else f"Rank {most.rank} has the highest peak and needs {format_bytes(-margin)} more than the device's "
-        f"{format_bytes(memory)}."
+        else f"{name} and needs {format_bytes(-margin)} more than the device's {format_bytes(memory)}."
     )
 
 
@@ -115,13 +114,13 @@ def _seconds(explanation: Explanation) -> Iterator[str]:
     names = [name for name in PARTS if any(getattr(each, name) > 1e-6 * each.total for each in every)]
     rows = [[PARTS[name], *(format_seconds(getattr(each, name)) for each in every)] for name in names]
     rows.append(["the step", *(format_seconds(each.total) for each in every)])
-    yield from phrases.columns(["seconds of a step", *(f"rank {rank}" for rank in range(len(every)))], rows)
+    yield from phrases.columns(["seconds of a step", *map(explanation.prediction.seats.name, range(len(every)))], rows)
     busiest = explanation.busiest
     own = every[busiest]
     if len(every) > 1:
         yield from phrases.wrapped(
-            f"Rank {busiest} is the bottleneck of the pipeline: it waits least for the other ranks, "
-            f"{phrases.percent(own.bubble / own.total)} of the step."
+            f"{phrases.capital(explanation.prediction.seats.name(busiest))} is the bottleneck of the pipeline: it "
+            f"waits least for the other ranks, {phrases.percent(own.bubble / own.total)} of the step."
         )
 
 

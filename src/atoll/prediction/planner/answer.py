@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import permutations
 from typing import Any, NamedTuple
 
 from atoll.base.errors import ConfigError
 from atoll.prediction.cost import Cluster, Prediction
+from atoll.prediction.explain.host import with_host_link
 from atoll.prediction.planner import text
 from atoll.prediction.planner.candidate import Candidate, choices, experts_of
+from atoll.prediction.planner.experts import with_expert_layouts
 from atoll.prediction.planner.hosted import with_host
 from atoll.prediction.planner.search import Found, PlanSearch
 from atoll.prediction.planner.simpler import simplest_first
 from atoll.prediction.planner.space import world_of
+from atoll.prediction.planner.unequal import with_splits
 
 MAIN = ("mesh", "microbatch", "recompute", "schedule", "layout")
 """The main choices of a plan."""
@@ -55,16 +59,26 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """The fastest plan found, and the reasons. `print` shows the output of `atoll plan`."""
+    """The fastest plan found, and the reasons. `print` shows the output of `atoll plan`.
+
+    other_nodes: the next answer, with nodes of several kinds in another order; None if there is none.
+    """
 
     search: PlanSearch
     found: Found
+    other_nodes: Answer | None = None
 
     @staticmethod
     def of(search: PlanSearch) -> Answer:
-        """Search for a plan. Raises ConfigError if the goal and the cluster do not match, and if no plan fits."""
-        every = with_host(search, search.with_made(search.run()))
-        found = Answer(search, search.with_expert_layouts(every))
+        """Search for a plan, on nodes of several kinds in each order of them. Raises ConfigError if the goal and the
+        cluster do not match, and if no plan fits."""
+        return best_order(search) if search.cluster.groups and search.space.nodes is None else Answer.on(search)
+
+    @staticmethod
+    def on(search: PlanSearch) -> Answer:
+        """Search for a plan, with ranks started on the nodes in their order."""
+        every = with_host(search, search.with_made(with_splits(search, search.run())))
+        found = Answer(search, with_expert_layouts(search, every))
         _ = found.best
         return found
 
@@ -94,7 +108,7 @@ class Answer:
     def shortfall(self) -> str:
         """A message with the memory that the nearest plan lacks, and what would help."""
         nearest, search = self.found.nearest, self.search
-        world, memory = world_of(search.goal, search.cluster), search.cluster.device.memory
+        world, memory = world_of(search.goal, search.cluster), search.room.largest
         if nearest is None or nearest.peak is None:
             return f"no plan for {world} ranks: {search.cause}"
         over = nearest.peak - search.limit
@@ -129,6 +143,10 @@ class Answer:
             other = next(fitting, None)
             made = None if other is None else self._choices(other).get(name, "none")
             found.append(ChoiceAlternative(name, value, made, None if other is None else other.seconds))
+        if self.other_nodes is not None:
+            best = self.other_nodes.best
+            own_nodes = ChoiceAlternative("nodes", own["nodes"], choices(best)["nodes"], best.seconds)
+            found = [own_nodes if each.choice == "nodes" else each for each in found]
         return tuple(found)
 
     def _choices(self, candidate: Candidate) -> dict[str, str]:
@@ -145,7 +163,7 @@ class Answer:
         if candidate.peak is not None:
             return candidate.peak <= self.search.limit
         prediction = self.search.predict(candidate)
-        return all(prediction.peak(rank).total <= self.search.limit for rank in range(prediction.plan.mesh.pipeline))
+        return self.search.room.peak(prediction) <= self.search.limit
 
     @cached_property
     def changes(self) -> tuple[Change, ...]:
@@ -153,7 +171,7 @@ class Answer:
         search, cluster = self.search, self.search.cluster
         found = [
             self._changed("the slow link half as fast", replace(search, cluster=_slower(search))),
-            self._changed("10% less memory", replace(search, cluster=_smaller(cluster))),
+            self._changed("10% less memory", replace(search, cluster=cluster.with_memory(0.9))),
         ]
         if cluster.network is not None:
             found.append(self._changed("twice the nodes", replace(search, **_doubled(search)), is_same=False))
@@ -177,8 +195,32 @@ class Answer:
         """Return the prediction of a plan on the changed cluster; None if it does not fit."""
         known = self.prediction if candidate is self.best else self.search.predict(candidate)
         prediction = known.on(search.cluster)
-        peak = max(prediction.peak(rank).total for rank in range(prediction.plan.mesh.pipeline))
+        peak = search.room.peak(prediction)
         return candidate._replace(seconds=prediction.seconds, peak=peak) if peak <= search.limit else None
+
+
+def best_order(search: PlanSearch) -> Answer:
+    """Return the fastest plan of all orders of the kinds of nodes, the first ones first; each has a part of the effort.
+
+    Raises ConfigError if none fits, of the order that is nearest to fitting.
+    """
+    orders = list(permutations(search.cluster.names))
+    answers, refusals = [], []
+    for names in orders:
+        space = replace(search.space, nodes=(names,))
+        own = replace(
+            search, cluster=search.cluster.ordered(names), space=space, effort=max(1, search.effort // len(orders))
+        )
+        try:
+            answers.append(Answer.on(own))
+        except ConfigError as error:
+            refusals.append(error)
+    if not answers:
+        raise refusals[0]
+    best = min(answers, key=lambda each: each.best.seconds)
+    others = [each for each in answers if each is not best]
+    slower = min(others, key=lambda each: each.best.seconds, default=None)
+    return replace(best, search=replace(best.search, effort=search.effort), other_nodes=slower)
 
 
 def _differing(one: Candidate, other: Candidate) -> list[str]:
@@ -195,22 +237,15 @@ def _slower(search: PlanSearch) -> Cluster:
     memory for one device."""
     cluster = search.cluster
     if cluster.network is not None and cluster.nodes > 1:
-        return cluster.model_copy(update={"network": cluster.network.times(0.5)})
-    link, host = cluster.node.link, cluster.node.host
-    if link is not None and world_of(search.goal, cluster) > 1:
-        changed: dict[str, Any] = {"link": link.times(0.5)}
-    else:
-        changed = {"host": None if host is None else host.times(0.5)}
-    return cluster.model_copy(update={"node": cluster.node.model_copy(update=changed)})
-
-
-def _smaller(cluster: Cluster) -> Cluster:
-    device = cluster.device.model_copy(update={"memory": int(cluster.device.memory * 0.9)})
-    return cluster.model_copy(update={"device": device})
+        return cluster.with_network(lambda link: link.times(0.5))
+    if cluster.node.link is not None and world_of(search.goal, cluster) > 1:
+        return cluster.with_links(lambda link: link.times(0.5))
+    return cluster if cluster.node.host is None else with_host_link(cluster, 0.5)
 
 
 def _doubled(search: PlanSearch) -> Mapping[str, Any]:
     """Return cluster and goal with twice the ranks, and the same work."""
     goal, cluster = search.goal, search.cluster
     ranks = None if goal.ranks is None else 2 * goal.ranks
-    return {"cluster": cluster.model_copy(update={"nodes": 2 * cluster.nodes}), "goal": replace(goal, ranks=ranks)}
+    wide = cluster.each(lambda kind: kind.model_copy(update={"nodes": 2 * kind.nodes}))
+    return {"cluster": wide, "goal": replace(goal, ranks=ranks)}

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise, product
+from operator import add
 from typing import NamedTuple
 
 from atoll.plans.ir import Action, Op, Schedule
@@ -45,8 +46,9 @@ from atoll.plans.layouts import (
 )
 from atoll.plans.plan import MeshShape, Place, View
 from atoll.plans.schedules.links import Hops
-from atoll.prediction.cost import Cluster, Prediction
+from atoll.prediction.cost import Prediction
 from atoll.prediction.cost.durations import NEAR
+from atoll.prediction.planner.links import data_links, sent_share
 from atoll.prediction.planner.space import Travel
 from atoll.program import Phase, Sliced
 from atoll.program.sim import Speed
@@ -72,10 +74,13 @@ class Skeleton:
 
     base: the prediction without data parallelism.
     has_islands: whether groups train independently, so that a step sends nothing between them.
+    short: bytes that each rank has less room than on the largest device; none if all are alike.
     """
 
     base: Prediction
     has_islands: bool = False
+    short: tuple[int, ...] = ()
+    _makespans: dict[Hops, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def least(self, travels: Sequence[Travel], mesh: MeshShape) -> Least:
         """Return the bounds of plans with these choices and one layout, residency and reduction.
@@ -99,9 +104,10 @@ class Skeleton:
     def alone(self, mesh: MeshShape) -> Least:
         """Return the bounds of compute and activations only. Steps that end at once have a likely bound."""
         is_elsewhere = self.base.plan.host is not None and self.base.plan.host.steps_there
+        takes = [max(own.update_seconds for own in self.base.durations.on(rank)) for rank in range(len(self._trained))]
         updates = [
-            0.0 if is_elsewhere else self.base.durations.update_seconds * (dense + experts * mesh.expert) / mesh.data
-            for dense, experts in self._trained
+            0.0 if is_elsewhere else seconds * (dense + experts * mesh.expert) / mesh.data
+            for seconds, (dense, experts) in zip(takes, self._trained, strict=True)
         ]
         # While a post-validated rank waits for gradients, it may step with those of the step before.
         busy = max(
@@ -110,8 +116,14 @@ class Skeleton:
         )
         makespan = self._makespan(mesh) + updates[self._schedule.placement.rank_of(0)]
         stays = not self.base.plan.offloads
-        nbytes = stays * max(max(own, default=0) for own in self._kept) + self.base.device.context
+        nbytes = max(stays * max(own, default=0) + beside for own, beside in zip(self._kept, self._beside, strict=True))
         return Least(min(busy, makespan), float(nbytes), makespan)
+
+    @cached_property
+    def _beside(self) -> tuple[int, ...]:
+        """Return for each rank the bytes that count beside its tensors: the context, and `short`."""
+        ranks = range(self._schedule.ranks)
+        return tuple(map(add, map(self.base.seats.context, ranks), self.short or (0,) * len(ranks)))
 
     @property
     def chunks(self) -> int:
@@ -133,21 +145,22 @@ class Skeleton:
     def _takes(self) -> tuple[tuple[float, ...], ...]:
         """Return seconds by row and code of an op. A row is a stage, or a slice of sequences in a stage: stage * slices
         + slice. A rank's slice of the vocabulary has the rows of its first stage."""
-        base, ranks = self.base, self.base.ranks
-        pause, found = base.device.efficiency.pause, []
+        base, ranks, found = self.base, self.base.ranks, []
         for (stage, run), own in product(enumerate(ranks.runs), ranks.of_slices):
+            rank = self._schedule.placement.rank_of(stage)
+            pause = base.seats.pause(rank)
             takes = [0.0] * COMPUTE_CODES
             takes[F] = pause
             takes[I] = pause if run.stop > ranks.first_trained else 0.0
             for at in run:
-                forward, backward, weights = base.durations.parts(own.works[at])
+                forward, backward, weights = base.durations.parts_on(rank, own.works[at])
                 takes[F] += forward
                 takes[I] += backward
                 takes[W if at in ranks.weighed_with else I] += weights
             takes[FULL] = takes[I] + takes[W]
             works = own.slices.works if stage < self._schedule.ranks else ()
             for work, begins, ends in zip(works, (L, S), (G, T), strict=False):
-                takes[begins], _, takes[ends] = base.durations.parts(work)
+                takes[begins], _, takes[ends] = base.durations.parts_on(stage, work)
             found.append(tuple(takes))
         return tuple(found)
 
@@ -218,10 +231,6 @@ class Skeleton:
         return found
 
     @cached_property
-    def _makespans(self) -> dict[Hops, float]:
-        return {}
-
-    @cached_property
     def _window(self) -> float:
         """Compute of the longest stage for one microbatch, which can overlap the transfers of once per step."""
         return max(takes[F] + takes[FULL] for takes in self._takes)
@@ -277,7 +286,7 @@ class Skeleton:
             most = max(
                 (stays * held + dense * each + experts * apart for held, (each, apart) in kept.items()), default=0
             )
-            found.append(float(state + most + base.device.context))
+            found.append(float(state + most + self._beside[rank]))
         return found
 
     @cached_property
@@ -458,19 +467,6 @@ class _Sent(NamedTuple):
     trained: int
     gathers: float
     reductions: int
-
-
-def data_links(cluster: Cluster, mesh: MeshShape, *, has_islands: bool = False) -> dict[str, Speed]:
-    """Return the links between data-parallel ranks of a step, by axis. has_islands: other groups take steps of their
-    own."""
-    axes = ("intra",) if has_islands else ("inter", "intra")
-    return {axis: cluster.along(mesh, axis) for axis in axes if mesh.sizes[axis] > 1}
-
-
-def sent_share(axis: str, mesh: MeshShape, view: View = View.DENSE) -> float:
-    """Return the share of a buffer that a rank sends in one transfer along an axis."""
-    intra = mesh.intra // mesh.expert if view is View.EXPERTS else mesh.intra
-    return 1.0 - 1.0 / intra if axis == "intra" else (1.0 - 1.0 / mesh.inter) / intra
 
 
 def _row(schedule: Schedule, action: Action) -> int:

@@ -15,7 +15,8 @@ WHOLE = "whole"
 
 class Candidate(NamedTuple):
     """A predicted plan. seconds: of a step.  peak: bytes of its fullest rank; None if it was too slow for memory to be
-    predicted.  slice_work: as in `Plan`."""
+    predicted.  slice_work: as in `Plan`.  nodes: the kinds of nodes, in the order in which ranks
+    are started on them."""
 
     frame: Frame
     order: Order
@@ -23,6 +24,7 @@ class Candidate(NamedTuple):
     seconds: float
     peak: int | None
     slice_work: float = 0.0
+    nodes: tuple[str, ...] = ()
 
 
 def choices(candidate: Candidate) -> dict[str, str]:
@@ -37,6 +39,8 @@ def choices(candidate: Candidate) -> dict[str, str]:
         "recompute": frame.recompute,
         "precision": frame.precision,
         "schedule": _in_words(order),
+        **({} if order.layers is None else {"layers": ", ".join(map(str, order.layers))}),
+        **({"nodes": ", ".join(candidate.nodes)} if candidate.nodes else {}),
         "layout": travel.layout.name,
         **({} if experts == WHOLE else {"experts": experts}),
         **({} if mesh.sequence == 1 else {"sequences": f"over {mesh.sequence} ranks"}),
@@ -77,7 +81,7 @@ def settings(candidate: Candidate) -> dict[str, dict[str, Any]]:
         "order": list(frame.mesh.order),
         "schedule": order.name if order.made is None else to_text(order.made.schedule),
         "chunks": order.chunks,
-        "layers_per_stage": None if order.made is None else list(order.made.layers_per_stage),
+        "layers_per_stage": None if order.layers_per_stage is None else list(order.layers_per_stage),
         "layout": travel.layout.name,
         "host": None if travel.host is None else _given(travel.host),
         "residency": travel.residency,
@@ -90,7 +94,11 @@ def settings(candidate: Candidate) -> dict[str, dict[str, Any]]:
         "vocabulary": frame.vocabulary_parallel,
     }
     known = {name: value for name, value in parallel.items() if value is not None}
-    return {"parallel": known, "train": {"microbatch": frame.microbatch, "precision": frame.precision}}
+    found: dict[str, dict[str, Any]] = {
+        "parallel": known,
+        "train": {"microbatch": frame.microbatch, "precision": frame.precision},
+    }
+    return found | {"run": {"nodes": list(candidate.nodes)}} if candidate.nodes else found
 
 
 def _given(host: HostState) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def _with(search: PlanSearch, found: Candidate, host: HostState) -> Candidate | 
     """Return a plan with other contents of host memory; None if it does not fit or is not faster."""
     other = found._replace(travel=found.travel._replace(host=host))
     prediction = search.predict(other)
-    peak = max(prediction.peak(rank).total for rank in range(prediction.plan.mesh.pipeline))
+    peak = search.room.peak(prediction)
     if peak > search.limit or not prediction.fits or prediction.seconds >= found.seconds:
         return None
     return other._replace(seconds=prediction.seconds, peak=peak)

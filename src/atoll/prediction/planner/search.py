@@ -20,7 +20,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
@@ -33,9 +32,12 @@ from atoll.plans.outer import Outer
 from atoll.plans.plan import AXES, MeshShape, Plan, View
 from atoll.prediction.cost import Cluster, Prediction, Use, Workload
 from atoll.prediction.cost.sliced import slice_work_of
-from atoll.prediction.planner.bounds import Least, Skeleton, data_links, sent_share
+from atoll.prediction.planner.bounds import Least, Skeleton
 from atoll.prediction.planner.candidate import Candidate
+from atoll.prediction.planner.links import data_links, sent_share
+from atoll.prediction.planner.room import Room
 from atoll.prediction.planner.space import Frame, Goal, Order, Space, Travel
+from atoll.prediction.planner.splits import StageSplits
 from atoll.prediction.planner.totals import Total, total_of
 
 BUDGET = 1_600_000
@@ -131,10 +133,24 @@ class PlanSearch:
     outer: Outer | None = None
     whole: Whole | None = None
 
+    _schedules: dict[tuple[Order, int, int], Schedule] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _skeletons: dict[tuple[Frame, Order], Skeleton | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _refusals: dict[str, None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _totals: dict[Use, Total | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def room(self) -> Room:
+        """The room on the cluster's devices."""
+        return Room(self.cluster, self.goal.headroom)
+
     @property
     def limit(self) -> float:
-        """Bytes that a rank may hold."""
-        return self.cluster.device.memory * (1.0 - self.goal.headroom)
+        """Bytes that a rank may hold, on the largest device of several."""
+        return self.room.limit
 
     def run(self) -> Found:
         """Search. Raises ConfigError if the goal and the cluster do not match."""
@@ -150,8 +166,8 @@ class PlanSearch:
 
         Only for meshes on which an order can gain `WORTH` according to the bounds, and only if it does.
         """
-        if self.space.schedules is not None or not found.fitting:
-            return found
+        if self.space.schedules is not None or not found.fitting or self.cluster.groups:
+            return found  # an order is not searched for ranks of unequal speed
         best = found.fitting[0].seconds
         bases: dict[Frame, Candidate] = {}
         for each in found.fitting:
@@ -168,23 +184,6 @@ class PlanSearch:
         """Return the plans that fit and take less, as far as the effort goes."""
         return self._search(fastest=True, below=seconds)
 
-    def with_expert_layouts(self, found: Found) -> Found:
-        """Add the fastest plan with other layouts of its experts, if their layout is not fixed and one gains `WORTH`.
-
-        The search keeps one layout for all parameters: two would square the number of plans.
-        """
-        if not self.workload.experts or self.space.expert_layout is not None or not found.fitting:
-            return found
-        base, better, tried = found.fitting[0], [], 0
-        for layout in self.space.expert_layouts(base.frame.mesh, besides=base.travel.layout):
-            node = _Node(Least(0.0, 0.0, 0.0), base.frame, base.order, (base.travel._replace(expert_layout=layout),))
-            candidate, _ = self._played(node, base.seconds * (1.0 - WORTH))
-            tried += 1
-            if candidate is not None and candidate.peak is not None and candidate.peak <= self.limit:
-                better.append(candidate)
-        fitting = sorted((*better, *found.fitting), key=lambda each: each.seconds)
-        return found._replace(fitting=tuple(fitting), predicted=found.predicted + tried)
-
     def _made(self, base: Candidate) -> Candidate | None:
         """Return the plan with an order searched for it; None if none fits."""
         from atoll.prediction.planner.made import made_for  # with numba, if it is installed
@@ -199,7 +198,7 @@ class PlanSearch:
             found = base._replace(order=Order(made.schedule.name, made=made))
             try:
                 own = self.predict(found)
-                peak = max(own.peak(rank).total for rank in range(base.frame.mesh.pipeline))
+                peak = self.room.peak(own)
             except UserError:
                 return None
             if peak <= self.limit:
@@ -264,7 +263,9 @@ class PlanSearch:
                 likely = node.least.likely * LATER ** (turn - node.turn)
                 push(node._replace(least=node.least._replace(likely=likely), turn=turn), is_late=is_late)
             else:
-                candidate, played = self._played(node, best if fastest else math.inf)
+                candidate, played = self.played(
+                    node.frame, node.order, node.travels[0], below=best if fastest else math.inf
+                )
                 work += max(played, A_PLAN)
                 predicted += 1
                 played_of[node.frame, node.order] += 1
@@ -294,6 +295,8 @@ class PlanSearch:
         """Yield the plans of a frame with its next schedule, and those with the others. One schedule at a time: the
         plain one may give a plan that prunes many before the others are built."""
         order, *others = node.orders or self.space.orders(node.frame, self.goal)
+        if self.cluster.groups and order.layers is None:
+            order, *others = *self._split(node.frame, order), *others
         skeleton, later = self._skeleton(node.frame, order), node.least
         if skeleton is not None:
             alone = skeleton.alone(node.frame.mesh)
@@ -302,15 +305,13 @@ class PlanSearch:
         if others:
             yield _Node(later, node.frame, orders=tuple(others))
 
-    def _played(self, node: _Node, best: float) -> tuple[Candidate | None, int]:
+    def played(self, frame: Frame, order: Order, travel: Travel, *, below: float) -> tuple[Candidate | None, int]:
         """Return a plan's prediction, and the number of instructions of its programs. Its bytes are predicted only if
-        it is faster than `best`. Returns None if the plan is refused."""
-        assert node.order is not None
+        it is faster than `below`. Returns None if the plan is refused."""
         try:
-            prediction = self._prediction(node.frame, node.order, node.travels[0])
+            prediction = self._prediction(frame, order, travel)
             seconds = prediction.seconds
-            ranks = range(prediction.plan.mesh.pipeline)
-            peak = max(prediction.peak(rank).total for rank in ranks) if seconds < best else None
+            peak = self.room.peak(prediction) if seconds < below else None
             if prediction.host_margin is not None and prediction.host_margin < 0:
                 return None, 0
         except UserError as error:
@@ -318,7 +319,7 @@ class PlanSearch:
             return None, 0
         played = sum(len(program.instructions) for program in prediction.ranks.programs.ranks)
         own = prediction.plan.slice_work
-        return Candidate(node.frame, node.order, node.travels[0], seconds, peak, own), played
+        return Candidate(frame, order, travel, seconds, peak, own, self.cluster.names), played
 
     # ---- plans
 
@@ -332,7 +333,7 @@ class PlanSearch:
             mesh=frame.mesh,
             layout=travel.layout,
             schedule=self._schedule(order, frame.mesh.pipeline, frame.microbatches),
-            layers_per_stage=None if order.made is None else order.made.layers_per_stage,
+            layers_per_stage=order.layers_per_stage,
             microbatch=frame.microbatch,
             precision=Precision.preset(frame.precision),
             residency=travel.residency,
@@ -362,16 +363,12 @@ class PlanSearch:
     def _schedule(self, order: Order, ranks: int, microbatches: int) -> Schedule:
         if order.made is not None:
             return order.made.schedule
-        key = order, ranks, microbatches
+        key = order._replace(layers=None), ranks, microbatches
         if key not in self._schedules:
             self._schedules[key] = schedules.build(
                 order.name, ranks=ranks, microbatches=microbatches, chunks=order.chunks, slices=order.slices
             )
         return self._schedules[key]
-
-    @cached_property
-    def _schedules(self) -> dict[tuple[Order, int, int], Schedule]:
-        return {}
 
     # ---- bounds
 
@@ -387,13 +384,14 @@ class PlanSearch:
 
     def _skeleton(self, frame: Frame, order: Order) -> Skeleton | None:
         """Return the schedule, or None if it does not fit the frame."""
-        alone = _alone(frame.mesh)
+        # On nodes of several kinds a pipeline rank's devices depend on the whole mesh.
+        alone = frame.mesh if self.cluster.groups else _alone(frame.mesh)
         key = frame._replace(mesh=alone), order
         if key not in self._skeletons:
             skeleton: Skeleton | None = None
             try:
                 base = self._without_outer(*key, PLAIN._replace(host=self.space.host))
-                skeleton = Skeleton(base, has_islands=self.has_islands)
+                skeleton = Skeleton(base, has_islands=self.has_islands, short=self.room.shortages(base))
                 skeleton.alone(alone)
             except UserError as error:
                 self._refusals[str(error)] = None
@@ -401,9 +399,20 @@ class PlanSearch:
             self._skeletons[key] = skeleton
         return self._skeletons[key]
 
-    @cached_property
-    def _skeletons(self) -> dict[tuple[Frame, Order], Skeleton | None]:
-        return {}
+    def _split(self, frame: Frame, order: Order) -> list[Order]:
+        """Return a schedule with the splits of its stages that are tried on nodes of several kinds."""
+        try:
+            base = self._without_outer(frame, order, PLAIN._replace(host=self.space.host))
+            return [order._replace(layers=way) for way in StageSplits(base, self.goal.headroom).first()] or [order]
+        except UserError:  # which the skeleton says
+            return [order]
+
+    def least_seconds(self) -> float:
+        """Return a lower bound on the seconds of all plans, with any split of their layers."""
+        every = self.space.frames(
+            self.goal, self.cluster, blocks=len(self.workload.blocks), experts=self.workload.experts
+        )
+        return min((least.seconds for least in map(self._least_of, every) if least is not None), default=0.0)
 
     def _least_of(self, frame: Frame) -> Least | None:
         """Return the lower bounds of all plans of a frame, or None if the model does not allow it.
@@ -418,10 +427,10 @@ class PlanSearch:
             return None
         mesh, microbatches = frame.mesh, frame.microbatches
         # Slices of a vocabulary have kernels of their own, which are likely to take as long as those of the whole head.
-        mean = (sum(total.layers) if frame.vocabulary_parallel else total.seconds) / mesh.pipeline
+        mean = (sum(total.layers) if frame.vocabulary_parallel else total.seconds) / self._speed(mesh, total)
         most = sum(total.layers[: -(-len(total.layers) // mesh.pipeline)])
-        nbytes = (total.kept + total.state_on(mesh)) / mesh.pipeline + self.cluster.device.context
-        likely = max(total.seconds / mesh.pipeline, most) * (microbatches + 0.5 * (mesh.pipeline - 1))
+        nbytes = (total.kept + total.state_on(mesh)) / mesh.pipeline + self.room.context
+        likely = max(total.seconds / self._speed(mesh, total), most) * (microbatches + 0.5 * (mesh.pipeline - 1))
         precision = Precision.preset(frame.precision)
         item = ITEM_BYTES[precision.reduce] + ITEM_BYTES[precision.compute]
         sent = {view: item * trained / mesh.pipeline for view, trained in zip(View, total.trained, strict=True)}
@@ -433,6 +442,14 @@ class PlanSearch:
         exposed = max(0.0, max(moves, default=0.0) - total.seconds / mesh.pipeline)
         return Least(max(mean, most) * microbatches, nbytes, likely + exposed)
 
+    def _speed(self, mesh: MeshShape, total: Total) -> float:
+        """Return the ranks of a pipeline; on nodes of several kinds, as many of the fastest kind as do more."""
+        if not self.cluster.groups:
+            return mesh.pipeline
+        slowness = dict(zip(map(id, self.cluster.groups), total.slowness, strict=True))
+        every = (self.cluster.at(mesh, rank) for rank in range(mesh.pipeline))
+        return sum(1.0 / max(slowness[id(kind)] for kind in own) for own in every)
+
     def _in_flight(self, frame: Frame) -> float:
         """Return the bytes of a rank of 1F1B's pipeline, whose first rank keeps as many microbatches as there are
         ranks. Most schedules keep as many; those that keep fewer can wait until others are done."""
@@ -440,7 +457,7 @@ class PlanSearch:
         assert total is not None, "the frame has a bound"
         pipeline = frame.mesh.pipeline
         kept = total.kept * min(frame.microbatches, pipeline)
-        return (kept + total.state_on(frame.mesh)) / pipeline + self.cluster.device.context
+        return (kept + total.state_on(frame.mesh)) / pipeline + self.room.context
 
     def _total(self, frame: Frame) -> Total | None:
         """Return the seconds of one microbatch through all blocks."""
@@ -470,11 +487,3 @@ class PlanSearch:
             # Those of the plainest meshes come first.
             return "; ".join([*self._refusals][:CAUSES])
         return "parallel.outer needs two groups or more, and no mesh has them"
-
-    @cached_property
-    def _refusals(self) -> dict[str, None]:
-        return {}
-
-    @cached_property
-    def _totals(self) -> dict[Use, Total | None]:
-        return {}

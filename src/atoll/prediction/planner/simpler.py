@@ -35,7 +35,7 @@ def specials(candidate: Candidate, space: Space) -> int:
     sharded = [level is not Level.N for level in (layout.parameters, layout.gradients, layout.optimizer)]
     of_a_frame = [getattr(frame, name) != getattr(space, name)[0] for name in OF_A_FRAME]
     of_a_travel = [getattr(travel, name) != getattr(space, name)[0] for name in OF_A_TRAVEL]
-    whole = order._replace(slices=1)
+    whole = order._replace(slices=1, layers=None)
     of_an_order = (whole != space.plain_orders(frame)[0], order.made is not None, order.slices > 1)
     is_elsewhere, is_chunked = travel.host is not None, frame.loss_chunks > 1
     is_apart = travel.expert_layout not in (None, layout)

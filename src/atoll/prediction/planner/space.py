@@ -55,12 +55,18 @@ class Made(NamedTuple):
 
 class Order(NamedTuple):
     """A schedule by name, with its stages per rank if it takes a number; or a searched order with a name of its own.
-    slices: of each sequence."""
+    slices: of each sequence.  layers: of each stage, on nodes of several kinds; None for the even split."""
 
     name: str
     chunks: int | None = None
     made: Made | None = None
     slices: int = 1
+    layers: tuple[int, ...] | None = None
+
+    @property
+    def layers_per_stage(self) -> tuple[int, ...] | None:
+        """The number of layers of each stage; None for the even split."""
+        return self.layers if self.made is None else self.made.layers_per_stage
 
 
 LONG = 32_768
@@ -157,7 +163,8 @@ class Space:
     microbatch: samples; all divisors of a rank's share if not given.  precision: presets of `atoll.Precision`; those
     with a dtype for which the device has no rate are left out.  codecs: of every plan. They change the results, so the
     planner chooses none.  host: what rests in host memory, of every plan; if not given nothing, unless nothing else
-    fits, or it saves time, on a cluster whose host memory is known.
+    fits, or it saves time, on a cluster whose host memory is known.  nodes: orders in which ranks are started on nodes
+    of several kinds, as in `Cluster.ordered`; all if not given.
     """
 
     pipeline: tuple[int, ...] | None = None
@@ -182,6 +189,7 @@ class Space:
     vocabulary_parallel: tuple[bool, ...] = (False, True)
     loss_chunks: tuple[int, ...] | None = None
     codecs: Codecs = NO_CODECS
+    nodes: tuple[tuple[str, ...], ...] | None = None
     host: HostState | None = None
 
     def __post_init__(self) -> None:
@@ -195,9 +203,11 @@ class Space:
         if the device has no rate for any of the precisions.
         """
         computes = {name: Precision.preset(name).compute for name in self.precision}
-        precisions = [name for name, compute in computes.items() if compute in cluster.device.rates]
+        devices = [kind.device for kind in cluster.kinds]
+        precisions = [name for name, compute in computes.items() if all(compute in device.rates for device in devices)]
         if not precisions:
-            cluster.device.rate(computes[self.precision[0]])
+            for device in devices:
+                device.rate(computes[self.precision[0]])
         for mesh in self.meshes(goal, cluster, blocks=blocks, experts=experts):
             share, rest = divmod(goal.global_batch, mesh.shares)
             if rest:
@@ -394,4 +404,5 @@ def _lies(mesh: MeshShape, cluster: Cluster) -> tuple[object, ...]:
     """Return a key that distinguishes meshes on a cluster: sizes, and the link along each axis."""
     sizes = {axis: mesh.sizes[axis] for axis in AXES}
     axes = [axis for axis, size in sizes.items() if size > 1]
-    return (*sizes.values(), *(cluster.along(mesh, axis) for axis in axes))
+    seats = [tuple(map(id, cluster.at(mesh, rank))) for rank in range(mesh.pipeline if cluster.groups else 0)]
+    return (*sizes.values(), *(cluster.along(mesh, axis) for axis in axes), *seats)

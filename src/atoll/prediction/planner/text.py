@@ -35,6 +35,8 @@ def describe_answer(answer: Answer, own: Prediction | None = None) -> Iterator[s
         f"{format_rate(rate / devices, 'tokens')} a device, MFU {prediction.mfu:.1%}"
     )
     yield f"memory  {_memory(prediction)}"
+    if best.nodes:
+        yield f"nodes   {_nodes(prediction)}"
     yield f"time    {_time(prediction)}"
     yield f"proof   {_proof(answer)}"
     if model.mixture is not None:
@@ -67,9 +69,18 @@ def _memory(prediction: Prediction) -> str:
     largest = max(held._fields, key=lambda name: getattr(held, name))
     share = getattr(held, largest) / held.total
     return (
-        f"pipeline rank {fullest} has the highest peak: {format_bytes(held.total)} of "
-        f"{format_bytes(prediction.device.memory)}, {share:.0%} of it {largest}"
+        f"pipeline {prediction.seats.name(fullest)} {prediction.seats.is_fullest}: {format_bytes(held.total)} of "
+        f"{format_bytes(prediction.seats.memory(fullest))}, {share:.0%} of it {largest}"
     )
+
+
+def _nodes(prediction: Prediction) -> str:
+    """Return which ranks to start on which nodes."""
+    world, found = prediction.plan.mesh.world, []
+    for kind, ranks in prediction.given.ranks_of_kinds():
+        if ranks.start < world:
+            found.append(f"ranks {ranks.start} to {min(ranks.stop, world) - 1} on {kind.name}")
+    return f"start {', '.join(found)}"
 
 
 def _time(prediction: Prediction) -> str:
@@ -85,6 +96,8 @@ def _proof(answer: Answer) -> str:
     tried = f"{found.predicted} plans simulated, of {found.frames} meshes with microbatches"
     if answer.best.order.made is not None:
         return f"the order was searched for this plan, after {tried}; no bound on faster plans is known"
+    if answer.best.order.layers is not None:
+        return f"the split was searched for this plan, after {tried}; another plan is at most {answer.gap:.1%} faster"
     if answer.gap < 1e-9:
         return f"no plan is faster: {tried}, bounds exclude the rest"
     return f"another plan is at most {answer.gap:.1%} faster: {tried}, bounds exclude slower ones"

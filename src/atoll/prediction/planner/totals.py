@@ -22,6 +22,7 @@ class Total(NamedTuple):
     kept: int
     state: tuple[float, float]
     trained: tuple[int, int]
+    slowness: tuple[float, ...] = (1.0,)
 
     def state_on(self, mesh: MeshShape) -> float:
         """Bytes of a rank's share of the state, sharded as far as possible, if it had all layers."""
@@ -53,7 +54,7 @@ def total_of(whole: Prediction, sliced: Prediction | None, host: HostState | Non
     own = sorted(min(way[at] for way in took) for at in workload.layers)
     # Of what leaves for host memory a bound knows nothing.
     kept = 0 if host is not None and host.activations else min(held)
-    return Total(min(map(sum, took)), tuple(own), kept, state, trained)
+    return Total(min(map(sum, took)), tuple(own), kept, state, trained, _slowness(whole))
 
 
 def _slices(sliced: Prediction | None) -> list[list[tuple[Work, ...]]]:
@@ -66,8 +67,20 @@ def _slices(sliced: Prediction | None) -> list[list[tuple[Work, ...]]]:
         return []
 
 
+def _slowness(whole: Prediction) -> tuple[float, ...]:
+    """Return for each kind of nodes how many times as long as on the fastest kind any block takes at least."""
+    if not whole.given.groups:
+        return (1.0,)
+    works, kinds = whole.ranks.works, [whole.on(kind).durations for kind in whole.given.groups]
+    least = [sum(whole.durations.least_parts(work)) for work in works]
+    return tuple(
+        min(sum(own.parts(work)) / seconds for work, seconds in zip(works, least, strict=True) if seconds > 0)
+        for own in kinds
+    )
+
+
 def _seconds(on: Prediction, parts: Sequence[Work]) -> float:
-    return sum(sum(on.durations.parts(work)) for work in parts)
+    return sum(sum(on.durations.least_parts(work)) for work in parts)
 
 
 def _kept(parts: Sequence[Work]) -> int:

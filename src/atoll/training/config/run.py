@@ -35,6 +35,9 @@ class Run(Section):
     cluster: str | None = None
     """file of the cluster the run is on: docs/clusters.md. The prediction is recorded with the measurements. Without
     it, this machine is measured once for local ranks; ATOLL_MEASURE=0 in the environment turns that off"""
+    nodes: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = ()
+    """names of the kinds of nodes in the order in which ranks are started on them, if `run.cluster` has several; none:
+    that of the file: docs/clusters.md#nodes-of-several-kinds"""
 
 
 class Checkpoint(Section):

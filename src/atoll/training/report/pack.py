@@ -71,7 +71,7 @@ def pack_memory(memory: MemoryCurves) -> dict[str, Any]:
     return {
         "unit": memory.unit,
         "components": memory.components,
-        "limit": memory.limit,
+        "limits": memory.limits,
         "peaks": memory.peaks,
         "measured": memory.measured,
         "counts": [len(times) for times in memory.times],

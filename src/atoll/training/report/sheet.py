@@ -22,14 +22,14 @@ class MemoryCurves:
     unit: "s", or "instructions" if seconds are unknown.
     times: for each rank, when its bytes change.  held: for each rank and component, the bytes from each of these times
     on.
-    limit: bytes of the device.  peaks: measured, of each rank.  measured: their kind.
+    limits: bytes of the device of each rank, if known.  peaks: measured, of each rank.  measured: their kind.
     """
 
     unit: str
     components: tuple[str, ...]
     times: tuple[Sequence[float], ...]
     held: tuple[tuple[Sequence[float], ...], ...]
-    limit: int | None = None
+    limits: tuple[int, ...] = ()
     peaks: tuple[int, ...] = ()
     measured: str = ""
 
@@ -126,11 +126,11 @@ def memory(prediction: Prediction) -> MemoryCurves:
                 before = each
         times.append(own_times)
         held.append(tuple([float(count) for count in column] for column in zip(*own, strict=True)))
-    limit = prediction.device.memory if is_timed else None
+    limits = tuple(map(prediction.seats.memory, range(len(times)))) if is_timed else ()
     used = [at for at in range(len(Held._fields)) if any(any(rank[at]) for rank in held)]
     components = tuple(Held._fields[at] for at in used)
     kept = tuple(tuple(rank[at] for at in used) for rank in held)
-    return MemoryCurves("s" if is_timed else "instructions", components, tuple(times), kept, limit)
+    return MemoryCurves("s" if is_timed else "instructions", components, tuple(times), kept, limits)
 
 
 def layout(prediction: Prediction) -> StateLayout:
@@ -238,14 +238,18 @@ def _gathering(plan: Plan) -> str:
 
 
 def _cluster(prediction: Prediction) -> str:
-    device, dtype = prediction.device, prediction.use.compute
+    dtype = prediction.use.compute
     links = ", ".join(
         f"{axis} {format_bytes(speed.rate, decimal=True)}/s"
         + (f" shared by {speed.shared}" if speed.shared > 1 else "")
         for axis, speed in prediction.durations.links.items()
     )
-    peak = f"{device.rate(dtype) / 1e12:.4g} TFLOP/s in {dtype}"
-    return f"devices of {format_bytes(device.memory)} and {peak}" + (f"; links: {links}" if links else "")
+    devices = ", ".join(
+        f"{kind.name + ': ' if kind.name else ''}devices of {format_bytes(kind.device.memory)} and "
+        f"{kind.device.rate(dtype) / 1e12:.4g} TFLOP/s in {dtype}"
+        for kind in prediction.seats.kinds
+    )
+    return devices + (f"; links: {links}" if links else "")
 
 
 def _bottleneck(prediction: Prediction) -> str:
@@ -269,8 +273,8 @@ def _bottleneck(prediction: Prediction) -> str:
     most = max(waits, key=parts.__getitem__)
     share = parts[most] / sum(parts.values())
     wait = f"spends {share:.1%} {waits[most]}, its largest wait" if share > 5e-4 else "does not wait"
-    memory = f"memory: pipeline rank {fullest} has the highest peak and {fits}"
-    return f"{memory}. Time: pipeline rank {busiest}, the busiest, {wait}"
+    memory = f"memory: pipeline {prediction.seats.name(fullest)} {prediction.seats.is_fullest} and {fits}"
+    return f"{memory}. Time: pipeline {prediction.seats.name(busiest)}, the busiest, {wait}"
 
 
 def _figures(prediction: Prediction) -> dict[str, tuple[str, str]]:

@@ -90,7 +90,7 @@ class Results:
         }
         cluster = named_cluster(run.config)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-        peak = device_peak(name, plan.precision.compute, cluster)
+        peak = device_peak(name, plan.precision.compute, cluster, plan.mesh.world)
         rates = None if peak is None else asdict(peak)
         notes = [*run.progress.samples.notes]
         recorder.plan(plan, held, stages, **facts, peak=rates, first_step=first + 1, corpus=notes)

@@ -19,16 +19,17 @@ class Peak:
     source: str
 
 
-def device_peak(name: str | None, dtype: str, cluster: Cluster | None = None) -> Peak | None:
+def device_peak(name: str | None, dtype: str, cluster: Cluster | None = None, world: int = 1) -> Peak | None:
     """Return the peak of a device; None if unknown, and for CPUs, whose peak depends on too many factors.
 
     name: torch's name of the GPU; None for a CPU.  dtype: torch's name of the compute dtype.  cluster: that of
-    run.cluster, whose rates take precedence over the presets.
+    run.cluster, whose rates take precedence over the presets: the mean over the devices of `world` ranks.
     """
     if name is None:
         return None
-    if cluster is not None and dtype in cluster.device.rates:
-        return Peak(cluster.device.rates[dtype], "the device of run.cluster")
+    if cluster is not None and all(dtype in kind.device.rates for kind in cluster.kinds):
+        devices = "devices" if cluster.groups else "device"
+        return Peak(cluster.mean_rate(world, dtype), f"the {devices} of run.cluster")
     words = re.findall(r"[a-z0-9]+", name.lower().replace("rtx ", "rtx"))
     for preset, table in presets()["devices"].items():
         if set(preset.split("-")) <= set(words) and not set(OTHERS) & set(words) and dtype in table["rates"]:

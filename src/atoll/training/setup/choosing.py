@@ -123,6 +123,8 @@ def load_chosen(
     if config.parallel.auto:
         check_world(config, world)
         asked = question(config, _cluster_of(config), world=world)
+        # Ranks are started on nodes as they are: the planner does not choose their order.
+        asked = replace(asked, space=replace(asked.space, nodes=(asked.cluster.names,)))
         given += overrides_of(Answer.of(asked).best)
         return load(path, given), given
     fitted = fit_to_world(config, world)
@@ -155,7 +157,8 @@ def question(config: Config, cluster: Cluster, *, world: int | None = None) -> P
     ranks = world if world is not None else config.parallel.ranks if _is_written(config, "ranks") else None
     if ranks is not None:
         nodes = -(-ranks // cluster.node.devices)
-        cluster = cluster.model_copy(update={"nodes": max(cluster.nodes, nodes)})
+        if not cluster.groups:
+            cluster = cluster.model_copy(update={"nodes": max(cluster.nodes, nodes)})
     goal = Goal(
         global_batch=config.train.global_batch,
         sequence=config.data.sequence,
@@ -166,6 +169,8 @@ def question(config: Config, cluster: Cluster, *, world: int | None = None) -> P
     workload = workload_of(config, expected_vocabulary(config), on_cpu=on_cpu)
     codecs = config.parallel.codecs.value
     space = space_of(config) if config.parallel.auto else Space(precision=(config.train.precision,), codecs=codecs)
+    if config.run.nodes:
+        space = replace(space, nodes=(config.run.nodes,))
     outer = outer_of(config)
     states, whole = states_of(config.train), whole_matrices_of(config.train)
     return PlanSearch(workload, cluster, goal, space, on_cpu, states=states, outer=outer, whole=whole)

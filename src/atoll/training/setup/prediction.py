@@ -66,8 +66,8 @@ def in_short(prediction: Prediction) -> str:
     words = f"at most {format_bytes(max(peak.total - peak.context for peak in peaks))} of tensors a rank"
     if prediction.cluster is None:
         return f"{words}; seconds need a cluster, see run.cluster"
-    device = prediction.device
-    source = device.efficiency.source or device.source
+    devices = (kind.device for kind in prediction.seats.kinds)
+    source = "; ".join(filter(None, (device.efficiency.source or device.source for device in devices)))
     low, high = prediction.interval
     between = f" ({format_seconds(low)} to {format_seconds(high)})" if high > low else ""
     return f"a step of {format_seconds(prediction.seconds)}{between}, {words}{f'; {source}' if source else ''}"
@@ -82,13 +82,14 @@ def is_on_cpu(config: Config, cluster: Cluster | None) -> bool:
 
 def named_cluster(config: Config, path: str | Path | None = None) -> Cluster | None:
     """Return the cluster of a file, that of run.cluster if none is given: of a file of islands the one that the config
-    is of. None if there is no file.
+    is of, and of nodes of several kinds in the order of run.nodes. None if there is no file.
 
     Raises ConfigError for a file that cannot be read, and for islands if the config has no [federation].
     """
     named = config.run.cluster if path is None else path
     island = None if config.federation is None else config.federation.island
-    return None if named is None else read_cluster_of(named, island)
+    found = None if named is None else read_cluster_of(named, island)
+    return found if found is None or not config.run.nodes else found.ordered(config.run.nodes)
 
 
 def predict(

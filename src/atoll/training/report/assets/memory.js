@@ -46,9 +46,9 @@ class MemoryChart {
 
   draw() {
     const { memory, width } = this, nth = +this.select.value, rank = memory.ranks[nth], height = 240, base = height - 24;
-    const scale = this.scale(), found = this.samples(rank, scale), peak = mostOf(rank.totals), measured = memory.peaks[nth];
+    const scale = this.scale(), found = this.samples(rank, scale), peak = mostOf(rank.totals), measured = memory.peaks[nth], limit = memory.limits[nth];
     // What is far above the peak is said below the chart, where it does not flatten it.
-    const lines = [["device", memory.limit, "7 3"], [`measured, ${memory.measured}`, measured, "2 3"]].filter((each) => each[1]);
+    const lines = [["device", limit, "7 3"], [`measured, ${memory.measured}`, measured, "2 3"]].filter((each) => each[1]);
     const near = lines.filter((each) => each[1] < 2.5 * peak), far = lines.filter((each) => each[1] >= 2.5 * peak);
     const y = linear([0, 1.08 * Math.max(peak, ...near.map((each) => each[1])) || 1], [base, 12]);
     const right = width - 8, last = Math.min(right, memory.unit === "s" ? scale(this.sheet.timelines[0].seconds) : right);
@@ -66,7 +66,7 @@ class MemoryChart {
     set(svg, {
       viewBox: `0 0 ${width} ${height}`, height,
       "aria-label": `Memory of pipeline rank ${nth}: predicted peak ${bytes(peak)}` +
-        (measured ? `, measured ${bytes(measured)} (${memory.measured})` : "") + (memory.limit ? `, device ${bytes(memory.limit)}` : ""),
+        (measured ? `, measured ${bytes(measured)} (${memory.measured})` : "") + (limit ? `, device ${bytes(limit)}` : ""),
     });
     const ground = style("--ground"), ink = style("--ink");  // read before what makes styles anew
     svg.replaceChildren();
