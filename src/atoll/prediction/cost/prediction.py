@@ -20,7 +20,8 @@ from atoll.prediction.cost.outer import OuterCost, cost_apart, cost_of, outer_by
 from atoll.prediction.cost.ranks import Ranks
 from atoll.prediction.cost.work import Use, Workload
 from atoll.program.kept import most_away, sizes_of
-from atoll.program.memory import Held, held_in
+from atoll.program.memory import Held, held_in, peak_in
+from atoll.program.shape import RankShape
 from atoll.program.sim import PlayedPrograms, Rates, play_programs
 from atoll.program.trace import Trace
 
@@ -134,18 +135,9 @@ class Prediction:
 
     def held(self, rank: int) -> Iterator[Held]:
         """Return the memory of a pipeline rank between steps, then within and after each instruction of a step."""
-        program, rest = self.ranks.programs.ranks[rank], self.rest(rank)
-        shape = with_activations(program.shape, self.ranks)
+        rest, before, shape = _begin(self, rank)
         yield rest
-        outer, state = self.plan.outer, shape.footprint()
-        # Without a delay outer gradients are in flight only between steps. A unit's sharded gradients take memory from
-        # their first reduction, or from the first gradient where nothing is reduced, to the optimizer's step, which for
-        # a post-validated step is in the next step. Those that rest in host memory are not in the footprint.
-        units = (unit for unit in shape.units.values() if not unit.gradients_leave)
-        to_come = sum(sum(unit.sharded.values()) for unit in units)
-        beside = rest.buffers if outer is not None and outer.delay else 0
-        before = rest._replace(gradients=state.gradients - to_come, buffers=beside)
-        yield from held_in(program.instructions, shape, before)
+        yield from held_in(self.ranks.programs.ranks[rank].instructions, shape, before)
 
     def rest(self, rank: int) -> Held:
         """Return the memory of a pipeline rank between steps."""
@@ -160,8 +152,11 @@ class Prediction:
 
     @cached_property
     def _peaks(self) -> tuple[Held, ...]:
-        ranks = range(self.plan.mesh.pipeline)
-        return tuple(max(self.held(rank), key=lambda held: held.total) for rank in ranks)
+        found = []
+        for rank, program in enumerate(self.ranks.programs.ranks):
+            rest, before, shape = _begin(self, rank)
+            found.append(peak_in(program.instructions, shape, before, rest=rest))
+        return tuple(found)
 
     def saved(self, rank: int) -> int:
         """Return the bytes of host memory that a pipeline rank keeps for saving in the background."""
@@ -209,3 +204,16 @@ class Prediction:
         """True if each rank's peak is at most the device's memory, and what rests in host memory at most that."""
         is_within = self.host_margin is None or self.host_margin >= 0
         return is_within and all(self.margin(rank) >= 0 for rank in range(self.plan.mesh.pipeline))
+
+
+def _begin(of: Prediction, rank: int) -> tuple[Held, Held, RankShape]:
+    """Return the memory of a pipeline rank between steps, what of it is there within a step, and its shape."""
+    rest, shape = of.rest(rank), with_activations(of.ranks.programs.ranks[rank].shape, of.ranks)
+    outer, state = of.plan.outer, shape.footprint()
+    # Without a delay outer gradients are in flight only between steps. A unit's sharded gradients take memory from
+    # their first reduction, or from the first gradient where nothing is reduced, to the optimizer's step, which for
+    # a post-validated step is in the next step. Those that rest in host memory are not in the footprint.
+    units = (unit for unit in shape.units.values() if not unit.gradients_leave)
+    to_come = sum(sum(unit.sharded.values()) for unit in units)
+    beside = rest.buffers if outer is not None and outer.delay else 0
+    return rest, rest._replace(gradients=state.gradients - to_come, buffers=beside), shape
