@@ -26,6 +26,7 @@ else:
 # One thread for this process and for those that tests start, as ranks have: the threads of a tiny operation wait for
 # each other on cores that other tests use. A run of one rank took 44 s of processor time on two threads, and takes 7.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as templates of ranks have it, so that theirs are forks, too
 
 # A shell that starts a suite in the background has it ignore Ctrl-C, and whatever it starts does, too: tests of what
 # Ctrl-C does would wait forever.

@@ -170,8 +170,15 @@ COSTLY: Mapping[tuple[str, Any], int] = MappingProxyType(
         ("data", (1, 4, 2, 2)): 5,
     }
 )
-"""Values that need more ranks, so take several times as long as others. The sample uses each once with each schedule,
-on a diagonal of schedules and layouts that begins at this layout, and no two of them together."""
+"""Values that need more ranks, so take several times as long as others. They are used on a diagonal of schedules and
+layouts that begins at this layout, and no two of them together: once with each schedule, but for large meshes."""
+
+LARGE = ((2, 2, 2), (1, 4, 2), (1, 4, 4), (1, 4, 2, 2))
+"""Meshes of eight ranks that divide experts, or experts and sequences. In the sample each schedule has one of them, in
+turn, and a division of four ranks; `large_meshes` has all with all."""
+
+FEW = 4
+"""A large mesh meets every value of a factor with at most so many."""
 
 Pair = frozenset[tuple[str, Any]]
 """Two factors with a value of each."""
@@ -212,17 +219,33 @@ def sample() -> list[Choice]:
     missing = missing_pairs(rows)
     layouts = SAMPLED["layout"]
     for (at, schedule), (to, layout) in itertools.product(enumerate(SAMPLED["schedule"]), enumerate(layouts)):
-        costly = {name: value for (name, value), begin in COSTLY.items() if (to - at) % len(layouts) == begin}
+        turn = LARGE[at % len(LARGE)]
+        costly = {
+            name: value
+            for (name, value), begin in COSTLY.items()
+            if (to - at) % len(layouts) == begin and (value not in LARGE or value == turn)
+        }
         _add({"schedule": schedule, "layout": layout, **costly}, rows, missing)
     while missing:
         _add(dict(min(missing, key=_text)), rows, missing)
     return rows
 
 
+def large_meshes() -> list[Choice]:
+    """Return a row for each large mesh and schedule, in which each mesh has every layout, too."""
+    rows: list[Choice] = []
+    missing, layouts = missing_pairs(rows), SAMPLED["layout"]
+    for (at, schedule), mesh in itertools.product(enumerate(SAMPLED["schedule"]), LARGE):
+        layout = layouts[(at + COSTLY["data", mesh]) % len(layouts)]
+        _add({"schedule": schedule, "layout": layout, "data": mesh}, rows, missing)
+    return rows
+
+
 def _add(given: Choice, rows: list[Choice], missing: set[Pair]) -> None:
     """Add a row with given values, and others that go with these."""
     row = dict(given)
-    for name in [name for name in SAMPLED if name not in given]:
+    # What has the most values beside schedules and layouts is chosen while most is open: a sixth fewer rows.
+    for name in [name for name in dict.fromkeys(("model", "host", *SAMPLED)) if name not in given]:
         cheap = (value for value in SAMPLED[name] if (name, value) not in COSTLY)
         allowed = [value for value in cheap if not is_refused(row, name, value)]
         row[name] = max(allowed, key=lambda value: _worth(missing, rows, row, name, value))
@@ -272,8 +295,11 @@ def missing_pairs(rows: Sequence[Choice]) -> set[Pair]:
 
 
 def _can_meet(one: str, a: Any, other: str, b: Any) -> bool:
-    """Return True if each other factor has a value that goes with both. Costly values do not meet."""
+    """Return True if each other factor has a value that goes with both. Costly values do not meet, and large meshes
+    meet a few values of long factors."""
     given = {one: a, other: b}
+    if given.get("data") in LARGE and any(len(SAMPLED[name]) > FEW for name in given if name != "data"):
+        return False
 
     def fits(name: str, value: Any) -> bool:
         others = {key: own for key, own in given.items() if key != name}

@@ -261,6 +261,7 @@ def test_allocations_are_unknown_where_nothing_counts_them() -> None:
     assert (allocations.out(), allocations.most()) == (None, None)
 
 
+@pytest.mark.slow
 def test_a_split_vocabulary_is_measured() -> None:
     result = vocabulary.run(argparse.Namespace(quick=True))
     assert [row["name"] for row in result["rows"]] == ["layers even", "layers by cost", "vocabulary split"]

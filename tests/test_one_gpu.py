@@ -101,17 +101,13 @@ def test_a_commit_is_given_where_there_is_no_git(monkeypatch: pytest.MonkeyPatch
 # ---- the script
 
 
-@pytest.fixture(scope="module")
-def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    out = tmp_path_factory.mktemp("out")
+@pytest.mark.slow
+def test_all_stages_run_on_a_cpu_which_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One test: workers that share its parts would each rehearse for a minute of a core."""
+    out = tmp_path / "out"
     done = script("--out", out, "--rehearse")
     assert done.returncode == 0, done.stderr
-    return out, done.stdout
-
-
-@pytest.mark.slow
-def test_all_stages_run_on_a_cpu(rehearsal: tuple[Path, str]) -> None:
-    out, printed = rehearsal
+    printed = done.stdout
     made = lines.read_lines(out / "stages.jsonl")
     assert {each["name"]: each["problem"] for each in made} == {stage.name: "" for stage in STAGES}, printed
     assert all(each["result"] and each["digest"] and each["device"] == lines.CPU for each in made)
@@ -120,11 +116,6 @@ def test_all_stages_run_on_a_cpu(rehearsal: tuple[Path, str]) -> None:
     assert len(table) <= 40
     assert {row.split()[0] for row in table[2:]} == {stage.name for stage in STAGES}
 
-
-@pytest.mark.slow
-def test_a_rehearsal_proves_nothing(rehearsal: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    out, _ = rehearsal
-    made = lines.read_lines(out / "stages.jsonl")
     assert not any(map(lines.is_good, made))
     assert pages.cards(made) == {}
     monkeypatch.setattr(lines, "COMMITTED", out / "committed.jsonl")

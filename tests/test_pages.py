@@ -39,6 +39,7 @@ from atoll.training.config import from_dict, load
 from benchmarks import claims
 from benchmarks.hangs.judge import Mesh, Seen, judge_hang
 from tests.clusters import TWO_CPUS
+from tests.once import made_once
 from tests.pages import PAGES, ROOT, Block, blocks, fenced, name_of, pages_with
 from tests.training.settings.test_convert import ACCELERATE, DEEPSPEED, TORCHTITAN
 
@@ -309,7 +310,10 @@ def train_all(folder: Path, commands: list[list[str]]) -> None:
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the pages take for granted, all of it small. Every training of every page has run in it."""
-    folder = tmp_path_factory.mktemp("desk")
+    return made_once(tmp_path_factory, "desk", furnish)
+
+
+def furnish(folder: Path) -> None:
     for name in ("configs", "deploy", "examples", "tests", "constraints.txt", "pyproject.toml"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "text.txt").write_text("".join(f"line {number} of the corpus\n" for number in range(500)))
@@ -326,7 +330,6 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_all(folder, [[*line.words[1:], *(word for each in TINY for word in ("--set", each))] for line in lines])
     for copy in ("one", "two"):
         shutil.copytree(folder / "runs" / "quickstart", folder / "runs" / copy)
-    return folder
 
 
 @pytest.mark.slow

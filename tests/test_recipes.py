@@ -61,7 +61,7 @@ def test_a_recipe_is_as_its_page_says(name: str, monkeypatch: pytest.MonkeyPatch
     assert f"{format_bytes(peak)} of {format_bytes(memory)}" in PARTS[name]
 
 
-@pytest.mark.wide(2)
+@pytest.mark.wide(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_would_start(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

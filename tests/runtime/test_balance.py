@@ -107,6 +107,7 @@ def test_equal_to_one_process(model: Any, options: Mapping[str, Any]) -> None:
     assert_parity(replace(CASE, model=model, **options))
 
 
+@pytest.mark.slow
 def test_parts_of_a_sequence_count_as_one() -> None:
     assert_parity(replace(CASE, tensor=2, sequence_parallel=True, intra=2, expert=2))
 
@@ -142,6 +143,7 @@ def _biases_after(case: Case, folder: Path, first: int) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_biases_on_other_ranks(tmp_path: Path) -> None:
     halves = replace(CASE, intra=2, expert=2), replace(CASE, intra=4, expert=4, layout="GGG", steps=5)
     before = run_ranks(_biases_after, 2, replace(halves[0], steps=3), tmp_path, 0)

@@ -40,6 +40,7 @@ def test_schedules(layout: str, schedule: str) -> None:
 
 
 @pytest.mark.wide(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("intra", [1, 2])
 @pytest.mark.parametrize("layout", ["NNG", "IIG", "GGG"])
@@ -53,7 +54,7 @@ def test_weight_gradients_wait_for_w_without_an_expert_axis(layout: str) -> None
     assert_parity(replace(PAIR, layout=layout, intra=1, expert=1, pipeline=2, schedule="zb-h1"))
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("experts", ["GGG", "NNG", "III"])
 @pytest.mark.parametrize("layout", ["NNG", "GGG"])
 def test_experts_have_a_layout_of_their_own(layout: str, experts: str) -> None:

@@ -74,7 +74,7 @@ def test_the_tiny_models_have_eight_experts() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.wide(3)
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family(name: str) -> None:
     """In three ways, each family in others and with other layouts."""

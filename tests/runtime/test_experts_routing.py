@@ -173,12 +173,14 @@ def test_experts_without_tokens(taken: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.wide(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("recompute", "ways"), [("block", WAYS[:2]), ("selective", WAYS[1:])])
 def test_a_second_forward_routes_as_the_first(recompute: str, ways: list[dict[str, Any]], tmp_path: Path) -> None:
     model = stored(tmp_path)
     assert_all([replace(PAIR, model=model, recompute=recompute, steps=2, **way) for way in ways])
 
 
+@pytest.mark.slow
 def test_a_router_that_draws_random_numbers() -> None:
     """Mixtral's jitter, again in a second forward."""
     noisy = Family("mixtral", (("num_local_experts", EXPERTS), ("router_jitter_noise", 0.2)))

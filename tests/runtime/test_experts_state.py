@@ -53,6 +53,7 @@ DIVIDED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.wide(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DIVIDED)
 def test_each_expert_is_orthogonalized_by_itself(name: str) -> None:
     assert_parity(replace(MUON, **DIVIDED[name]))
@@ -92,6 +93,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.wide(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "name"), drawn(3, ["Shampoo", "Dion"], [*OTHERS]))
 def test_state_of_a_matrix_is_found_under_another_division(optimizer: str, name: str, tmp_path: Path) -> None:
     first = replace(KEPT, optimizer=optimizer)
@@ -106,6 +108,7 @@ FOUR = replace(PAIR, layout="IIG", intra=4)
 
 
 @pytest.mark.wide(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other",
     [*OTHERS.values(), {"layout": "GGG", "intra": 2, "pipeline": 2, "schedule": "zb-v"}, {"expert": 1}],
@@ -136,6 +139,7 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 @pytest.mark.wide(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [{"expert": 1}, {"intra": 4, "expert": 4}], ids=str)
 def test_another_division_saves_the_same_bits(other: dict[str, Any], tmp_path: Path) -> None:
     """Masters, states, and what codecs keep."""
@@ -157,6 +161,7 @@ CODECS = Codecs(Codec("int8", 8, "stochastic"), Codec("int4", 8))
 
 
 @pytest.mark.wide(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "intra"), [("IIG", 2), ("GGG", 4)])
 def test_codecs_along_inter(layout: str, intra: int) -> None:
     """Ranks with other experts draw other random numbers for a message of the same unit."""
@@ -164,6 +169,7 @@ def test_codecs_along_inter(layout: str, intra: int) -> None:
 
 
 @pytest.mark.wide(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [None, Codec("int4", 8, "stochastic")])
 def test_islands(codec: Codec | None) -> None:
     outer = Outer(2, fragments=2, delay=1, codec=codec)
@@ -267,6 +273,7 @@ def overflowed(case: Case) -> list[bool]:
     return found
 
 
+@pytest.mark.slow
 def test_an_expert_that_overflows_in_fp16_skips_the_step() -> None:
     case = replace(PAIR, layout="IIG", tensor=2, precision="fp16", steps=4, lr=1e-3)
     for skipped in run_ranks(overflowed, 4, case):

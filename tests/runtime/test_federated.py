@@ -256,6 +256,7 @@ EVERY = {
 
 
 @pytest.mark.wide(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
 def test_islands_that_are_always_there_equal_replicas(name: str, tmp_path: Path, ports: dict[str, int]) -> None:
     case = replace(CASE, outer=EVERY[name])

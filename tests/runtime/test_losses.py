@@ -295,6 +295,7 @@ def test_labels_may_equal_the_input_where_the_loss_is_ones_own() -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_split_vocabulary_has_a_loss_of_its_own() -> None:
     case = Case(model=OfWeights(), pipeline=2, vocabulary_parallel=True)
     with pytest.raises(RankError, match="another loss; leave one of them out"):

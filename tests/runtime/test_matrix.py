@@ -22,6 +22,7 @@ from tests.matrix import (
     Refusal,
     case_of,
     is_refused,
+    large_meshes,
     missing_pairs,
     mixtures,
     name_of,
@@ -30,6 +31,7 @@ from tests.matrix import (
 )
 
 SAMPLE = sample()
+LARGER = large_meshes()
 
 
 @pytest.mark.pairs
@@ -38,6 +40,13 @@ def test_a_sample(choice: Choice) -> None:
     case = case_of(choice)
     # Three layers make five blocks, which no pipeline size divides either.
     assert_parity(replace(case, model=replace(case.model, layers=3)))
+
+
+@pytest.mark.wide(0)
+@pytest.mark.parametrize("choice", LARGER, ids=[name_of(choice) for choice in LARGER])
+def test_a_large_mesh(choice: Choice) -> None:
+    """With each schedule and layout; the sample has each schedule on one of them."""
+    test_a_sample(choice)
 
 
 def test_any_two_values_meet() -> None:

@@ -164,7 +164,7 @@ class Matrices(Case):
         return Reference(groups, self.lr, {"Shampoo": step_of_shampoo, "Dion": step_of_dion}[self.optimizer])
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("optimizer", ["Shampoo", "Dion"])
 @pytest.mark.parametrize(("layout", "schedule"), [("NNG", "1f1b"), ("III", "zb-v"), ("GGG", "breadth-first")])
 def test_state_of_matrices_equals_one_process(optimizer: str, layout: str, schedule: str) -> None:

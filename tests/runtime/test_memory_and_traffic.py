@@ -43,7 +43,7 @@ def held_in_a_step(case: Case) -> tuple[Footprint, Footprint]:
     return found[0], engine.footprint(states=0)
 
 
-@pytest.mark.wide(9)
+@pytest.mark.wide(5)
 @pytest.mark.parametrize(("layout", "precision"), drawn(27, [layout.name for layout in ALL_LAYOUTS], ["fp32", "bf16"]))
 def test_bytes_at_rest_equal_the_footprint(layout: str, precision: str) -> None:
     # Every parameter is used: torch's optimizers make no state for one that never had a gradient.
@@ -76,7 +76,7 @@ def test_a_sync_of_gradients_takes_memory_only_where_the_optimizer_keeps_more(la
     assert run_ranks(shared_with_the_sync, 4, case) == [{is_shared}] * 4
 
 
-@pytest.mark.wide(7)
+@pytest.mark.wide(4)
 @pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
 def test_gradients_that_are_sharded_are_held_within_a_step_alone(layout: str) -> None:
     case = Case(layout=layout, inter=2, intra=2, steps=1, microbatches=8, model=TinyConfig(tied=True, odd=True))
@@ -97,7 +97,7 @@ def test_shared_parameters_count_once_per_copy() -> None:
     assert first[0].parameters + last[0].parameters == alone.parameters + tied
 
 
-@pytest.mark.wide(7)
+@pytest.mark.wide(4)
 @pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
 def test_bytes_sent_equal_the_traffic(layout: str) -> None:
     # Padding travels too.
@@ -134,7 +134,7 @@ def sent_and_said(case: Case) -> tuple[dict[str, int], dict[str, int]]:
 WAYS = [(reads_in_place, post_validation) for reads_in_place in (True, False) for post_validation in (True, False)]
 
 
-@pytest.mark.wide(5)
+@pytest.mark.wide(3)
 @pytest.mark.parametrize(("layout", "way"), drawn(14, [layout.name for layout in EFFECTIVE], WAYS), ids=str)
 def test_bytes_sent_are_those_of_the_program(layout: str, way: tuple[bool, bool]) -> None:
     """With gathers ahead and what turns, units of odd sizes, frozen ones, a pipeline and the step's end."""
@@ -161,7 +161,7 @@ def sent_in_two_steps(case: Case) -> tuple[dict[str, int], int, int]:
     return sent, sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)
 
 
-@pytest.mark.wide(5)
+@pytest.mark.wide(3)
 @pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
 def test_frozen_parameters_are_gathered_and_never_synced(layout: str) -> None:
     """As for adapters on a frozen base."""

@@ -36,7 +36,7 @@ def assert_ordered(case: Case) -> None:
         assert worst <= 1e-10, where
 
 
-@pytest.mark.wide(8)
+@pytest.mark.wide(4)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule(schedule: str) -> None:
     """The first step too, in which ranks do not know the shapes of their messages yet."""

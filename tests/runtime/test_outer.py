@@ -80,7 +80,7 @@ def test_islands_equal_replicas_in_one_process(name: str) -> None:
     assert_parity(CASES[name])
 
 
-@pytest.mark.wide(4)
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_more_islands_equal_replicas_in_one_process(name: str) -> None:
@@ -122,13 +122,13 @@ def test_every_codec_equals_replicas_that_encode_the_same(name: str, rounding: A
     assert_parity(replace(ENCODED, outer=Outer(2, codec=Codec(name, 12, rounding)), steps=5))
 
 
-@pytest.mark.wide(5)
+@pytest.mark.wide(3)
 @pytest.mark.parametrize("name", CODED)
 def test_encoded_outer_gradients_equal_those_of_replicas(name: str) -> None:
     assert_parity(CODED[name])
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW_CODED)
 def test_more_encoded_outer_gradients_equal_those_of_replicas(name: str) -> None:
@@ -201,7 +201,7 @@ def _meta(case: Case) -> torch.nn.Module:
         return case.model.build()
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", [None, Codec("int4", 16), Codec("bf16")], ids=str)
 @pytest.mark.parametrize("layout", ["NNN", "IIG"])
@@ -276,7 +276,7 @@ def _distances(case: Case) -> tuple[int, dict[str, torch.Tensor], dict[str, torc
     return found
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",

@@ -31,7 +31,7 @@ from tests.drawn import drawn
 EVERYTHING = TinyConfig.everything()
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "schedule"), drawn(5, ["III", "INI", "IIG", "GIG", "GGG"], ["1f1b", "zb-v"]))
 def test_gathering_ahead_changes_no_bit(layout: str, schedule: str) -> None:

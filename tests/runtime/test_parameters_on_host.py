@@ -21,6 +21,7 @@ ODD = TinyConfig(layers=5, odd=True)
 LAYOUTS = [layout.name for layout in EFFECTIVE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_bits_are_the_same(precision: str) -> None:
     """On one rank nothing is gathered but from host memory; NGG and IIG send each other what they have stepped."""
@@ -29,7 +30,7 @@ def test_the_bits_are_the_same(precision: str) -> None:
         assert_same_bits(Case(layout=layout, inter=2, intra=2, model=ODD, precision=precision), HERE)
 
 
-@pytest.mark.wide(4)
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_bits_are_the_same_under_every_layout(layout: str) -> None:
@@ -38,7 +39,7 @@ def test_the_bits_are_the_same_under_every_layout(layout: str) -> None:
     assert_same_bits(replace(case, schedule="zb-v", inter=1, pipeline=2, microbatches=8), HERE)
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("residency", ["action", "run", "step"])
 @pytest.mark.parametrize("layout", ["NGG", "IIG"])
 def test_gathered_parameters_stay(layout: str, residency: str) -> None:
@@ -52,7 +53,8 @@ def test_parameters_go_with_their_state() -> None:
             HostState(**given)
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["NGG", "IIG", "GGG"])
 @pytest.mark.parametrize("host", [HERE, THERE], ids=str)
 def test_copies_that_follow_by_a_codec(host: HostState, layout: str) -> None:

@@ -20,7 +20,7 @@ MESHES = [(2, 2), (1, 2), (2, 2), (2, 1), (2, 2), (1, 1)]
 """Groups, and ranks of a group: half of the cases have several of both."""
 
 
-@pytest.mark.wide(5)
+@pytest.mark.wide(3)
 @pytest.mark.parametrize(("layout", "mesh"), drawn(27, [layout.name for layout in ALL_LAYOUTS], MESHES), ids=str)
 def test_every_layout_without_pipeline(layout: str, mesh: tuple[int, int]) -> None:
     inter, intra = mesh
@@ -45,7 +45,7 @@ def test_three_along_one_axis_and_two_along_the_other(layout: str, mesh: tuple[i
     assert_parity(Case(layout=layout, inter=inter, intra=intra, microbatches=6, model=EVERYTHING))
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(2)
 @pytest.mark.parametrize(("layout", "schedule"), drawn(14, [layout.name for layout in EFFECTIVE], ["gpipe", "1f1b"]))
 def test_effective_layouts_in_a_pipeline(layout: str, schedule: str) -> None:
     assert_parity(Case(layout=layout, pipeline=2, inter=2, intra=2, schedule=schedule, model=EVERYTHING))

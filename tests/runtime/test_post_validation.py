@@ -43,7 +43,7 @@ def assert_same(case: Case) -> list[History]:
     return ahead
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("layout", [layout.name for layout in EFFECTIVE])
 def test_every_layout(layout: str) -> None:
     # Norms lie around 1.1: some steps are clipped and some are not.
@@ -193,7 +193,7 @@ def train_with_faults(case: Case, after_layer: int, plan: dict[int, float], kind
     return Faulty(history, skipped, ahead, taken_back)
 
 
-@pytest.mark.wide(3)
+@pytest.mark.wide(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", [0, 3])
 @pytest.mark.parametrize("fault", [float("inf"), float("nan"), 1e4])

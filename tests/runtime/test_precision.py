@@ -18,7 +18,7 @@ from atoll.runtime.engine import Engine
 from atoll.runtime.models import Decoder, DecoderConfig
 from atoll.testing import run_ranks
 
-STEPS = 200
+STEPS = 80
 SAMPLES = 8
 SEQUENCE = 24
 VOCABULARY = 32

@@ -54,7 +54,7 @@ def _flip(engine: object, unit: int, what: str) -> None:
     held.detach().view(torch.uint8)[-held.itemsize] ^= 1
 
 
-@pytest.mark.wide(4)
+@pytest.mark.wide(2)
 @pytest.mark.parametrize("name", SAME)
 def test_replicas_are_equal_to_the_last_bit(name: str) -> None:
     case = SAME[name]

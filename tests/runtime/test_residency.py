@@ -31,7 +31,7 @@ EVERYTHING = TinyConfig(layers=6, tied=True, frozen=True, odd=True, small=True, 
 PAIRS = [(residency, reduction) for residency in RESIDENCIES for reduction in REDUCTIONS][1:]
 
 
-@pytest.mark.wide(5)
+@pytest.mark.wide(3)
 @pytest.mark.parametrize(
     ("pair", "schedule", "layout"), drawn(9, PAIRS, ["1f1b", "breadth-first", "zb-v"], ["NIG", "IIG", "GGG"]), ids=str
 )

@@ -172,19 +172,35 @@ def held_in(instructions: Sequence[Instruction], shape: RankShape, before: Held)
     saves, and a received gradient is kept by its last block for W: `BlockShape.kept` is without the former.
     """
     room = sum(_room_of_messages(instructions, each) for each in by_messages(shape))
+    return (_beside(before, parts, room) for parts in _sums(instructions, shape, Working._fields))
+
+
+def peak_in(instructions: Sequence[Instruction], shape: RankShape, before: Held, *, rest: Held) -> Held:
+    """Return the first with the largest total of `rest` and of `held_in`; only sums of the others are computed."""
+    room = sum(_room_of_messages(instructions, each) for each in by_messages(shape))
+    messages = Working._fields.index("messages")
+    own = before.total - before.passing + room  # what passes is of an instruction
+    most, found = rest.total - own, None
     for parts in _sums(instructions, shape, Working._fields):
-        now = Working(*parts)
-        yield Held(
-            before.parameters,
-            before.gradients + now.sharded,
-            before.optimizer + now.state,
-            gathered=before.gathered + now.parameters + now.staged,
-            buffers=before.buffers + now.gradients + now.matrices + now.arriving + now.buffers,
-            activations=before.activations + now.activations + room,
-            pending=before.pending + now.pending,
-            passing=now.passing,
-            context=before.context,
-        )
+        total = sum(parts) - parts[messages]
+        if total > most:
+            most, found = total, parts
+    return rest if found is None else _beside(before, found, room)
+
+
+def _beside(before: Held, parts: Sequence[int], room: int) -> Held:
+    now = Working(*parts)
+    return Held(
+        before.parameters,
+        before.gradients + now.sharded,
+        before.optimizer + now.state,
+        gathered=before.gathered + now.parameters + now.staged,
+        buffers=before.buffers + now.gradients + now.matrices + now.arriving + now.buffers,
+        activations=before.activations + now.activations + room,
+        pending=before.pending + now.pending,
+        passing=now.passing,
+        context=before.context,
+    )
 
 
 def _room_of_messages(instructions: Sequence[Instruction], shape: RankShape) -> int:

@@ -137,6 +137,7 @@ def lose(folder: Path, host: int, *ranks: int, step: int | None = None) -> None:
             path.unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [(0, 0, 0, 0), (0, 0, 1, 1)])
 def test_two_generations_are_kept_and_the_newer_one_comes_back(tmp_path: Path, hosts: tuple[int, ...]) -> None:
     kept_by_four(tmp_path, hosts)

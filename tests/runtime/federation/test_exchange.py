@@ -370,6 +370,7 @@ def test_an_island_that_is_cut_off_for_a_moment_is_not_alone(islands: Islands) -
     assert a.is_free
 
 
+@pytest.mark.slow
 def test_a_returning_island_may_be_slower_than_rounds_are(islands: Islands) -> None:
     """It takes the anchors of one record over, while the others go on and another one reads theirs as well."""
     for name in "abc":

@@ -81,7 +81,7 @@ def assert_equal(found: dict[str, torch.Tensor], model: Any) -> None:
     assert not wrong
 
 
-@pytest.mark.wide(12)
+@pytest.mark.wide(8)
 @pytest.mark.parametrize(
     "name", ["deepseek_v3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", *IN_FOLDERS))]
 )

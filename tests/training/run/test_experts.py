@@ -15,6 +15,7 @@ MODEL = {"config": {"experts": 4, "experts_per_token": 2, "scoring": "sigmoid", 
 ROUTER = {"bias_rate": 0.0625, "sequence_loss": 0.01, "z_loss": 0.01}
 
 
+@pytest.mark.slow
 def test_a_balanced_run_on_two_ranks(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.txt"
     corpus.write_text(TEXT)

@@ -24,6 +24,8 @@ from atoll.training.setup.build import seat_of
 from tests.runtime.federation.ports import held_ports
 from tests.training.run.test_train import TEXT, settings
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 OUTER = {"every": 4, "fragments": 2, "delay": 1, "grace": 60.0}
 
 
@@ -75,6 +77,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+@pytest.mark.slow
 def test_islands_of_different_plans_end_with_the_same_anchors(
     tmp_path: Path, corpus: Path, ports: dict[str, int]
 ) -> None:

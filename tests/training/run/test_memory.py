@@ -201,6 +201,7 @@ def test_a_run_that_was_killed_continues_from_memory_to_the_same_bits(
 
 
 @pytest.mark.wide(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["groups", "stages"])
 def test_a_host_that_was_lost_receives_the_states_of_its_ranks(
     play: Callable[..., Play], whole: Callable[[str], Path], layout: str
@@ -234,6 +235,7 @@ def test_one_rank_that_dies_before_the_others_leaves_a_step_that_all_have(
     assert_equal(found.folder, whole("groups"))
 
 
+@pytest.mark.slow
 def test_without_replicas_a_lost_state_is_that_of_the_disk(
     play: Callable[..., Play], whole: Callable[[str], Path]
 ) -> None:
@@ -266,6 +268,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_a_damaged_state_is_taken_from_a_replica_or_is_an_older_one(
     play: Callable[..., Play], whole: Callable[[str], Path]
 ) -> None:
@@ -305,6 +308,7 @@ def test_a_state_has_the_bytes_that_are_predicted(play: Callable[..., Play], cor
         assert path.stat().st_size >= size_of_body(pieces) >= held
 
 
+@pytest.mark.slow
 def test_a_newer_checkpoint_comes_before_memory(play: Callable[..., Play]) -> None:
     found = play()
     found.die(4)
@@ -315,6 +319,7 @@ def test_a_newer_checkpoint_comes_before_memory(play: Callable[..., Play]) -> No
     assert only.startswith(f"resumed {found.folder}/checkpoints/step-000005")
 
 
+@pytest.mark.slow
 def test_another_plan_continues_from_the_disk(play: Callable[..., Play]) -> None:
     found = play()
     found.die(6, checkpoint={"every": 5})
@@ -348,6 +353,7 @@ def test_a_run_that_begins_anew_removes_what_was_kept(play: Callable[..., Play])
     assert before not in {path.name for host in found.hosts for path in host.glob("*/*")}
 
 
+@pytest.mark.slow
 def test_a_state_of_another_corpus_is_refused_as_a_checkpoint_is(
     play: Callable[..., Play], tmp_path: Path, corpus: Path
 ) -> None:

@@ -24,7 +24,8 @@ from atoll.prediction.cost.ranks import Ranks
 from atoll.prediction.cost.seats import Seats
 from atoll.prediction.cost.work import Use, Workload
 from atoll.program.kept import most_away, sizes_of
-from atoll.program.memory import Held, held_in
+from atoll.program.memory import Held, held_in, peak_in
+from atoll.program.shape import RankShape
 from atoll.program.sim import PlayedPrograms, Rates, play_programs
 from atoll.program.trace import Trace
 
@@ -143,18 +144,9 @@ class Prediction:
 
     def held(self, rank: int) -> Iterator[Held]:
         """Return the memory of a pipeline rank between steps, then within and after each instruction of a step."""
-        program, rest = self.ranks.programs.ranks[rank], self.rest(rank)
-        shape = CodedHops(self.ranks, self.cluster).with_messages(with_activations(program.shape, self.ranks))
+        rest, before, shape = _begin(self, rank)
         yield rest
-        outer, state = self.plan.outer, shape.footprint()
-        # Without a delay outer gradients are in flight only between steps. A unit's sharded gradients take memory from
-        # their first reduction, or from the first gradient where nothing is reduced, to the optimizer's step, which for
-        # a post-validated step is in the next step. Those that rest in host memory are not in the footprint.
-        units = (unit for unit in shape.units.values() if not unit.gradients_leave)
-        to_come = sum(sum(unit.sharded.values()) for unit in units)
-        beside = rest.buffers if outer is not None and outer.delay else 0
-        before = rest._replace(gradients=state.gradients - to_come, buffers=beside)
-        yield from held_in(program.instructions, shape, before)
+        yield from held_in(self.ranks.programs.ranks[rank].instructions, shape, before)
 
     def rest(self, rank: int) -> Held:
         """Return the memory of a pipeline rank between steps."""
@@ -167,7 +159,8 @@ class Prediction:
         """Return the memory of a pipeline rank at its peak."""
         known: dict[int, Held] = self.__dict__.setdefault("_peaks", {})
         if rank not in known:
-            known[rank] = max(self.held(rank), key=lambda held: held.total)
+            rest, before, shape = _begin(self, rank)
+            known[rank] = peak_in(self.ranks.programs.ranks[rank].instructions, shape, before, rest=rest)
         return known[rank]
 
     def saved(self, rank: int) -> int:
@@ -219,3 +212,17 @@ class Prediction:
         """True if each rank's peak is at most the device's memory, and what rests in host memory at most that."""
         is_within = self.host_margin is None or self.host_margin >= 0
         return is_within and all(self.margin(rank) >= 0 for rank in range(self.plan.mesh.pipeline))
+
+
+def _begin(of: Prediction, rank: int) -> tuple[Held, Held, RankShape]:
+    """Return the memory of a pipeline rank between steps, what of it is there within a step, and its shape."""
+    rest, shape = of.rest(rank), with_activations(of.ranks.programs.ranks[rank].shape, of.ranks)
+    shape = CodedHops(of.ranks, of.cluster).with_messages(shape)
+    outer, state = of.plan.outer, shape.footprint()
+    # Without a delay outer gradients are in flight only between steps. A unit's sharded gradients take memory from
+    # their first reduction, or from the first gradient where nothing is reduced, to the optimizer's step, which for
+    # a post-validated step is in the next step. Those that rest in host memory are not in the footprint.
+    units = (unit for unit in shape.units.values() if not unit.gradients_leave)
+    to_come = sum(sum(unit.sharded.values()) for unit in units)
+    beside = rest.buffers if outer is not None and outer.delay else 0
+    return rest, rest._replace(gradients=state.gradients - to_come, buffers=beside), shape
