@@ -10,7 +10,7 @@ import pytest
 
 from atoll.base.errors import ConfigError
 from atoll.plans import schedules
-from atoll.plans.layouts import Layout, Precision
+from atoll.plans.layouts import Codec, Codecs, Layout, Precision
 from atoll.plans.plan import ORDERS, MeshShape, Plan
 from atoll.prediction.cost import Cluster, Prediction, Transformer, Use
 from atoll.prediction.cost.summary import summary
@@ -166,3 +166,16 @@ def test_more_ranks_than_devices_are_refused() -> None:
         of_two().ordered(["fast"])
     with pytest.raises(ConfigError, match="device: a key of nodes"):
         Cluster.of({"device": FAST["device"], "nodes": [FAST]})
+
+
+def test_coded_hops_are_between_nodes_of_any_kind() -> None:
+    cluster, mesh = of_two(), MeshShape(3, 1, 2)
+    plain, coded = (predicted(cluster, mesh, codecs=codecs) for codecs in (Codecs(), Codecs(hop=Codec("int8"))))
+    assert coded.seconds < plain.seconds  # the slow kind has a network of 1 GB/s
+    whole = plain.ranks.message_bytes
+    for rank, rates in enumerate(coded.durations.rates_of()):
+        assert len(rates.messages) == (1 if rank in (0, 2) else 2)
+        assert all(nbytes < 0.6 * whole for nbytes in rates.messages.values())
+    for pair in ((0, 1), (1, 2)):
+        mine, other = (each.durations.hops.each[pair].seconds for each in (coded, plain))
+        assert mine < 0.6 * other

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from atoll.base.errors import ConfigError
 from atoll.plans import schedules
-from atoll.plans.layouts import Layout, NewtonSchulz, Precision, Whole
+from atoll.plans.host import HostState
+from atoll.plans.layouts import Codec, Codecs, Layout, NewtonSchulz, Precision, Whole
 from atoll.plans.plan import MeshShape, Plan
 from atoll.prediction.cost import Cluster, Efficiency, KernelClock, Prediction, Product, Transformer, Use
 from atoll.program import Do
@@ -289,3 +291,19 @@ def test_gradients_that_nothing_reduces_are_there_from_the_first() -> None:
     last = [at for at, do in enumerate(done) if do is Do.I][17]
     assert held[last] == held[-1] == found.ranks.of(0).footprint().gradients
     assert max(each.buffers for each in found.held(0)) == 0
+
+
+@pytest.mark.parametrize(("layout", "schedule", "options"), [
+    ("NNN", "1f1b", {}),
+    ("GGG", "zb-h1", {"residency": "run", "prefetch": 0}),
+    ("IGG", "zb-v", {"vocabulary_parallel": True}),
+    ("NNG", "interleaved", {"host": HostState("update-on-host", gradients=True, activations=0.5)}),
+    ("NIG", "zb-h1", {"post_validation": True, "codecs": Codecs(hop=Codec("int8"), near=True)}),
+], ids=str)  # fmt: skip
+def test_a_peak_is_the_first_and_largest_of_what_is_held(layout: str, schedule: str, options: dict[str, Any]) -> None:
+    mesh = MeshShape(2, 2, 2)
+    found = predicted(layout, mesh=mesh, on=cluster(), schedule=schedule, **options)
+    for rank in range(2):
+        held = list(found.held(rank))
+        assert found.peak(rank) == max(held, key=lambda each: each.total)
+        assert found.peak(rank).total > held[0].total
