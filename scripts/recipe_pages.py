@@ -65,9 +65,10 @@ def reasons(answer: Answer) -> Iterator[str]:
     yield f"The busiest rank computes for {computed:.1%} of the step."
     if share >= SMALLEST_SHARE:
         yield f"The largest wait, {share:.1%}, is for {waits[name]}."
-    margin = min(map(prediction.margin, range(prediction.plan.mesh.pipeline)))
-    memory = format_bytes(prediction.device.memory)
-    yield f"The rank with the highest peak leaves {format_bytes(margin)} of {memory} free."
+    fullest = min(range(prediction.plan.mesh.pipeline), key=prediction.margin)
+    memory, margin = format_bytes(prediction.seats.memory(fullest)), format_bytes(prediction.margin(fullest))
+    which = "fullest rank" if prediction.given.groups else "rank with the highest peak"
+    yield f"The {which} leaves {margin} of {memory} free."
     if answer.runners_up:
         other = answer.runners_up[0]
         own, theirs = choices(best), choices(other)
