@@ -13,6 +13,7 @@ from atoll.plans import schedules
 from atoll.plans.layouts import Layout, Precision
 from atoll.plans.plan import ORDERS, MeshShape, Plan
 from atoll.prediction.cost import Cluster, Prediction, Transformer, Use
+from atoll.prediction.cost.calibration import Step, calibrate
 from atoll.prediction.cost.summary import summary
 
 FAST: dict[str, Any] = {
@@ -166,3 +167,9 @@ def test_more_ranks_than_devices_are_refused() -> None:
         of_two().ordered(["fast"])
     with pytest.raises(ConfigError, match="device: a key of nodes"):
         Cluster.of({"device": FAST["device"], "nodes": [FAST]})
+
+
+def test_constants_are_fitted_to_one_kind() -> None:
+    step = Step(((1.0, predicted(of_two(), MeshShape(3, 1, 2))),), 1.0)
+    with pytest.raises(ConfigError, match="nodes of fast, slow at once"):
+        calibrate([step])
