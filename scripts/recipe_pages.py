@@ -14,13 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import atoll
-from atoll.base.toml import nested_to_toml
+from atoll.base.toml import nested_to_toml, to_toml
 from atoll.base.units import format_bytes, format_seconds
 from atoll.plans.ir.text import to_csv
+from atoll.prediction.cost import Archipelago, read_hardware
 from atoll.prediction.cost.breakdown import busiest_rank
+from atoll.prediction.explain.islands import describe_islands
 from atoll.prediction.planner import Answer, choices, settings
+from atoll.prediction.planner.islands import IslandsAnswer
 from atoll.prediction.planner.text import SMALLEST_SHARE
 from atoll.training.config import load
+from atoll.training.setup.islands import plan_islands
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "recipes.md"
@@ -32,6 +36,9 @@ def planned(name: str) -> str:
     """The part of a recipe."""
     config = load(RECIPES / f"{name}.toml")
     assert config.run.cluster is not None, f"{name} names no cluster"
+    hardware = read_hardware(ROOT / config.run.cluster)
+    if isinstance(hardware, Archipelago):
+        return of_islands(name, plan_islands(config, hardware))
     answer = atoll.plan(config, ROOT / config.run.cluster)
     parts = [
         f"```console\n$ atoll plan configs/recipes/{name}.toml\n```",
@@ -39,6 +46,20 @@ def planned(name: str) -> str:
         " ".join(reasons(answer)),
         "```ini\n" + nested_to_toml(written(answer, RECIPES / f"{name}.csv")).strip() + "\n```",
     ]
+    return "\n\n".join(parts) + "\n"
+
+
+def of_islands(name: str, found: IslandsAnswer) -> str:
+    """The part of a recipe for islands: the plan of each."""
+    parts = [
+        f"```console\n$ atoll plan configs/recipes/{name}.toml\n```",
+        "```text\n" + "\n".join(describe_islands(found.federated)) + "\n```",
+    ]
+    for island, each in found.choices.items():
+        tables: dict[str, dict[str, Any]] = settings(each.answer.best)
+        tables["train"]["global_batch"] = each.batch
+        tables["parallel.outer"] = {"every": each.outer.every, "delay": each.outer.delay}
+        parts += [f"Island {island}:", f"```ini\n{to_toml(tables).strip()}\n```"]
     return "\n\n".join(parts) + "\n"
 
 
@@ -65,9 +86,10 @@ def reasons(answer: Answer) -> Iterator[str]:
     yield f"The busiest rank computes for {computed:.1%} of the step."
     if share >= SMALLEST_SHARE:
         yield f"The largest wait, {share:.1%}, is for {waits[name]}."
-    margin = min(map(prediction.margin, range(prediction.plan.mesh.pipeline)))
-    memory = format_bytes(prediction.device.memory)
-    yield f"The rank with the highest peak leaves {format_bytes(margin)} of {memory} free."
+    fullest = min(range(prediction.plan.mesh.pipeline), key=prediction.margin)
+    memory, margin = format_bytes(prediction.seats.memory(fullest)), format_bytes(prediction.margin(fullest))
+    which = "fullest rank" if prediction.given.groups else "rank with the highest peak"
+    yield f"The {which} leaves {margin} of {memory} free."
     if answer.runners_up:
         other = answer.runners_up[0]
         own, theirs = choices(best), choices(other)

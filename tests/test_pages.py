@@ -164,7 +164,7 @@ def blocks_of_tests() -> list[tuple[Block, str]]:
 def test_toml_blocks_are_configs_clusters_or_links(page: Path, tmp_path: Path) -> None:
     for text in blocks(page, "toml"):
         values = tomllib.loads(text)
-        if "device" in values:
+        if "device" in values or "nodes" in values:
             Cluster.of(values, source=name_of(page))
         elif "island" in values:
             assert Archipelago.of(values, source=name_of(page)).islands

@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 from atoll.base.toml import value_to_toml
 from atoll.base.units import format_bytes, format_seconds
 from atoll.cli.main import app
-from atoll.prediction.cost import Cluster
+from atoll.prediction.cost import Archipelago, Cluster
 from atoll.testing.progress import run
 from atoll.training.config import Config, load
+from atoll.training.setup.islands import predict_island
 from atoll.training.setup.prediction import is_on_cpu, predict_plan
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -23,7 +24,9 @@ pytestmark = pytest.mark.usefixtures("warm")
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
 PARTS = dict(re.findall(r"<!-- planned: ([\w-]+) -->\n(.*?)<!-- end -->", PAGE, flags=re.DOTALL))
-RECIPES = sorted(path.stem for path in (ROOT / "configs" / "recipes").glob("*.toml"))
+ISLANDS = ("h100-a100-islands",)
+"""Those with a plan for each island."""
+RECIPES = sorted({path.stem for path in (ROOT / "configs" / "recipes").glob("*.toml")} - {*ISLANDS})
 
 
 def settings_of(name: str) -> list[str]:
@@ -39,7 +42,7 @@ def chosen(name: str) -> Config:
 
 
 def test_every_recipe_is_on_the_page() -> None:
-    assert sorted(PARTS) == RECIPES
+    assert sorted(PARTS) == sorted((*RECIPES, *ISLANDS))
 
 
 @pytest.mark.wide(9)
@@ -59,6 +62,27 @@ def test_a_recipe_is_as_its_page_says(name: str, monkeypatch: pytest.MonkeyPatch
     fullest = min(range(found.plan.mesh.pipeline), key=found.margin)
     peak, memory = found.peak(fullest).total, found.seats.memory(fullest)
     assert f"{format_bytes(peak)} of {format_bytes(memory)}" in PARTS[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ISLANDS)
+def test_islands_are_as_their_page_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    path = ROOT / "configs" / "recipes" / f"{name}.toml"
+    archipelago = Archipelago.read(str(load(path).run.cluster))
+    found = re.findall(r"Island (\w+):\n\n```ini\n(.*?)```", PARTS[name], flags=re.DOTALL)
+    assert [island for island, _ in found] == [*archipelago]
+    for island, text in found:
+        tables = tomllib.loads(text)
+        outer = tables["parallel"].pop("outer")
+        keys = {f"{section}.{key}": value for section, own in tables.items() for key, value in own.items()}
+        keys |= {f"parallel.outer.{key}": value for key, value in outer.items()}
+        config = load(path, ["parallel.auto=false", *(f"{key}={value_to_toml(each)}" for key, each in keys.items())])
+        own = predict_island(config, archipelago, island)
+        assert own.fits
+        peak = format_bytes(max(own.peak(rank).total for rank in range(own.plan.mesh.pipeline)))
+        assert re.search(rf"^{island} +8 +{format_seconds(own.played.seconds)} ", PARTS[name], flags=re.MULTILINE)
+        assert re.search(rf"^{island} +{peak} ", PARTS[name], flags=re.MULTILINE)
 
 
 @pytest.mark.wide(1)

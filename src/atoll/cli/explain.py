@@ -84,7 +84,6 @@ def _settings(system: str, path: Path, overrides: tuple[str, ...], cluster: Path
     """Print the plan of a config, or of a run's, as another system's settings. A cluster is not needed."""
     from dataclasses import asdict
 
-    from atoll.prediction.cost import Cluster
     from atoll.training.run.measurements import read_run
     from atoll.training.settings import settings_for
     from atoll.training.setup.choosing import load_chosen
@@ -96,7 +95,7 @@ def _settings(system: str, path: Path, overrides: tuple[str, ...], cluster: Path
     else:
         (loaded, _), world = load_chosen(path, with_cluster(overrides, cluster)), None
         named = None if loaded.run.cluster is None else Path(loaded.run.cluster)
-    prediction = predict(loaded, None if named is None else Cluster.read(named), world=world)
+    prediction = predict(loaded, named, world=world)
     found = settings_for(system, loaded, prediction)
     if as_json:
         _echo_json(asdict(found))

@@ -33,7 +33,8 @@ def predict_command(
     Keys of the JSON object: parameters; active, those that a token takes; world; seconds of a step, and interval, the
     least and the most; tokens_per_second, tokens_per_second_per_device; mfu; breakdown, with busiest_rank, and the
     seconds by part of that rank and the mean of all; ranks, one object a pipeline rank with rank, peak and rest (bytes
-    by component), saved_bytes (of host memory, for saving in the background), fits, margin_bytes and breakdown; fits
+    by component), saved_bytes (of host memory, for saving in the background), fits, margin_bytes, breakdown and, of a
+    cluster with nodes of several kinds, nodes (the names of its kinds); fits
     and margin_bytes of the fullest rank; outer, null without outer steps: seconds that they add to a step on average
     (part of `seconds`) and at worst, bytes that a rank sends between islands on average and after one step at most;
     apart, null unless islands are worlds of their own: island_bytes of all ranks a step, exchange (seconds of a round),

@@ -13,6 +13,7 @@ from atoll.plans import schedules
 from atoll.plans.layouts import Codec, Codecs, Layout, Precision
 from atoll.plans.plan import ORDERS, MeshShape, Plan
 from atoll.prediction.cost import Cluster, Prediction, Transformer, Use
+from atoll.prediction.cost.calibration import Step, calibrate
 from atoll.prediction.cost.summary import summary
 
 FAST: dict[str, Any] = {
@@ -179,3 +180,9 @@ def test_coded_hops_are_between_nodes_of_any_kind() -> None:
     for pair in ((0, 1), (1, 2)):
         mine, other = (each.durations.hops.each[pair].seconds for each in (coded, plain))
         assert mine < 0.6 * other
+
+
+def test_constants_are_fitted_to_one_kind() -> None:
+    step = Step(((1.0, predicted(of_two(), MeshShape(3, 1, 2))),), 1.0)
+    with pytest.raises(ConfigError, match="nodes of fast, slow at once"):
+        calibrate([step])

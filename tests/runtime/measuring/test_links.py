@@ -50,7 +50,7 @@ def test_a_link_has_the_rate_at_which_collectives_take_what_was_measured(monkeyp
     """A gather of 20 ms and a reduction of 40 ms are predicted with 30 ms each."""
     sizes, seconds = list[int](), iter((0.02, 0.04))
 
-    def timed(self: _Ranks, call: Any, budget: float) -> float:
+    def timed(self: _Ranks, call: Any, budget: float, *, takes_part: bool = True) -> float:
         call()
         return next(seconds)
 

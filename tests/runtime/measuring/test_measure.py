@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,12 @@ from atoll.plans import schedules
 from atoll.plans.layouts import Layout, Precision
 from atoll.plans.plan import MeshShape, Plan
 from atoll.prediction.cost import Cluster, Prediction, Transformer, Use
+from atoll.runtime.measuring import measure
 from atoll.runtime.measuring.device import _Bench
 from atoll.runtime.measuring.host_link import host_of, read_host
 from atoll.runtime.measuring.measure import cluster_to_toml, describe_cluster, measure_cluster, statistic, to_tables
 from atoll.runtime.measuring.stopwatch import Stopwatch, typical
+from atoll.runtime.transport import world_rank
 from atoll.testing import run_ranks
 from tests.training.report.sheets import CLUSTER
 
@@ -150,3 +153,30 @@ def test_the_link_to_host_memory_is_a_line_where_there_is_one() -> None:
     assert lines == ["host memory        59.6 GiB, 5 GB/s to a device, 20 GB/s of steps there"]
     bare = CLUSTER.model_copy(update={"node": CLUSTER.node.model_copy(update={"host": None})})
     assert "host memory" not in describe_cluster(bare)
+
+
+def of_two_kinds(ranks: int, *, local: int, **options: Any) -> Cluster:
+    """Measure as one of `ranks`, of which those of the first node say that their device is another."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "describe_device", lambda _: "fast" if world_rank() < local else "slow")
+        return measure_cluster(ranks, local=local, device=CPU, seconds=0.002, **options)
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+def test_nodes_with_other_devices_are_a_kind_of_their_own(tmp_path: Path) -> None:
+    every = run_ranks(of_two_kinds, 4, 4, local=2)
+    cluster = every[0]
+    assert all(each == cluster for each in every)
+    assert [(kind.name, [*ranks]) for kind, ranks in cluster.ranks_of_kinds()] == [("fast", [0, 1]), ("slow", [2, 3])]
+    for kind in cluster.groups:
+        assert kind.device.source.startswith(f"measured on {kind.name}, 2 at once")
+        assert kind.device.memory == pytest.approx(machine_memory() / 2, rel=1e-6)
+        assert kind.node.link is not None
+        assert kind.node.link.source.startswith(f"measured on {kind.name}")
+        check(kind.model_copy(update={"nodes": 1}), tmp_path)
+    assert cluster.groups[0].network == cluster.groups[1].network is not None
+    path = tmp_path / "cluster.toml"
+    path.write_text(cluster_to_toml(cluster), encoding="utf-8")
+    assert to_tables(Cluster.read(path)) == to_tables(cluster)
+    assert "ranks 2 to 3: slow\ndevice" in describe_cluster(cluster)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atoll.training.config import from_dict
-from atoll.training.setup.prediction import _sizes, workload_of
+from atoll.base.errors import ConfigError
+from atoll.training.config import from_dict, load
+from atoll.training.setup.prediction import _sizes, predict, workload_of
 
 pytest.importorskip("transformers")
 
@@ -37,3 +39,14 @@ def test_families_without_formulas_are_counted(family: str, objective: str, has_
     workload = workload_of(config, 64)
     assert workload.parameters > 64 * 16
     assert len(workload.layers) == 2
+
+
+def test_ranks_are_on_the_nodes_that_the_config_names() -> None:
+    recipe = Path(__file__).parents[3] / "configs" / "recipes" / "llama-7b-a100-4090.toml"
+    cluster = recipe.parents[1] / "clusters" / "a100-rtx4090.toml"
+    plan = ["parallel.auto=false", "parallel.pipeline=2", "parallel.intra=8", "parallel.layers_per_stage=[10, 22]"]
+    found = predict(load(recipe, [*plan, 'run.nodes=["rtx4090", "a100"]']), cluster)
+    assert [found.seats.name(rank) for rank in range(2)] == ["rank 0 on rtx4090", "rank 1 on a100"]
+    assert found.seconds < predict(load(recipe, plan), cluster).seconds
+    with pytest.raises(ConfigError, match="nodes = h100: the cluster has the kinds a100, rtx4090"):
+        predict(load(recipe, [*plan, 'run.nodes=["h100"]']), cluster)

@@ -128,9 +128,15 @@ def calibrate(steps: Iterable[Step], constants: Sequence[str] = ()) -> Fitted:
 
     constants: keys of `LIMITS`, by default all. Those that any step depends on are fitted.
 
-    Raises ConfigError for an unknown constant, for no steps, and if scipy is missing.
+    Raises ConfigError for an unknown constant, for no steps, for nodes of several kinds, and if scipy is missing.
     """
     steps = list(steps)
+    several = next((step.cluster.names for step in steps if step.cluster.groups), None)
+    if several is not None:
+        raise ConfigError(
+            f"cannot fit constants to steps on nodes of {', '.join(several)} at once: fit each kind to steps on its "
+            "own nodes, and write the results into its [[nodes]]"
+        )
     unknown = sorted(set(constants) - set(LIMITS))
     if unknown or not steps:
         raise ConfigError(

@@ -48,29 +48,33 @@ class MeasuredLink:
     rate: float
 
 
-def read_links(shape: MeshShape, *, rank: int, device: torch.device, budget: float, cards: int, source: str) -> _Links:
+def read_links(
+    shape: MeshShape, *, nodes: range, rank: int, device: torch.device, budget: float, cards: int, source: str
+) -> _Links:
     """Measure the links between `inter` nodes of `intra` ranks each. All ranks call it, and all get the same result.
 
+    nodes: those whose own link is measured, all of one kind; the network is measured with the first ones only.
     budget: seconds for a size of messages.  cards: network cards of a node, which its ranks share evenly.
     """
-    nodes, local = shape.inter, shape.intra
+    count, local = shape.inter, shape.intra
+    first, takes_part = nodes.start * local, rank // local in nodes
     islands = _Ranks(connect(shape.place(rank), device), budget)
     node = network = None
     if local > 1:
         line = _Ranks(connect(MeshShape(pipeline=shape.world).place(rank), device), budget)
-        wire = line.exchange_messages({0: 1, 1: 0}.get(rank))
+        wire = line.exchange_messages({first: first + 1, first + 1: first}.get(rank))
         line.transport.close()
-        within = islands.gather("intra", wire)
+        within = islands.gather("intra", wire, takes_part=takes_part)
         if device.type == "cpu":
-            apart = _Ranks(connect(MeshShape(pipeline=nodes, inter=local).place(rank), device), budget)
-            node = _link(wire, apart.gather("inter", wire), share=1.0, source=source)
+            apart = _Ranks(connect(MeshShape(pipeline=count, inter=local).place(rank), device), budget)
+            node = _link(wire, apart.gather("inter", wire, takes_part=takes_part), share=1.0, source=source)
             # Ranks on the CPU copy for each other on the processors that compute.
             node = node.model_copy(update={"busy": 1.0, "shared": within})
             apart.transport.close()
         else:
             node = _link(wire, within, share=1.0, source=source)
-    if nodes > 1:
-        line = _Ranks(connect(MeshShape(pipeline=nodes, intra=local).place(rank), device), budget)
+    if count > 1 and nodes.start == 0:
+        line = _Ranks(connect(MeshShape(pipeline=count, intra=local).place(rank), device), budget)
         at, own = divmod(rank, local)
         wire = line.exchange_messages((1 - at) * local + own if at < 2 else None)
         network = _link(wire, islands.gather("inter", wire), share=local / cards, source=source)
@@ -126,9 +130,9 @@ class _Ranks:
                 break
         return timings
 
-    def gather(self, axis: str, wire: MeasuredLink) -> float:
+    def gather(self, axis: str, wire: MeasuredLink, *, takes_part: bool = True) -> float:
         """Return the bytes a second with which `collective` gives gathers and reductions along an axis their
-        seconds."""
+        seconds, mean over the ranks of groups that take part."""
         transport, peers = self.transport, Peers.along(axis, self.transport.place)
         ranks = len(peers.ranks)
         wanted = min(max(SHORTEST_BUFFER, self.budget * wire.rate / BLOCKS), LONGEST_BUFFER)
@@ -148,8 +152,10 @@ class _Ranks:
             if lent is not None:
                 transport.memory.give_back(lent)
 
-        gathered = self._seconds(lambda: transport.gather(whole, peers, tags[0], own=own), self.budget)
-        reduced = self._seconds(reduce, self.budget)
+        gathered = self._seconds(
+            lambda: transport.gather(whole, peers, tags[0], own=own), self.budget, takes_part=takes_part
+        )
+        reduced = self._seconds(reduce, self.budget, takes_part=takes_part)
         return goodput_of(whole.nbytes, (gathered + reduced) / 2, ranks=ranks, latency=wire.latency)
 
     def _to_and_fro(self, tensor: torch.Tensor, peer: int) -> None:

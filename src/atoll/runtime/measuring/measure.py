@@ -23,6 +23,9 @@ from atoll.runtime.measuring.links import read_links
 from atoll.runtime.measuring.stopwatch import Stopwatch, typical
 from atoll.runtime.transport import Transport, connect, world_rank
 
+NAME_BYTES = 128
+"""Bytes of a device's name that tell kinds of nodes apart."""
+
 DIGITS = 4
 """Number of significant digits that are written."""
 
@@ -42,7 +45,9 @@ def measure_cluster(
     dtypes: of products, besides that of all other quantities. One `depth`, `attention` and `memory` serve all dtypes;
     only `memory` has a factor for elements of two bytes.
 
-    The result is the same on every rank. Raises ConfigError if nodes have different numbers of ranks.
+    Consecutive nodes whose devices have one name are of a kind; each kind has the means of its ranks, and the link
+    between nodes is measured once for all. The result is the same on every rank. Raises ConfigError if nodes have
+    different numbers of ranks.
     """
     rank = world_rank()
     transport = connect(MeshShape(intra=world).place(rank), device)
@@ -51,21 +56,48 @@ def measure_cluster(
         raise ConfigError(f"rank {rank}'s node has {local} of {world} ranks, others have more or fewer; start as many")
     at_once = f", {local} at once" if local > 1 else ""
     version, today = torch.__version__, datetime.date.today().isoformat()
-    source = f"measured on {describe_device(device)}{at_once}, torch {version}, {today}"
-    shape = MeshShape(inter=world // local, intra=local)
-    links = read_links(shape, rank=rank, device=device, budget=seconds, cards=cards, source=source)
+    shape, kinds = MeshShape(inter=world // local, intra=local), _kinds(describe_device(device), transport, local=local)
+    sources = [f"measured on {name}{at_once}, torch {version}, {today}" for name, _ in kinds]
+    links = [
+        read_links(shape, nodes=nodes, rank=rank, device=device, budget=seconds, cards=cards, source=source)
+        for (_, nodes), source in zip(kinds, sources, strict=True)
+    ]
     stopwatch = Stopwatch(device, seconds, typical=statistic(device, local))
-    reading = _mean(read_device(stopwatch, transport.barrier, dtypes=dtypes), transport)
-    host = None
-    if device.type == "cuda":  # the memory of a CPU is the device's own
-        found = _mean_of_host(read_host(stopwatch, transport.barrier), transport)
-        host = host_of(found, local_ranks=local, source=source)
+    reading = read_device(stopwatch, transport.barrier, dtypes=dtypes)
+    # The memory of a CPU is the device's own.
+    copies = read_host(stopwatch, transport.barrier) if device.type == "cuda" else None
+    found = []
+    for at, ((name, nodes), source) in enumerate(zip(kinds, sources, strict=True)):
+        own = _Means(transport, range(nodes.start * local, nodes.stop * local))
+        device_of = to_device(own.reading(reading), device, local_ranks=local, source=source)
+        if len(kinds) > 1:
+            sizes = own([float(device_of.memory), float(device_of.units)])
+            device_of = device_of.model_copy(update=dict(zip(("memory", "units"), map(round, sizes), strict=True)))
+        host = None if copies is None else host_of(own.host(copies), local_ranks=local, source=source)
+        node = Node(devices=local, cards=cards, link=links[at].node, host=host)
+        kind = Cluster(device=device_of, node=node, network=links[0].network)
+        found.append(kind if len(kinds) == 1 else kind.model_copy(update={"nodes": len(nodes), "name": name}))
     transport.close()
-    return Cluster(
-        device=to_device(reading, device, local_ranks=local, source=source),
-        node=Node(devices=local, cards=cards, link=links.node, host=host),
-        network=links.network,
-    )
+    return found[0] if len(found) == 1 else Cluster.join(found)
+
+
+def _kinds(name: str, transport: Transport, *, local: int) -> list[tuple[str, range]]:
+    """Return the names of the devices, and the consecutive nodes that have them. name: of this rank's device."""
+    nodes, rank = transport.place.mesh.world // local, transport.place.rank
+    codes = torch.zeros(nodes, NAME_BYTES)
+    if rank % local == 0:
+        text = name.encode()[:NAME_BYTES]
+        codes[rank // local, : len(text)] = torch.tensor(list(text), dtype=codes.dtype)
+    rows = transport.total(codes.flatten()).reshape(nodes, NAME_BYTES).tolist()
+    names = [bytes(int(code) for code in row).rstrip(b"\0").decode(errors="ignore") for row in rows]
+    found: list[tuple[str, range]] = []
+    for node, each in enumerate(names):
+        if found and found[-1][0].partition(" (")[0] == each:
+            found[-1] = found[-1][0], range(found[-1][1].start, node + 1)
+        else:
+            again = sum(known.partition(" (")[0] == each for known, _ in found)
+            found.append((f"{each} ({again + 1})" if again else each, range(node, node + 1)))
+    return found
 
 
 def statistic(device: torch.device, local: int) -> Callable[[Sequence[float]], float]:
@@ -89,7 +121,10 @@ def cluster_to_toml(cluster: Cluster) -> str:
 
 
 def describe_cluster(cluster: Cluster) -> str:
-    """Return the measurements, one line each."""
+    """Return the measurements, one line each; of nodes of several kinds one kind after the other."""
+    if cluster.groups:
+        parts = zip(cluster.ranks_of_kinds(), map(describe_cluster, cluster.groups), strict=True)
+        return "\n\n".join(f"ranks {own.start} to {own.stop - 1}: {kind.name}\n{text}" for (kind, own), text in parts)
     device, reached = cluster.device, cluster.device.efficiency
     rows = [
         ("device", device.source.removeprefix("measured on ")),
@@ -132,32 +167,39 @@ def _link_row(name: str, link: Link | None) -> list[tuple[str, str]]:
     return [(name, words)]
 
 
-def _mean(own: Reading, transport: Transport) -> Reading:
-    """Return the mean over all ranks. A dtype that some rank cannot multiply is left out."""
+class _Means:
+    """The means of measurements over some of the ranks, the same on every rank."""
 
-    def means(values: Sequence[float]) -> list[float]:
-        total = transport.total(torch.tensor(values, dtype=torch.float64))
-        return (total / transport.place.mesh.world).tolist()
+    def __init__(self, transport: Transport, ranks: range) -> None:
+        self._transport, self._ranks = transport, ranks
 
-    names = [field.name for field in fields(own) if field.name != "rates"]
-    figures = means([getattr(own, name) for name in names])
-    rates = means([own.rates.get(dtype, math.nan) for dtype in DTYPES])
-    known = {dtype: rate for dtype, rate in zip(DTYPES, rates, strict=True) if not math.isnan(rate)}
-    return replace(own, rates=known, **dict(zip(names, figures, strict=True)))
+    def __call__(self, values: Sequence[float]) -> list[float]:
+        """Return the means of values that each rank has of its own."""
+        own = torch.tensor(values, dtype=torch.float64)
+        takes_part = self._transport.place.rank in self._ranks
+        total = self._transport.total(own if takes_part else torch.zeros_like(own))
+        return (total / len(self._ranks)).tolist()
 
+    def reading(self, own: Reading) -> Reading:
+        """Return the mean of a device. A dtype that some rank cannot multiply is left out."""
+        names = [field.name for field in fields(own) if field.name != "rates"]
+        figures = self([getattr(own, name) for name in names])
+        rates = self([own.rates.get(dtype, math.nan) for dtype in DTYPES])
+        known = {dtype: rate for dtype, rate in zip(DTYPES, rates, strict=True) if not math.isnan(rate)}
+        return replace(own, rates=known, **dict(zip(names, figures, strict=True)))
 
-def _mean_of_host(own: HostReading, transport: Transport) -> HostReading:
-    """Return the mean over all ranks."""
-    names = [field.name for field in fields(own)]
-    values = torch.tensor([float(getattr(own, name)) for name in names], dtype=torch.float64)
-    total = transport.total(values) / transport.place.mesh.world
-    return HostReading(**dict(zip(names, total.tolist(), strict=True)))
+    def host(self, own: HostReading) -> HostReading:
+        """Return the mean of host memory."""
+        names = [field.name for field in fields(own)]
+        return HostReading(**dict(zip(names, self([float(getattr(own, name)) for name in names]), strict=True)))
 
 
 def _rounded(value: Any) -> Any:
     match value:
         case dict():
             return {key: _rounded(each) for key, each in value.items()}
+        case list():
+            return [_rounded(each) for each in value]
         case float():
             return float(f"{value:.{DIGITS}g}")
     return value

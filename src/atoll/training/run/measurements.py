@@ -67,7 +67,8 @@ class _Measured:
 
     def predict(self, cluster: Cluster) -> Prediction:
         """Return the predicted step on a cluster. Raises ConfigError or PlanError if its costs are unknown."""
-        plan = planned(self.config, self.world)
+        plan, nodes = planned(self.config, self.world), self.config.run.nodes
+        cluster = cluster.ordered(nodes) if nodes and cluster.groups else cluster
         facts = {"vocabulary": self.vocabulary, "reads_in_place": self.reads_in_place, "device": self.device}
         return predict_plan(self.config, plan, cluster, **facts)  # type: ignore[arg-type]
 
