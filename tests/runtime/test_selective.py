@@ -87,7 +87,7 @@ class Run:
             assert passages[0] is not None
             self.block.backward(passages[0])
         gradients = {name: parameter.grad for name, parameter in self.module.named_parameters()}
-        for _, name, (x, g) in found:
+        for _, name, (x, g, _) in found:
             gradients[name] = g.reshape(-1, g.shape[-1]).T @ x.reshape(-1, x.shape[-1])
         return {"input": hidden.grad, **gradients}
 
