@@ -430,8 +430,8 @@ CLAIMS: dict[tuple[str, str], list[Tried]] = {
     ],
     (
         "README.md",
-        "[Codecs](docs/codecs.md) encode what is sent between groups, along `inter`, and between stages. Inside a group "
-        "nothing is encoded.",
+        "[Codecs](docs/codecs.md) encode what is sent between groups, along `inter`, and between stages. Inside a "
+        "group nothing is encoded.",
     ): [
         Tried(
             lambda _: built(tiny, codecs=atoll.plans.layouts.Codecs(atoll.plans.layouts.Codec("int8"))),

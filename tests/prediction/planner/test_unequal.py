@@ -117,6 +117,7 @@ def ways(layers: int, stages: int) -> list[tuple[int, ...]]:
     return [(own, *rest) for own in range(layers + 1) for rest in ways(layers - own, stages - 1)]
 
 
+@pytest.mark.wide(3)
 @pytest.mark.parametrize("part", [pytest.param(at, marks=[pytest.mark.slow] if at else []) for at in range(PARTS)])
 def test_the_plan_is_the_best_of_all_splits_and_orders_of_nodes(part: int) -> None:
     draw, fitted = random.Random(part), 0
