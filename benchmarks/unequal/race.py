@@ -18,7 +18,7 @@ from benchmarks.islands.ranks import Rank
 
 @dataclass(slots=True)
 class Record:
-    """What one rank measured of a split: starts and ends of its steps, and seconds of its actions by op and step."""
+    """One rank's measurements of a split: when its steps start and end, and the seconds of its actions, by op and step."""
 
     layers: list[int]
     gradient_difference: float = 0.0

@@ -26,7 +26,7 @@ FOUR = replace(TWO, layers_per_stage=(1, 1, 1, 1))
 
 
 class _Rounded(torch.autograd.Function):
-    """What is left of an activation and of its gradient behind a hop, token by token."""
+    """Round an activation, and its gradient in the backward, as a coded hop does: token by token."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, kind: CodecKind) -> Tensor:

@@ -90,7 +90,7 @@ PLAIN = 2 * 1024 * 1024 * 2
 
 
 def test_hops_between_nodes_are_coded() -> None:
-    """Of four ranks on two nodes, the second sends to the third."""
+    """With four ranks on two nodes, rank 1 sends to rank 2 over the network."""
     found = predicted(INT8)
     assert found.durations.coded.nbytes == CODED
     assert [found.durations.coded.sent(rank) for rank in range(4)] == [
