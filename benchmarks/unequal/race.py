@@ -18,7 +18,7 @@ from benchmarks.islands.ranks import Rank
 
 @dataclass(slots=True)
 class Record:
-    """One rank's measurements of a split: when its steps start and end, and the seconds of its actions, by op and step."""
+    """One rank's measurements of a split: start and end of each step, and the seconds of its actions by op and step."""
 
     layers: list[int]
     gradient_difference: float = 0.0
